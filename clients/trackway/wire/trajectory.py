@@ -26,6 +26,8 @@ class StopReason(StrEnum):
     """The turn limit was reached while the model still called tools."""
     MAX_RESPONSE = "max_response"
     """The response reached its limit, or the next observation would exceed it."""
+    MAX_PROMPT = "max_prompt"
+    """A call of a session had a prompt over its limit."""
     BAD_CALL = "bad_call"
     """A call could not be parsed or named no offered tool, and `limits.on_bad_call` is `end`."""
     ENVIRONMENT_DONE = "environment_done"

@@ -18,16 +18,18 @@ from trackway.wire.openai.requests import ChatMessage, ChatRequest, ChatTool, Co
 
 async def completion_prompts(tokenizer: Tokenizer, request: CompletionRequest, max_tokens: int) -> list[list[int]]:
     """Each prompt's ids, in order; raises INVALID_REQUEST for an empty text or more than `max_tokens`."""
-    return [await _ids(tokenizer, prompt, request.add_special_tokens, max_tokens) for prompt in request.prompts]
-
-
-async def _ids(tokenizer: Tokenizer, prompt: str | list[int], special: bool, max_tokens: int) -> list[int]:
-    if isinstance(prompt, list):
-        return prompt
+    special = request.add_special_tokens
     try:
-        ids = await offload(len(prompt), _encode, tokenizer, prompt, special, max_tokens)
+        return [await text_ids(tokenizer, prompt, special, max_tokens) for prompt in request.prompts]
     except TooLong as error:
         raise _too_long("prompt", error, max_tokens) from error
+
+
+async def text_ids(tokenizer: Tokenizer, prompt: str | list[int], special: bool, max_tokens: int) -> list[int]:
+    """The ids of a prompt, which may be given as ids; raises TooLong, and INVALID_REQUEST for an empty text."""
+    if isinstance(prompt, list):
+        return prompt
+    ids = await offload(len(prompt), _encode, tokenizer, prompt, special, max_tokens)
     if not ids:
         message = "prompt: expected text of at least one token, got none; send some text"
         raise TrackwayError(ErrorCode.INVALID_REQUEST, message, param="prompt")
@@ -51,16 +53,21 @@ async def chat_prompt(tokenizer: Tokenizer, request: ChatRequest, max_tokens: in
 
     Raises INVALID_REQUEST for more than `max_tokens`, or if the chat template rejects it.
     """
+    try:
+        return await chat_ids(tokenizer, request, max_tokens)
+    except TooLong as error:
+        raise _too_long("messages", error, max_tokens) from error
+
+
+async def chat_ids(tokenizer: Tokenizer, request: ChatRequest, max_tokens: int) -> list[int]:
+    """The same, for callers with bounds of their own: more than `max_tokens` raise TooLong."""
     if tokenizer.chat_template is None:
         message = "messages: expected a model with a chat template, got one without; use /v1/completions"
         raise TrackwayError(ErrorCode.INVALID_REQUEST, message, param="messages")
     chars = sum(map(_chars, request.messages))
-    try:
-        check_chars(chars, max_tokens, _most_chars(tokenizer))
-        size = chars + 1000 * (len(request.messages) + len(request.tools))
-        return await offload(size, _rendered, tokenizer, request, max_tokens)
-    except TooLong as error:
-        raise _too_long("messages", error, max_tokens) from error
+    check_chars(chars, max_tokens, _most_chars(tokenizer))
+    size = chars + 1000 * (len(request.messages) + len(request.tools))
+    return await offload(size, _rendered, tokenizer, request, max_tokens)
 
 
 def most_tokens(request: ChatRequest, left: int) -> int:

@@ -61,6 +61,8 @@ class GraphNode(WireReply):
     """Of a retry: the call whose answer was given again."""
     finish_reason: str | None = None
     """Of sampled tokens; `abort` when the client left, or the generation failed."""
+    forced: str = ""
+    """Of sampled tokens: the start of the message that a forced tool call put at the end of the prompt."""
     reward: float | None = None
     """Of sampled tokens: the score of their call, if it was posted."""
     delivered: bool = True

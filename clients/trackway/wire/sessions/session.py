@@ -16,7 +16,9 @@ class SessionBounds(WireRequest):
     """Bounds of one session beside its `limits`, which bound its time and each row of its tokens."""
 
     max_calls: Int = Field(default=256, ge=1)
-    """Most calls of the model, retries not counted; the session then ends with `max_turns`."""
+    """Most calls of the model; the session then ends with `max_turns`. A call that failed before the model wrote
+    anything does not count, nor do retries answered from the record and token counts, of which there may be eight times
+    as many."""
     max_tokens: Int | None = Field(default=None, ge=1)
     """Most tokens that the model writes in all calls together, held by parallel calls too: one waits while others hold
     what it may write. The session then ends with `max_response`."""

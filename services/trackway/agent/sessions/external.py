@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import ClassVar, SupportsFloat, cast
 
 import httpx
 from pydantic import ValidationError
@@ -34,8 +34,9 @@ from trackway.agent.toolbox import Toolbox
 from trackway.agent.waits import waits_for
 from trackway.clients import shared_http
 from trackway.serving.own_code import loading
+from trackway.serving.user_code import described
 from trackway.wire.agent import Sample
-from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.errors import ErrorCode, TrackwayError, shortened
 from trackway.wire.headers import REQUEST_DEADLINE
 from trackway.wire.sessions.session import ExternalReply, ExternalRollout, SessionAccess
 from trackway.wire.trajectory import StopReason
@@ -44,7 +45,9 @@ AgentFunction = Callable[[SessionAccess, Sample], Awaitable[float | None] | floa
 """Runs the agent for a row, and may return its score; a plain function runs in a thread."""
 
 _SECRET = re.compile(r"TRACKWAY_|.*(KEY|TOKEN|SECRET|PASSWORD)")
-"""Variables of this service that a program is not given."""
+"""Variables of this service that a program is not given, by their names."""
+_CREDENTIALS = re.compile(r"://[^/\s@]*:[^/\s]*@|\bhttps?://[^/\s]+@", re.IGNORECASE)
+"""And by their values: URLs with a password, or with a token in its place."""
 NO_TELEMETRY = {
     "OPENAI_AGENTS_DISABLE_TRACING": "1",  # it posts traces, with the session's key, whatever the base URL
     "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
@@ -59,6 +62,10 @@ _GUARD_S = 5.0
 _CLEANUP_S = 10.0
 """Longest time that the guard gives a cleanup."""
 _MESSAGE_CHARS = 2_000
+_MAX_REPLY_BYTES = 65_536
+"""Most bytes of a URL's answer beside its log."""
+_JSON_BYTES = 6
+"""Most bytes of JSON for one of the log."""
 
 
 @register("external")
@@ -106,7 +113,11 @@ class ExternalAgent(SessionAgent):
             else:
                 await run_program(settings, access, episode)
             if score is not None:
-                episode.set_reward(float(score))
+                episode.set_reward(score)
+        if session.graph.calls == 0:
+            message = f"expected the agent to call the model at {access.base_url}, it ended and made no call"
+            remedy = "let it use OPENAI_BASE_URL, ANTHROPIC_BASE_URL or `base_url`, and read the trajectory's log"
+            raise TrackwayError(ErrorCode.AGENT_FAILED, f"{message}; {remedy}")
 
 
 def register_external(settings: AgentSettings) -> None:
@@ -127,6 +138,11 @@ async def run_program(settings: ExternalSettings, access: SessionAccess, episode
     held, holding = os.pipe()
     with open(holding, "wb", buffering=0) as owner:
         try:
+            if settings.folder is not None and not settings.folder.is_dir():
+                message = (
+                    f"external.folder: expected a folder, got {str(settings.folder)!r}; create it or correct the path"
+                )
+                raise TrackwayError(ErrorCode.AGENT_FAILED, message)
             transport, protocol = await loop.subprocess_exec(
                 lambda: SubprocessStreamProtocol(_READ_BYTES, loop),
                 *guarded(program, held),
@@ -138,6 +154,9 @@ async def run_program(settings: ExternalSettings, access: SessionAccess, episode
                 start_new_session=True,
                 pass_fds=(held,),
             )
+        except OSError as error:
+            message = f"expected the agent's program {program.name!r} to start, got {type(error).__name__}: {error}"
+            raise TrackwayError(ErrorCode.AGENT_FAILED, f"{message}; correct the setting `external`") from error
         finally:
             os.close(held)
         process = Process(transport, protocol, loop)
@@ -229,16 +248,28 @@ async def posted(
     if access.traceparent is not None:
         headers["traceparent"] = access.traceparent
     try:
-        answer = await http.post(
-            url, content=rollout.model_dump_json(exclude_none=True), headers=headers, timeout=episode.deadline.remaining
-        )
+        body = rollout.model_dump_json(exclude_none=True)
+        timeout_s = episode.deadline.remaining
+        async with http.stream("POST", url, content=body, headers=headers, timeout=timeout_s) as answer:
+            reply = await _read(answer, url, _MAX_REPLY_BYTES + _JSON_BYTES * settings.max_output_bytes)
         if not answer.is_success:
-            raise TrackwayError(ErrorCode.AGENT_FAILED, _misses(url, f"HTTP {answer.status_code}: {answer.text}"))
-        return ExternalReply.model_validate_json(answer.content or b"{}")
+            text = reply.decode(errors="replace")
+            raise TrackwayError(ErrorCode.AGENT_FAILED, _misses(url, f"HTTP {answer.status_code}: {text}"))
+        return ExternalReply.model_validate_json(reply or b"{}")
     except httpx.TransportError as error:
         raise TrackwayError(ErrorCode.AGENT_FAILED, _misses(url, f"{type(error).__name__}: {error}")) from error
     except ValidationError as error:
         raise TrackwayError(ErrorCode.AGENT_FAILED, _misses(url, str(error))) from error
+
+
+async def _read(answer: httpx.Response, url: str, most_bytes: int) -> bytes:
+    """The body. AGENT_FAILED when it is longer."""
+    body = bytearray()
+    async for part in answer.aiter_bytes():
+        body += part
+        if len(body) > most_bytes:
+            raise TrackwayError(ErrorCode.AGENT_FAILED, _misses(url, f"more than {most_bytes} bytes; shorten the log"))
+    return bytes(body)
 
 
 def _misses(url: str, got: str) -> str:
@@ -255,7 +286,11 @@ async def _last(output: asyncio.StreamReader, most_bytes: int, episode: Episode)
 
 def environment(own: Mapping[str, str], settings: ExternalSettings, access: SessionAccess) -> dict[str, str]:
     """The program's variables: the service's without its secrets, the settings', and how to reach the model."""
-    kept = {name: value for name, value in own.items() if _SECRET.match(name.upper()) is None}
+    kept = {
+        name: value
+        for name, value in own.items()
+        if _SECRET.match(name.upper()) is None and _CREDENTIALS.search(value) is None
+    }
     traced = {} if access.traceparent is None else {"TRACEPARENT": access.traceparent}
     return {
         **kept,
@@ -279,11 +314,17 @@ def function_of(place: str) -> AgentFunction:
 
 
 async def called(function: AgentFunction, access: SessionAccess, sample: Sample) -> float | None:
-    """The score that the function returns. Raises AGENT_FAILED for an exception of its own."""
+    """The score that the function returns. Raises AGENT_FAILED for an exception of its own, or another value."""
     try:
         if inspect.iscoroutinefunction(function):
-            return await function(access, sample)
-        return cast("float | None", await asyncio.to_thread(function, access, sample))
-    except Exception as error:
-        message = f"expected the agent's function to return, it raised {type(error).__name__}: {error}"
+            score = await function(access, sample)
+        else:
+            score = await asyncio.to_thread(function, access, sample)
+            score = await score if inspect.isawaitable(score) else score
+    except (Exception, SystemExit) as error:
+        message = f"expected the agent's function to return, it raised {described(error)}"
         raise TrackwayError(ErrorCode.AGENT_FAILED, message[:_MESSAGE_CHARS]) from error
+    if score is None or isinstance(score, SupportsFloat):
+        return None if score is None else float(score)
+    message = f"expected the agent's function to return its score, a number, or None, got {shortened(repr(score), 200)}"
+    raise TrackwayError(ErrorCode.AGENT_FAILED, f"{message}; return one of them")

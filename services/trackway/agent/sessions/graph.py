@@ -141,8 +141,8 @@ class TokenGraph:
             self._contexts[place.parent, place.key] = node.id
         return node
 
-    def sampled(self, context: GraphNode, call: int, choice: Sampled) -> GraphNode:
-        """Add a choice that the engine wrote after the context."""
+    def sampled(self, context: GraphNode, call: int, choice: Sampled, forced: str = "") -> GraphNode:
+        """Add a choice that the engine wrote after the context, whose end is `forced` as the start of the message."""
         auxiliary = context.kind is NodeKind.AUXILIARY
         return self._add(
             GraphNode(
@@ -154,6 +154,7 @@ class TokenGraph:
                 logprobs=choice.logprobs,
                 weight_versions=choice.weight_versions,
                 finish_reason=choice.finish_reason,
+                forced=forced,
                 delivered=False,
             )
         )

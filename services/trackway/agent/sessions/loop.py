@@ -40,6 +40,8 @@ class SessionAgent(AgentLoop):
             session.close()
             sessions.ended(session)
             await self._take(session, episode)
+        if session.refused is not None and not episode.response_ids:
+            raise session.refused
         return session.limit or StopReason.ANSWERED
 
     async def _take(self, session: Session, episode: Episode) -> None:
@@ -71,7 +73,7 @@ class SessionAgent(AgentLoop):
         """The model's messages in a row, with the text between them as what answered them."""
         tokens, turns = self.services.tokens, list[Turn]()
         for place, (node, start, end) in enumerate(row.turns):
-            parsed = self.services.parser.parse(await tokens.turn_text(node.ids))
+            parsed = self.services.parser.parse(node.forced + await tokens.turn_text(node.ids))
             behind = row.turns[place + 1].start if place + 1 < len(row.turns) else end
             answer = await tokens.text(row.response_ids[end:behind])
             messages = [assistant_message(parsed, node.call)]

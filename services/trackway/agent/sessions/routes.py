@@ -188,8 +188,11 @@ def _session(sessions: Sessions, running: RunningSessions) -> APIRouter:
 
     @router.post("/reward")
     async def reward(session_id: str, reward: SessionReward) -> None:
-        """Score the session, or a call of it; otherwise the reward service is asked when it ends."""
+        """Score the session, or a call of it, before it ends; otherwise the reward service is asked when it ends."""
         session = sessions.find(session_id)
+        if session.ended.is_set():
+            message = f"expected a reward before the end of session {session_id}, got one after it"
+            raise TrackwayError(ErrorCode.CONFLICT, f"{message}; post it before /end, which returns the final score")
         if reward.call_id is not None:
             session.score_call(reward.call_id, reward.score)
             return

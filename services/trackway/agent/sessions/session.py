@@ -1,7 +1,8 @@
 """One session: its calls of the model, each placed in the token graph, generated under its root span, and recorded.
 
 The same body again is a retry and is answered from the record, `stream` aside: clients keep no count across their own
-retries. Sampling is the run's. A call beyond a bound is refused, and the session ends with the bound's name.
+retries. Sampling is the run's. A call beyond a bound is refused, and the session ends with the bound's name. A call of
+which nothing was recorded, such as one that the engine refused, does not count.
 """
 
 import asyncio
@@ -23,9 +24,10 @@ from trackway.agent.episode import Episode
 from trackway.agent.sessions.graph import Conversation, Place, Sampled, TokenGraph
 from trackway.agent.sessions.messages import is_auxiliary, joined_turns, meaning
 from trackway.agent.sessions.token_budget import TokenBudget
-from trackway.model_api.choices import jobs_of
+from trackway.chat.encoding import TooLong
+from trackway.model_api.choices import jobs_of, while_connected
 from trackway.model_api.openai.completions import CompletionResponseBuilder
-from trackway.model_api.prompts import chat_prompt, completion_prompts, forced_prefix, template_form
+from trackway.model_api.prompts import chat_ids, forced_prefix, template_form, text_ids
 from trackway.model_api.respond import respond, respond_again
 from trackway.model_api.response_builder import ResponseBuilder
 from trackway.model_api.stream_decoder import Delta
@@ -57,6 +59,8 @@ _FOREIGN_IDS = ("session-id", "session_id", "session-affinity", "thread-id", "co
 """Endings of headers that are recorded as attributes."""
 _MAX_ATTRIBUTES = 32
 _MAX_ATTRIBUTE_CHARS = 256
+_BESIDE = 8
+"""Retries and token counts that a session answers, for each of its `bounds.max_calls`."""
 
 
 class Recorded(NamedTuple):
@@ -93,6 +97,8 @@ class CallInProgress:
     answer: "asyncio.Future[Recorded | None]"
     reserved: int = 0
     """Tokens of the session's budget."""
+    recorded: bool = False
+    """Whether the graph has something of it."""
 
 
 class Session:
@@ -109,7 +115,9 @@ class Session:
         self.graph = TokenGraph()
         self.attributes: dict[str, str] = {}
         self.limit: StopReason | None = None
-        """The bound that was reached."""
+        """The bound that was reached first."""
+        self.refused: TrackwayError | None = None
+        """What the call beyond it was told."""
         self.ended = asyncio.Event()
         """Set when the agent has ended; no call is taken then."""
         self._loop = loop
@@ -126,6 +134,9 @@ class Session:
         self._sampled_nodes: dict[str, list[GraphNode]] = {}
         """The choices of each answered call, by the id of its response."""
         self._calls = 0
+        """Calls in progress or recorded."""
+        self._beside = 0
+        """Retries and token counts."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -159,11 +170,16 @@ class Session:
 
     async def count(self, chat: ChatRequest) -> int:
         """The tokens of a conversation as a prompt, of at most the session's context length; an auxiliary call."""
-        self._admit()
+        self._admit_beside()
         self.graph.beside(NodeKind.AUXILIARY, self._number())
         limits = self.episode.limits
         longest = limits.max_prompt_length + limits.max_response_length
-        return len(await chat_prompt(self.tokenizer, self._forced_chat(chat), longest))
+        try:
+            return len(await chat_ids(self.tokenizer, self._forced_chat(chat), longest))
+        except TooLong as error:
+            bound = f"at most {longest} tokens (limits.max_prompt_length and limits.max_response_length)"
+            message = f"messages: expected {bound}, got at least {error.at_least}; shorten them, or raise the limits"
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, message, param="messages") from error
 
     def earlier(self, response_id: str | None, *, keep_system: bool) -> list[ChatMessage]:
         """The messages of `previous_response_id`; raises INVALID_REQUEST for one that this session did not answer."""
@@ -224,13 +240,15 @@ class Session:
     ) -> Response:
         key = hashlib.sha256(body.encode()).hexdigest()
         while (answered := self._answers.get(key)) is not None:
-            if (recorded := await asyncio.shield(answered)) is not None:
+            if (recorded := await while_connected(call.request, _result(answered))) is not None:
+                self._admit_beside()
                 return await again(recorded)
         self._admit()
         self._answers[key] = call.answer
 
         def left() -> None:
             self._budget.release(call.reserved)
+            self._calls -= not call.recorded
             if not call.answer.done():
                 del self._answers[key]
                 call.answer.set_result(None)
@@ -249,6 +267,16 @@ class Session:
             raise self._reached(StopReason.MAX_TURNS, f"at most {self._bounds.max_calls} calls (bounds.max_calls)")
         self._calls += 1
 
+    def _admit_beside(self) -> None:
+        """Raise INVALID_REQUEST when no further retry or token count is taken."""
+        if self.ended.is_set():
+            raise self._over("the session has ended")
+        most = _BESIDE * self._bounds.max_calls
+        if self._beside >= most:
+            bound = f"at most {most} retries and token counts ({_BESIDE} for each of bounds.max_calls)"
+            raise self._reached(StopReason.MAX_TURNS, bound)
+        self._beside += 1
+
     async def _chat(self, call: CallInProgress, chat: ChatRequest, build: Build) -> Response:
         chat = self._forced_chat(chat)
         tools = chat.tools if chat.tool_choice != "none" else []
@@ -259,11 +287,15 @@ class Session:
             place = Place(None, 0, None, place.key)
         placed = Placed(place, self.graph.ids(place.parent), await self._rendered(place, chat))
         max_tokens = await self._room(call, [placed], chat.n, chat.max_completion_tokens or chat.max_tokens)
-        context = self.graph.context(place, number, placed.new, auxiliary)
         builder = build(chat, self.tokenizer, placed.ids)
 
         def record(deltas: list[Delta]) -> None:
-            nodes = [self.graph.sampled(context, number, _sampled(delta)) for delta in deltas]
+            call.recorded = any(delta.token_ids or delta.finish_reason for delta in deltas)
+            if not call.recorded:
+                return
+            context = self.graph.context(place, number, placed.new, auxiliary)
+            forced = forced_prefix(chat)
+            nodes = [self.graph.sampled(context, number, _sampled(delta), forced) for delta in deltas]
             if all(delta.finish_reason for delta in deltas):
                 for node, message, delta in zip(nodes, builder.messages, deltas, strict=True):
                     self._continue(node, conversation, message, delta)
@@ -286,10 +318,13 @@ class Session:
         number = self._number()
         placed = [await self._continued(asked, prompt) for prompt in asked.prompts]
         max_tokens = await self._room(call, placed, asked.n, asked.max_tokens)
-        contexts = [self.graph.context(prompt.place, number, prompt.new) for prompt in placed]
         builder = CompletionResponseBuilder(asked, self.tokenizer, [prompt.ids for prompt in placed])
 
         def record(deltas: list[Delta]) -> None:
+            call.recorded = any(delta.token_ids or delta.finish_reason for delta in deltas)
+            if not call.recorded:
+                return
+            contexts = [self.graph.context(prompt.place, number, prompt.new) for prompt in placed]
             nodes = [
                 self.graph.sampled(contexts[index // asked.n], number, _sampled(delta))
                 for index, delta in enumerate(deltas)
@@ -310,9 +345,29 @@ class Session:
         new = prompt[place.known :]
         if new:
             special = asked.add_special_tokens and place.parent is None
-            continued = asked.model_copy(update={"prompt": new, "add_special_tokens": special})
-            [new] = await completion_prompts(self.tokenizer, continued, self.episode.limits.max_prompt_length)
+            new = await self._within_limits(place, text_ids(self.tokenizer, new, special, self._longest(place)))
         return Placed(place, self.graph.ids(place.parent), [] if isinstance(new, str) else new)
+
+    def _longest(self, place: Place) -> int:
+        """The most tokens that a call may add there."""
+        limits = self.episode.limits
+        return limits.max_prompt_length if place.parent is None else limits.max_response_length
+
+    async def _within_limits(self, place: Place, rendered: Awaitable[list[int]]) -> list[int]:
+        """The ids that a call adds; INVALID_REQUEST, and the bound's name for the session, when they are too many."""
+        longest = self._longest(place)
+        try:
+            ids = await rendered
+            if place.parent is None and len(ids) > longest:
+                raise TooLong(len(ids))
+        except TooLong as error:
+            got = f"got at least {error.at_least}"
+            if place.parent is not None:
+                bound = f"a conversation of at most {longest} tokens behind its prompt (limits.max_response_length)"
+                raise self._reached(StopReason.MAX_RESPONSE, f"{bound}, {got}") from error
+            bound = f"a prompt of at most {longest} tokens (limits.max_prompt_length)"
+            raise self._reached(StopReason.MAX_PROMPT, f"{bound}, {got}") from error
+        return ids
 
     async def _respond(
         self,
@@ -361,9 +416,9 @@ class Session:
 
     async def _rendered(self, place: Place, chat: ChatRequest) -> list[int]:
         """The ids that the call adds behind its parent, or the whole prompt."""
-        limits = self.episode.limits
         if place.parent is None:
-            return await chat_prompt(self.tokenizer, chat, limits.max_prompt_length)
+            longest = self._longest(place)
+            return await self._within_limits(place, chat_ids(self.tokenizer, chat, longest))
         tokens, written = self._loop.services.tokens, self.graph.nodes[place.parent].ids
         messages = [template_form(message) for message in chat.messages[place.known :]]
         ids = await tokens.following(messages, written, chat.chat_template_kwargs)
@@ -380,7 +435,7 @@ class Session:
             room = min(room, limits.max_response_length - behind)
             if room < 1:
                 bound = f"a conversation of at most {limits.max_response_length} tokens behind its prompt"
-                raise self._reached(StopReason.MAX_RESPONSE, f"{bound} (max_response_length), got {behind}")
+                raise self._reached(StopReason.MAX_RESPONSE, f"{bound} (limits.max_response_length), got {behind}")
         choices = len(prompts) * n
         room = await self._budget.reserve(room, choices, self.ended)
         call.reserved = room * choices
@@ -421,8 +476,10 @@ class Session:
         return self.graph.calls - 1
 
     def _reached(self, limit: StopReason, bound: str) -> TrackwayError:
-        self.limit = self.limit or limit
-        return self._over(f"expected {bound}")
+        refused = self._over(f"expected {bound}")
+        if self.limit is None:
+            self.limit, self.refused = limit, refused
+        return refused
 
     def _over(self, why: str) -> TrackwayError:
         return TrackwayError(ErrorCode.INVALID_REQUEST, f"{why}; end the agent, or raise the session's bounds")
@@ -570,6 +627,10 @@ def _reply(request: GenerateRequest, part: Episode, reason: str) -> GenerateRepl
     prompt, written = len(part.prompt_ids), len(part.response_ids)
     usage = Usage(prompt_tokens=prompt, completion_tokens=written, total_tokens=prompt + written)
     return GenerateReply(request_id=request.request_id or "", model="", created=0, usage=usage, choices=[choice])
+
+
+async def _result(answered: "asyncio.Future[Recorded | None]") -> Recorded | None:
+    return await asyncio.shield(answered)
 
 
 def _sampled(delta: Delta) -> Sampled:

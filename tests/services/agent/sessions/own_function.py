@@ -1,4 +1,6 @@
-"""An agent as a function."""
+"""Agents as functions."""
+
+import sys
 
 from openai import AsyncOpenAI
 
@@ -13,3 +15,13 @@ async def answer(access: SessionAccess, sample: Sample) -> float:
             model="policy", messages=[{"role": "user", "content": sample.prompt[0].content}]
         )
     return 0.5
+
+
+def says_text(access: SessionAccess, sample: Sample) -> str:
+    """Returns no number."""
+    return "good"
+
+
+def leaves(access: SessionAccess, sample: Sample) -> None:
+    """Ends the process, as a script does."""
+    sys.exit(3)

@@ -94,12 +94,16 @@ async def test_a_program_gets_the_row_and_none_of_the_services_secrets(
     serving: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret-of-the-service")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:secret-of-the-service@mlflow:5000")
+    monkeypatch.setenv("INDEX", "--index https://secret-of-the-service@host/simple")
+    monkeypatch.setenv("DATABASE", "postgres://reader@host/rows")
     code = "import json, os, sys; print(json.load(sys.stdin)['prompt'][0]['content'], os.environ)"
     async with serving(python(code, environment={"MODE": "fast"})) as services:
         trajectory = await services.say(agent_name="external", trace=True)
 
     log = trajectory.log
     assert log.startswith("9+9? ") and "'MODE': 'fast'" in log and "secret-of-the-service" not in log
+    assert "'DATABASE': 'postgres://reader@host/rows'" in log
     assert f"00-{trajectory.trace_id}-{trajectory.span_id}" in log
     assert "'OPENAI_AGENTS_DISABLE_TRACING': '1'" in log and "'DO_NOT_TRACK': '1'" in log
     assert "/sessions/s-" in log and "'ANTHROPIC_API_KEY': 'sk-s-" in log
@@ -125,6 +129,31 @@ async def test_a_program_that_fails_leaves_its_trajectory_out_and_says_why(servi
 
     assert trajectory.error is not None and trajectory.error.code is ErrorCode.AGENT_FAILED
     assert "got 1; it said last: no such model" in trajectory.error.message
+
+
+async def test_a_program_that_ends_without_a_call_fails_and_is_told_what_to_check(serving: Serve) -> None:
+    async with serving(python("print('done')")) as services:
+        trajectory = await services.say(agent_name="external")
+
+    assert trajectory.error is not None and trajectory.error.code is ErrorCode.AGENT_FAILED
+    assert "it ended and made no call; let it use OPENAI_BASE_URL" in trajectory.error.message
+    assert trajectory.log == "done\n"
+
+
+async def test_a_program_without_its_folder_fails_and_names_the_setting(serving: Serve, tmp_path: Path) -> None:
+    async with serving(python("pass", folder=tmp_path / "gone")) as services:
+        trajectory = await services.say(agent_name="external")
+
+    assert trajectory.error is not None and trajectory.error.code is ErrorCode.AGENT_FAILED
+    assert trajectory.error.message.startswith(f"external.folder: expected a folder, got '{tmp_path}/gone'")
+
+
+async def test_a_program_that_cannot_start_fails_and_names_the_setting(serving: Serve, tmp_path: Path) -> None:
+    async with serving(python("pass", environment={"MODE": "x" * 200_000})) as services:
+        trajectory = await services.say(agent_name="external")
+
+    assert trajectory.error is not None and trajectory.error.code is ErrorCode.AGENT_FAILED
+    assert "to start, got OSError: [Errno 7]" in trajectory.error.message
 
 
 async def test_a_program_is_ended_with_all_its_processes_at_the_time_limit(serving: Serve, tmp_path: Path) -> None:
@@ -161,7 +190,7 @@ async def test_a_child_that_left_the_process_group_is_ended_too(serving: Serve, 
     async with serving(python(code)) as services, asyncio.timeout(20):
         trajectory = await services.say(agent_name="external")
 
-    assert trajectory.stop_reason is StopReason.ANSWERED
+    assert trajectory.error is not None and "made no call" in trajectory.error.message
     assert not _runs(int(number.read_text()))
 
 
@@ -278,6 +307,17 @@ async def test_a_url_that_fails_leaves_its_trajectory_out_and_says_why(serving: 
     assert "HTTP 500" in trajectory.error.message
 
 
+async def test_the_answer_of_a_url_is_read_up_to_a_bound(serving: Serve) -> None:
+    app = FastAPI()
+    app.post("/run")(lambda: {"log": "x" * 70_000})
+    with server(app) as url:
+        async with serving(ExternalSettings(url=f"{url}/run", max_output_bytes=10)) as services:
+            trajectory = await services.say(agent_name="external")
+
+    assert trajectory.error is not None and trajectory.error.code is ErrorCode.AGENT_FAILED
+    assert "got more than 65596 bytes; shorten the log" in trajectory.error.message
+
+
 async def test_a_bound_of_the_session_names_the_end_though_the_program_fails_of_it(serving: Serve) -> None:
     bounds = SessionBounds(max_calls=1)
     async with serving(ExternalSettings(command=[sys.executable, str(SCRIPT)], bounds=bounds)) as services:
@@ -293,6 +333,22 @@ async def test_without_the_setting_no_request_starts_a_program(serving: Serve) -
 
     assert trajectory.error is not None and trajectory.error.code is ErrorCode.INVALID_REQUEST
     assert "external.command" in trajectory.error.message
+
+
+@pytest.mark.parametrize(
+    ("name", "got"),
+    [
+        ("says_text", "expected the agent's function to return its score, a number, or None, got 'good'"),
+        ("leaves", "expected the agent's function to return, it raised SystemExit: 3"),
+    ],
+)
+async def test_a_function_that_returns_no_number_fails_by_name(serving: Serve, name: str, got: str) -> None:
+    function = f"tests.services.agent.sessions.own_function:{name}"
+    async with serving(ExternalSettings(function=function)) as services:
+        trajectory = await services.say(agent_name="external")
+
+    assert trajectory.error is not None and trajectory.error.code is ErrorCode.AGENT_FAILED
+    assert trajectory.error.message.startswith(got)
 
 
 async def test_a_function_runs_in_the_process_without_telemetry_and_may_score(

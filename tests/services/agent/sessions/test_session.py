@@ -25,6 +25,7 @@ SAMPLE = {
 QUESTION = [{"role": "user", "content": "9+9?"}]
 TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {}}}]
 ARGUMENTS = '{"expression": "9+9"}'
+SAY_IT = [{"role": "user", "content": "Say it."}]
 COUNT, ANSWER = "I will count.\n" + call("calculator", ARGUMENTS) + END, "#### 18" + END
 
 
@@ -217,6 +218,106 @@ async def test_a_call_beyond_the_bound_is_refused_and_names_the_end(services: Ag
     assert (await ended(services, access)).stop_reason is StopReason.MAX_TURNS
 
 
+async def test_a_call_that_the_engine_refused_uses_up_no_call_and_leaves_no_node(services: AgentServices) -> None:
+    full = {"error": {"code": "overloaded", "message": "full", "retryable": True, "detail": {"retry_after_s": 30.0}}}
+    services.rollout.faults = [answers(429, json=full)] * 2
+    access = await opened(services, COUNT, ANSWER, bounds={"max_calls": 2})
+
+    refused = [(await chat(services, access, QUESTION)).status_code for _ in range(2)]
+    said = [message_of(await chat(services, access, messages)) for messages in (QUESTION, SAY_IT)]
+
+    assert refused == [429, 429] and said[1]["content"] == "#### 18"
+    kinds = [node.kind for node in (await state(services, access)).nodes]
+    assert kinds == [NodeKind.PROMPT, NodeKind.SAMPLED] * 2
+    assert (await chat(services, access, [{"role": "user", "content": "8+8?"}])).status_code == 400
+    assert (await ended(services, access)).stop_reason is StopReason.MAX_TURNS
+
+
+async def test_retries_and_token_counts_are_bounded_by_eight_for_each_call(services: AgentServices) -> None:
+    access = await opened(services, COUNT, ANSWER, bounds={"max_calls": 2})
+    await chat(services, access, QUESTION)
+    path = f"/sessions/{access.session_id}/v1/messages/count_tokens"
+
+    retries = [(await chat(services, access, QUESTION)).status_code for _ in range(15)]
+    counted = [await services.client.post(path, json={"model": "any", "messages": QUESTION}) for _ in range(2)]
+    refused = await chat(services, access, QUESTION)
+
+    assert retries == [200] * 15 and [response.status_code for response in counted] == [200, 400]
+    assert refused.status_code == 400
+    assert "at most 16 retries and token counts" in refused.json()["error"]["message"]
+    assert len((await state(services, access)).nodes) == 2 + 16
+    assert (await chat(services, access, SAY_IT)).status_code == 200
+    assert (await ended(services, access)).stop_reason is StopReason.MAX_TURNS
+
+
+async def test_a_prompt_over_its_limit_names_the_limit_and_ends_the_session_by_its_name(
+    services: AgentServices,
+) -> None:
+    limits = {"max_prompt_length": 60, "max_response_length": 4096}
+    access = await opened(services, ANSWER, limits=limits)
+    await chat(services, access, QUESTION)
+    long = "9" * 90
+    refused = await chat(services, access, [{"role": "user", "content": long}])
+    path = f"/sessions/{access.session_id}/v1/completions"
+    completion = await services.client.post(path, json={"model": "any", "prompt": long})
+    ids = await services.client.post(path, json={"model": "any", "prompt": services.model.encode(long)})
+
+    for response in (refused, completion, ids):
+        assert response.status_code == 400
+        message = response.json()["error"]["message"]
+        assert "at most 60 tokens (limits.max_prompt_length)" in message and "max_model_len" not in message
+    trajectory = await ended(services, access)
+    assert (trajectory.error, trajectory.stop_reason) == (None, StopReason.MAX_PROMPT)
+    assert trajectory.response_ids == services.model.encode(ANSWER)
+
+
+async def test_a_session_whose_only_prompt_is_over_its_limit_fails_with_that_limit(services: AgentServices) -> None:
+    access = await opened(services, limits={"max_prompt_length": 20, "max_response_length": 4096})
+    await chat(services, access, QUESTION)
+
+    trajectory = await ended(services, access)
+
+    assert trajectory.error is not None and trajectory.error.code == "invalid_request"
+    assert "at most 20 tokens (limits.max_prompt_length), got at least" in trajectory.error.message
+
+
+async def test_a_token_count_over_the_limits_names_them_and_ends_nothing(services: AgentServices) -> None:
+    access = await opened(services, ANSWER, limits={"max_prompt_length": 60, "max_response_length": 60})
+    body = {"model": "any", "messages": [{"role": "user", "content": "9" * 200}]}
+    refused = await services.client.post(f"/sessions/{access.session_id}/v1/messages/count_tokens", json=body)
+    await chat(services, access, QUESTION)
+
+    assert refused.status_code == 400
+    bound = "at most 120 tokens (limits.max_prompt_length and limits.max_response_length)"
+    assert bound in refused.json()["error"]["message"]
+    assert (await ended(services, access)).stop_reason is StopReason.ANSWERED
+
+
+@pytest.mark.parametrize(
+    ("choice", "prefix"),
+    [
+        ("required", "<tool_call>"),
+        (
+            {"type": "function", "function": {"name": "calculator"}},
+            '<tool_call>\n{"name": "calculator", "arguments":',
+        ),
+    ],
+)
+async def test_a_forced_tool_call_is_a_call_of_its_turn(services: AgentServices, choice: object, prefix: str) -> None:
+    written = call("calculator", ARGUMENTS).removeprefix(prefix) + END
+    access = await opened(services, written)
+    message = message_of(await chat(services, access, QUESTION, tools=TOOLS, tool_choice=choice))
+
+    trajectory = await ended(services, access)
+
+    [said] = trajectory.turns[0].messages
+    assert said.tool_calls is not None and said.content == ""
+    functions = [tool_call.function.model_dump() for tool_call in said.tool_calls]
+    assert functions == [message["tool_calls"][0]["function"]] == [{"name": "calculator", "arguments": ARGUMENTS}]
+    assert trajectory.response_ids == services.model.encode(written)
+    assert trajectory.prompt_ids[-len(services.model.encode(prefix)) :] == services.model.encode(prefix)
+
+
 async def test_tokens_of_all_calls_are_bounded(services: AgentServices) -> None:
     length = len(services.model.encode(ANSWER))
     access = await opened(services, ANSWER, ANSWER, bounds={"max_tokens": length + 2})
@@ -277,6 +378,21 @@ async def test_the_scores_of_calls_are_noted_and_their_sum_is_the_sessions(servi
     assert trajectory.reward is not None
     assert (trajectory.reward.score, trajectory.reward.components) == (0.25, {"call/0": 0.5, "call/1": -0.25})
     assert trajectory.reward.turn_scores == [0.5, -0.25]
+
+
+async def test_a_reward_after_the_end_is_refused_and_changes_nothing(services: AgentServices) -> None:
+    access = await opened(services, ANSWER)
+    call_id = (await chat(services, access, QUESTION)).json()["id"]
+    trajectory = await ended(services, access)
+
+    for body in ({"score": 0.25}, {"score": 0.25, "call_id": call_id}):
+        late = await services.client.post(f"/sessions/{access.session_id}/reward", json=body)
+        assert (late.status_code, late.json()["error"]["code"]) == (409, "conflict")
+        assert "post it before /end" in late.json()["error"]["message"]
+
+    assert trajectory.reward is not None and trajectory.reward.score == 1.0
+    seen = await state(services, access)
+    assert seen.trajectory == trajectory and [node.reward for node in seen.nodes] == [None, None]
 
 
 async def test_a_full_rollout_service_is_answered_with_the_time_to_wait(services: AgentServices) -> None:

@@ -46,7 +46,7 @@ function form(run, asked, metrics) {
     choice("tool", "tool", [["", "any"], ...tools.map((tool) => [tool, tool])]),
     choice("tool_right", "a tool's result", [["", "any"], ["1", "was right"]]),
     field("error", "error code", { placeholder: "tool_timeout" }),
-    choice("stop_reason", "ended by", [["", "any"], ...["answered", "max_turns", "max_response", "bad_call", "environment_done", "error"].map((reason) => [reason, reason])]),
+    choice("stop_reason", "ended by", [["", "any"], ...["answered", "max_turns", "max_response", "max_prompt", "bad_call", "environment_done", "error"].map((reason) => [reason, reason])]),
     field("least", "reward from", { type: "number", step: "any" }), field("most", "reward to", { type: "number", step: "any" }),
     field("first_step", "step from", { type: "number", min: 0 }), field("last_step", "step to", { type: "number", min: 0 }),
     choice("validation", "of", [["", "both"], ["false", "training"], ["true", "validation"]]),
