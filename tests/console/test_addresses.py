@@ -139,3 +139,26 @@ def test_a_system_page_without_answers_says_so_once(browser: Browser, tmp_path: 
     finally:
         browser.call("Network.setBlockedURLs", urls=[])
     browser.wait("document.getElementById('trouble').hidden")
+
+
+def test_a_step_of_more_rollouts_than_one_reply_is_paged_and_compared_whole(
+    browser: Browser, url: str, outputs: Path
+) -> None:
+    made = [rollout("tidy", 4, sample, 0) for sample in range(9000)]
+    write_trajectories(outputs / "tidy/trajectories/step_4.parquet", made)
+    last = rollout("tidy", 5, 8999, 0)
+    assert last.reward is not None
+    last.reward.score = 1.0
+    write_trajectories(outputs / "tidy/trajectories/step_5.parquet", [last, rollout("tidy", 5, 8999, 1)])
+
+    browser.open(f"{url}#/step?run=tidy&step=4&offset=8192")
+    assert "rollouts 8,193 to 9,000 of 9,000" in browser.text()
+    browser.evaluate(
+        "[...document.querySelectorAll('a')].find((node) => node.innerText === '← earlier').id = 'earlier'"
+    )
+    assert "offset" not in browser.evaluate("document.getElementById('earlier').hash")
+    browser.open(f"{url}#/step?run=tidy&step=4&offset=20000")
+    assert "This step has 9,000 rollouts, and none after the first 20,000." in browser.text()
+    browser.open(f"{url}#/step?run=tidy&step=5&since=4")
+    assert "0 → 0.5, better" in browser.text()
+    assert browser.problems == []

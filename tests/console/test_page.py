@@ -216,7 +216,9 @@ def test_a_search_and_a_query_can_be_cancelled(browser: Browser, url: str) -> No
                 "[...document.querySelectorAll('#main button')].find((node) => node.innerText === 'Cancel').id = 'stop'"
             )
             browser.click("#stop")
-        browser.wait("document.querySelector('#main [role=status]').innerText.includes('cancelled')")
+            # At once, and not when the reply comes.
+            browser.wait("document.querySelector('#main [role=status]').innerText.includes('cancelled')")
+            assert browser.evaluate("!document.getElementById('stop') || document.getElementById('stop').hidden")
     assert browser.problems == []
 
 
@@ -316,7 +318,8 @@ def test_folders_that_are_dead_empty_broken_or_of_another_kind_say_so(
     browser.open(f"{url}#/")
     assert "running · its process is gone" in browser.text() and "unreadable" in browser.text()
     browser.open(f"{url}#/run?run=dead")
-    assert "trackway train --resume dead" in browser.text()
+    assert f"trackway train --resume dead --outputs {tmp_path}/outputs" in browser.text()
+    assert f"trackway runs logs dead --outputs {tmp_path}/outputs" in browser.text()
     browser.open(f"{url}#/run?run=broken")
     assert "cannot be read" in browser.text() and "0.25" in browser.text()  # its metrics are whole
     browser.open(f"{url}#/step?run=broken&step=2")

@@ -229,7 +229,11 @@ def test_the_greedy_baselines_of_a_group_are_marked(outputs: Path) -> None:
 
     assert page["is_baseline"] == [False, False, True] * 2
     assert [found["is_baseline"] for found in prompt["rollouts"]] == [False] * 6 + [True]
-    assert (group["group"], group["group_is_baseline"]) == ([None, 0.0, 1.0], [False, False, True])
+    assert [(member["score"], member["is_baseline"]) for member in group["group"]] == [
+        (None, False),
+        (0.0, False),
+        (1.0, True),
+    ]
 
 
 def test_an_index_may_be_text(outputs: Path) -> None:
@@ -250,7 +254,10 @@ def test_a_trajectory_has_its_turns_its_group_its_neighbours_and_its_trace(outpu
     place = {"step": 1, "validation": False}
     assert page["previous"] == {**place, "sample": "7", "rollout": 0}
     assert page["next"] == {**place, "sample": "10", "rollout": 0}
-    assert page["group"] == [0.0, 1.0]
+    assert page["group"] == [
+        {"rollout": 0, "score": 0.0, "error": None, "is_baseline": False},
+        {"rollout": 1, "score": 1.0, "error": None, "is_baseline": False},
+    ]
     assert page["turns"][0]["calls"][0]["seconds"] == 0.25
     assert page["turns"][1]["messages"][0]["content"] == "#### 42"
     assert page["reward"] == {"score": 1.0, "components": {"correct": 1.0}}

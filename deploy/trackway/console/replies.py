@@ -129,6 +129,17 @@ class TrajectoryAddress(WireReply):
     rollout: int
 
 
+class GroupMember(WireReply):
+    """A rollout of the same prompt and step."""
+
+    rollout: int
+    score: float | None
+    error: str | None
+    """Code of the error that ended it."""
+    is_baseline: bool
+    """Whether it is the greedy rollout, the group's baseline."""
+
+
 class TrajectoryPage(WireReply):
     """A trajectory without its tokens."""
 
@@ -136,10 +147,8 @@ class TrajectoryPage(WireReply):
     address: TrajectoryAddress
     previous: TrajectoryAddress | None
     next: TrajectoryAddress | None
-    group: list[float | None]
-    """Scores of its group, in the order of rollout_n."""
-    group_is_baseline: list[bool]
-    """Whether each of these is a greedy rollout, the group's baseline."""
+    group: list[GroupMember]
+    """The rollouts of its prompt, itself included, in the order of their numbers."""
     agent_name: str
     data_source: str
     stop_reason: str
@@ -228,6 +237,8 @@ class Hit(WireReply):
     tools: list[str]
     snippet: str
     """Text around the first match, or the end of the conversation without a text to search."""
+    match: str
+    """What matched, as the snippet has it; empty without a text to search."""
 
 
 class SearchPage(WireReply):

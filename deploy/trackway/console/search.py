@@ -221,9 +221,10 @@ def _hit(file: File, row: dict[str, Any], query: Query) -> Hit | None:
     texts = [*_texts(json.loads(row["prompt_messages"])), *_texts(m for turn in turns for m in turn["messages"])]
     texts += [error["message"]] if error else []
     texts += [row["log"]] if row["log"] else []
-    snippet = _snippet(texts, row["match"].lower() if query.is_regex else query.text.lower())
-    if snippet is None:
+    found = _snippet(texts, row["match"].lower() if query.is_regex else query.text.lower())
+    if found is None:
         return None
+    snippet, match = found
     return Hit(
         address=TrajectoryAddress(
             step=file.step, validation=file.validation, sample=row["sample"], rollout=row["rollout"]
@@ -233,6 +234,7 @@ def _hit(file: File, row: dict[str, Any], query: Query) -> Hit | None:
         error=error["code"] if error else None,
         tools=list(dict.fromkeys(call["tool"] for turn in turns for call in turn["calls"])),
         snippet=snippet,
+        match=match,
     )
 
 
@@ -277,12 +279,14 @@ def _texts(messages: Iterator[dict[str, Any]] | list[dict[str, Any]]) -> Iterato
             yield f"{call['function']['name']} {call['function']['arguments']}"
 
 
-def _snippet(texts: list[str], text: str) -> str | None:
+def _snippet(texts: list[str], text: str) -> tuple[str, str] | None:
+    """Text around the first match, and the match as it is written there."""
     if not text:
-        return next((found[-2 * _AROUND :] for found in reversed(texts) if found.strip()), "")
+        return next((found[-2 * _AROUND :] for found in reversed(texts) if found.strip()), ""), ""
     for found in texts:
         at = found.lower().find(text)
         if at >= 0:
             start, end = max(0, at - _AROUND), at + len(text) + _AROUND
-            return f"{'…' * (start > 0)}{found[start:end]}{'…' * (end < len(found))}"
+            around = f"{'…' * (start > 0)}{found[start:end]}{'…' * (end < len(found))}"
+            return around, found[at : at + len(text)]
     return None

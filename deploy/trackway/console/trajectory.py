@@ -6,7 +6,14 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from trackway.console.replies import LearnerTokens, RankedToken, TokensPage, TrajectoryAddress, TrajectoryPage
+from trackway.console.replies import (
+    GroupMember,
+    LearnerTokens,
+    RankedToken,
+    TokensPage,
+    TrajectoryAddress,
+    TrajectoryPage,
+)
 from trackway.console.runs import finite, mlflow_page, weave_page
 from trackway.console.steps import order
 from trackway.console.tokenizer import Tokenizers
@@ -66,7 +73,7 @@ def trajectory_page(reader: ParquetReader, folder: RunFolder, address: Trajector
     previous, following = _neighbours(reader, file, address)
     is_baseline = "coalesce(is_baseline, false)" if "is_baseline" in reader.columns(file) else "false"
     group = reader.query(
-        f"SELECT score, {is_baseline} FROM read_parquet($file) "
+        f"SELECT rollout_n, score, json_extract_string(error, '$.code'), {is_baseline} FROM read_parquet($file) "
         "WHERE CAST(sample_index AS VARCHAR) = $sample ORDER BY rollout_n",
         file,
         sample=address.sample,
@@ -77,8 +84,15 @@ def trajectory_page(reader: ParquetReader, folder: RunFolder, address: Trajector
         address=address,
         previous=previous,
         next=following,
-        group=[None if score is None else finite(score) for score, _ in group],
-        group_is_baseline=[is_baseline for _, is_baseline in group],
+        group=[
+            GroupMember(
+                rollout=rollout,
+                score=None if score is None else finite(score),
+                error=error,
+                is_baseline=is_baseline,
+            )
+            for rollout, score, error, is_baseline in group
+        ],
         agent_name=trajectory.agent_name,
         data_source=trajectory.data_source,
         stop_reason=trajectory.stop_reason,

@@ -67,5 +67,11 @@ export function route(hash) {
 /** Query of a trajectory at the server, from an address of the page. */
 export const addressed = ({ run, step, val, sample, rollout }) => ({ run, step, validation: val ? true : undefined, sample, rollout });
 
+export const MOST_COMPARED = 8;
+const encoded = ({ step, validation, sample, rollout }) => `${validation ? "v" : ""}${step}/${encodeURIComponent(sample)}/${rollout}`;
+
+/** The comparison of the first eight of these trajectories. */
+export const compareLink = (run, addresses) => link("compare", { run, of: addresses.slice(0, MOST_COMPARED).map(encoded).join(",") });
+
 export const trajectoryLink = (view, run, address) =>
   link(view, { run, step: address.step, validation: address.validation, sample: address.sample, rollout: address.rollout });

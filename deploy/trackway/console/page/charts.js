@@ -32,6 +32,8 @@ function drawn(height, label, draw) {
 }
 
 const PNG_SCALE = 2;
+const MOST_PIXELS = 16_000;
+/** Of a side of a picture, which a canvas may have. */
 const STYLES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "font", "opacity", "visibility"];
 
 /** Saves the chart of a box with the colours that it has now. */
@@ -48,14 +50,53 @@ async function save(box, label) {
   const image = new Image();
   image.src = source;
   await image.decode();
-  const canvas = h("canvas", { width: svg.clientWidth * PNG_SCALE, height: svg.clientHeight * PNG_SCALE });
+  await saved(box, svg.clientWidth, svg.clientHeight, label, (context) => context.drawImage(image, 0, 0, svg.clientWidth, svg.clientHeight));
+  URL.revokeObjectURL(source);
+}
+
+/** Saves a picture of a width and a height in CSS pixels, on the background of the panel. */
+async function saved(box, width, height, label, draw) {
+  const scale = Math.min(PNG_SCALE, MOST_PIXELS / Math.max(width, height));
+  const canvas = h("canvas", { width: width * scale, height: height * scale });
   const context = canvas.getContext("2d");
+  context.scale(scale, scale);
   context.fillStyle = getComputedStyle(box.closest(".panel") ?? document.body).backgroundColor;
-  context.fillRect(0, 0, canvas.width, canvas.height);
-  context.drawImage(image, 0, 0, canvas.width, canvas.height);
+  context.fillRect(0, 0, width, height);
+  draw(context);
   const picture = URL.createObjectURL(await new Promise((done) => canvas.toBlob(done, "image/png")));
   h("a", { href: picture, download: `${label.split(":")[0].replaceAll(/[^\w-]+/g, "-").slice(0, 60)}.png` }).click();
-  setTimeout(() => [source, picture].forEach((address) => URL.revokeObjectURL(address)), 60_000);
+  setTimeout(() => URL.revokeObjectURL(picture), 60_000);
+}
+
+/** A button that saves a picture of the boxes and texts of an element; find() gives it when the button is pressed. */
+export const pictureButton = (find, label) => h("button", { type: "button", class: "plain", title: "save a picture of it", onclick: () => {
+  const box = find(), whole = box.getBoundingClientRect();
+  return saved(box, whole.width, whole.height, label, (context) => box.querySelectorAll("*").forEach((node) => paint(context, node, whole)));
+} }, "PNG");
+
+function paint(context, node, whole) {
+  const at = node.getBoundingClientRect(), style = getComputedStyle(node);
+  context.save();
+  context.translate(-whole.left, -whole.top);
+  context.globalAlpha = Number(style.opacity);
+  context.fillStyle = style.backgroundColor;
+  context.fillRect(at.left, at.top, at.width, at.height);
+  context.fillStyle = style.color;
+  context.font = style.font;
+  context.textBaseline = "middle";
+  if (style.overflow === "hidden") {
+    context.beginPath();
+    context.rect(at.left, at.top, at.width, at.height);
+    context.clip();
+  }
+  for (const text of node.childNodes) {
+    if (text.nodeType !== Node.TEXT_NODE) continue;
+    const range = document.createRange();
+    range.selectNodeContents(text);
+    const box = range.getBoundingClientRect();
+    context.fillText(text.data, box.left, box.top + box.height / 2);
+  }
+  context.restore();
 }
 
 /**
@@ -150,16 +191,17 @@ export function spark(values, label, width = 120, height = 30) {
 }
 
 /** Columns of counts. bins: [{from, to, count}]; chosen: index or null; pick(index) on a click or Enter. */
-export function histogram({ bins, chosen, pick, height = 132 }) {
+export function histogram({ bins, chosen, pick }) {
   const most = Math.max(...bins.map((bin) => bin.count), 1);
-  return h("div", { class: "histogram", style: { height: `${height}px` }, role: "group", "aria-label": "Rewards" }, bins.map((bin, index) =>
+  const columns = h("div", { class: "histogram", role: "group", "aria-label": "Rewards" }, bins.map((bin, index) =>
     tip(h("button", {
       type: "button", class: index === chosen ? "chosen" : null, "aria-pressed": index === chosen ? "true" : "false", disabled: !bin.count,
       "aria-label": `${bin.count} rollouts with a reward from ${number(bin.from)} to ${number(bin.to)}`, onclick: () => pick(index),
-    }, h("span", { class: "bar", style: { height: `${bin.count ? Math.max(3, (bin.count / most) * (height - 38)) : 0}px` } },
-      bin.count ? h("span", { class: "count" }, number(bin.count)) : null),
+    }, h("span", { class: "column" }, h("span", { class: "bar", style: { height: bin.count ? `max(3px, ${(bin.count / most) * 100}%)` : "0" } },
+      bin.count ? h("span", { class: "count" }, number(bin.count)) : null)),
     h("span", { class: "tick" }, index === 0 || index === bins.length - 1 || bins.length < 9 ? number(bin.from === bin.to || index === 0 ? bin.from : bin.to, 2) : "")),
     `${bin.count} rollouts, reward ${number(bin.from)} to ${number(bin.to)}`)));
+  return h("div", { class: "chart-box" }, columns, pictureButton(() => columns, "rewards"));
 }
 
 /** Stacked columns, one per step. rows: [{step, parts: {name: seconds}}]; names in the order of the stack. */

@@ -1,14 +1,11 @@
 // Two to eight trajectories side by side.
 
 import { misfit } from "../address.js";
-import { link, trajectoryLink } from "../api.js";
+import { compareLink, link, MOST_COMPARED, trajectoryLink } from "../api.js";
 import { differences } from "../diff.js";
 import { empty, h, number, seconds, visible } from "../dom.js";
 import { download, exported, fileName, scoreChip } from "./parts.js";
 
-const MOST = 8;
-
-const encoded = ({ step, validation, sample, rollout }) => `${validation ? "v" : ""}${step}/${encodeURIComponent(sample)}/${rollout}`;
 function decoded(text) {
   const [, v, step, sample, rollout] = text.match(/^(v?)(\d{1,15})\/([^/]+)\/(\d{1,15})$/) ?? [];
   try {
@@ -19,12 +16,10 @@ function decoded(text) {
   throw misfit("step/sample/rollout in each part of of=…", JSON.stringify(text.slice(0, 60)), "open a trajectory of the run, then Compare");
 }
 
-export const compareLink = (run, addresses) => link("compare", { run, of: addresses.slice(0, MOST).map(encoded).join(",") });
-
 export default async function compare(visit) {
   const { run, of = "" } = visit.parameters;
-  const addresses = of.split(",").filter(Boolean).slice(0, MOST).map(decoded);
-  if (addresses.length < 2) return empty("Two to eight trajectories can be compared.", h("a", { href: link("run", { run }) }, "Open a trajectory of the run, then Compare"));
+  const addresses = of.split(",").filter(Boolean).slice(0, MOST_COMPARED).map(decoded);
+  if (addresses.length < 2) return empty("Two to eight trajectories can be compared.", h("a", { href: link("search", { run }) }, "Search for trajectories, and choose some of the hits"));
   const pages = await Promise.all(addresses.map((address) => visit.get("trajectory", { run, ...address })));
   const [first] = pages;
   const rows = [

@@ -1,9 +1,8 @@
 // One sample over all steps.
 
-import { link, trajectoryLink } from "../api.js";
+import { compareLink, link, trajectoryLink } from "../api.js";
 import { lines } from "../charts.js";
 import { empty, h, mean, panel, plural, roving, seconds, visible } from "../dom.js";
-import { compareLink } from "./compare.js";
 import { cell, csv, fileName, growing, range } from "./parts.js";
 
 const COLUMNS = ["step", "rollout", "score", "is_baseline", "stop_reason", "error", "seconds", "answer"];

@@ -56,8 +56,12 @@ function head({ summary, folder, mlflow, weave }) {
       summary.restarts > 0 && ` · ${plural(summary.restarts, "restart")}`, " · ", h("code", {}, visible(folder))),
     summary.message && h("p", { class: summary.state === "failed" || summary.state === "unreadable" ? "note bad" : "note" }, visible(summary.message)),
     summary.alive === false && h("p", { class: "note bad" }, "Its process is gone and wrote no end. Its log, and how to go on: ",
-      command(`trackway runs logs ${summary.name}`), " ", command(`trackway train --resume ${summary.name}`)));
+      command(`trackway runs logs ${words(summary.name, folder)}`), " ", command(`trackway train --resume ${words(summary.name, folder)}`)));
 }
+
+/** The run and its outputs folder as words of a command. */
+const words = (name, folder) => [name, "--outputs", folder.slice(0, folder.lastIndexOf("/"))]
+  .map((word) => (/^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", `'\\''`)}'`)).join(" ");
 
 function waits({ waits: list, summary }) {
   if (!isLive(summary) || !list.length) return null;

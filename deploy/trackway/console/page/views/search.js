@@ -2,7 +2,7 @@
 
 import { link, trajectoryLink } from "../api.js";
 import { empty, h, number, panel, plural, roving, visible } from "../dom.js";
-import { csv, fileName, queries, scoreChip } from "./parts.js";
+import { chooser, csv, fileName, queries, scoreChip } from "./parts.js";
 
 const FIELDS = ["text", "regex", "tool", "tool_right", "error", "stop_reason", "least", "most", "first_step", "last_step", "validation"];
 const ENOUGH = 50;
@@ -36,7 +36,7 @@ function form(run, asked, metrics) {
   const choice = (name, label, options) => h("label", {}, h("span", {}, label), h("select", { name }, options.map(([value, text]) => h("option", { value, selected: (asked[name] ?? "") === value }, text))));
   return h("form", { class: "panel search", onsubmit: (event) => {
     event.preventDefault();
-    const values = Object.fromEntries([...new FormData(event.target)].map(([name, value]) => [name, value.trim()]));
+    const values = Object.fromEntries([...new FormData(event.target)].map(([name, value]) => [name, name === "text" ? value : value.trim()]));
     const target = link("search", { run, ...values });
     if (target === location.hash) dispatchEvent(new Event("hashchange"));
     else location.hash = target;
@@ -59,17 +59,19 @@ async function read(visit, asked, results) {
   const list = h("tbody");
   const state = h("span", { role: "status" });
   const more = h("button", { type: "button", hidden: true, onclick: () => go() }, "More");
-  const stop = h("button", { type: "button", onclick: () => (stopped = true) }, "Cancel");
+  const stop = h("button", { type: "button", onclick: () => asking.abort() }, "Cancel");
   const table = h("div", { class: "panel flush scroll", hidden: true }, h("table", { class: "hits" },
-    h("thead", {}, h("tr", {}, ["step", "rollout", "reward", "ended by", "tools", "found"].map((name) => h("th", { scope: "col" }, name)))), list));
+    h("thead", {}, h("tr", {}, ["", "step", "rollout", "reward", "ended by", "tools", "found"].map((name) => h("th", { scope: "col" }, name)))), list));
   const damaged = h("div");
   const found = [];
+  const choice = chooser(run, () => list.querySelectorAll("input").forEach((box, index) => (box.checked = choice.has(found[index].address))));
   const save = csv(`${fileName(run)}-hits`, COLUMNS, () => found.map(({ address, ...hit }) => [address.step, address.validation, address.sample, address.rollout, hit.score, hit.stop_reason, hit.error, hit.tools.join(" "), hit.snippet]));
   save.hidden = true;
-  results.append(h("p", { class: "row" }, state, stop, more, save), damaged, table);
-  let cursor, hits = 0, files = 0, stopped = false;
+  results.append(h("p", { class: "row" }, state, stop, more, save), choice.row, damaged, table);
+  let cursor, hits = 0, files = 0, asking;
+  visit.signal.addEventListener("abort", () => asking.abort());
   const go = async () => {
-    stopped = false;
+    asking = new AbortController();
     stop.hidden = false;
     more.hidden = true;
     const enough = hits + ENOUGH;
@@ -77,14 +79,15 @@ async function read(visit, asked, results) {
       state.textContent = `searching: ${plural(hits, "hit")} in ${plural(files, "file")} …`;
       let page;
       try {
-        page = await visit.get("search", { run, ...asked, limit: enough - hits, cursor });
+        page = await visit.get("search", { run, ...asked, limit: enough - hits, cursor }, { signal: asking.signal });
       } catch (error) {
         if (visit.signal.aborted) return;
+        if (asking.signal.aborted) break;
         stop.hidden = true;
         state.textContent = visible(error.message);
         return;
       }
-      list.append(...page.hits.map((hit) => row(run, hit, asked)));
+      list.append(...page.hits.map((hit) => row(run, hit, choice)));
       found.push(...page.hits);
       save.hidden = !found.length;
       roving(list, "a.open");
@@ -93,25 +96,27 @@ async function read(visit, asked, results) {
       files += page.files;
       cursor = page.cursor;
       table.hidden = !hits;
-    } while (cursor && hits < enough && !stopped);
+    } while (cursor && hits < enough);
+    const isCancelled = asking.signal.aborted, isWhole = !cursor && !isCancelled;
     stop.hidden = true;
-    more.hidden = !cursor;
-    state.textContent = !hits && !cursor ? "Nothing fits. Give less, or a wider range." : `${plural(hits, "hit")}${cursor ? " so far" : ""} in ${plural(files, "file")}${stopped ? ", cancelled" : ""}`;
+    more.hidden = isWhole;
+    state.textContent = !hits && isWhole ? "Nothing fits. Give less, or a wider range." : `${plural(hits, "hit")}${isWhole ? "" : " so far"} in ${plural(files, "file")}${isCancelled ? ", cancelled" : ""}`;
   };
   go();
 }
 
-function row(run, hit, asked) {
+function row(run, hit, choice) {
   const { address } = hit;
-  return h("tr", { class: "click", onclick: (event) => { if (!event.target.closest("a")) location.hash = trajectoryLink("trajectory", run, address); } },
+  return h("tr", { class: "click", onclick: (event) => { if (!event.target.closest("a, input")) location.hash = trajectoryLink("trajectory", run, address); } },
+    h("td", {}, h("input", { type: "checkbox", "aria-label": `choose step ${address.step}, ${visible(address.sample)} · ${address.rollout} to compare`, onchange: () => choice.toggle(address) })),
     h("td", {}, `${address.validation ? "v" : ""}${address.step}`),
     h("td", { class: "nowrap" }, h("a", { class: "open strong", href: trajectoryLink("trajectory", run, address) }, visible(`${address.sample} · ${address.rollout}`))),
     h("td", { class: "nowrap" }, scoreChip(hit.score)),
     h("td", {}, hit.stop_reason, hit.error && h("div", { class: "bad-text" }, hit.error)),
-    h("td", {}, visible(hit.tools.join(", "))), h("td", { class: "found" }, asked.regex ? visible(hit.snippet) : marked(visible(hit.snippet), asked.text)));
+    h("td", {}, visible(hit.tools.join(", "))), h("td", { class: "found" }, marked(visible(hit.snippet), visible(hit.match))));
 }
 
-function marked(snippet, text) {
-  const at = text ? snippet.toLowerCase().indexOf(text.toLowerCase()) : -1;
-  return at < 0 ? snippet : [snippet.slice(0, at), h("mark", {}, snippet.slice(at, at + text.length)), snippet.slice(at + text.length)];
+function marked(snippet, match) {
+  const at = match ? snippet.indexOf(match) : -1;
+  return at < 0 ? snippet : [snippet.slice(0, at), h("mark", {}, match), snippet.slice(at + match.length)];
 }

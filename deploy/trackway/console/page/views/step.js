@@ -1,10 +1,12 @@
 // The rollouts of a step: prompts by rollouts, and how their rewards are spread.
 
 import { link, trajectoryLink } from "../api.js";
-import { histogram } from "../charts.js";
+import { histogram, pictureButton } from "../charts.js";
 import { deviation, empty, h, mean, number, panel, plural, roving, seconds, visible } from "../dom.js";
-import { cell, download, fileName, pager, range, scoreChip, stepLinks } from "./parts.js";
+import { cell, chooser, download, fileName, pager, range, scoreChip, stepLinks } from "./parts.js";
 
+const PAGE = 8192;
+/** Rollouts of one reply of the console. */
 const BINS = 12;
 const SLOWEST = 6;
 const SORTS = { order: "as trained", low: "lowest mean first", high: "highest mean first", spread: "widest spread first" };
@@ -15,9 +17,9 @@ export default async function step(visit) {
   const number_ = Number(visit.parameters.step);
   const offset = Number(visit.parameters.offset ?? 0);
   const [page, about, past] = await Promise.all([
-    visit.get("step", { run, step: number_, validation: val ? true : undefined, offset }),
+    visit.get("step", { run, step: number_, validation: val ? true : undefined, offset, limit: PAGE }),
     visit.get("run", { run }),
-    since && visit.get("step", { run, step: Number(since), validation: val ? true : undefined }),
+    since && means(visit, { run, step: Number(since), validation: val ? true : undefined, limit: PAGE }),
   ]);
   const rollouts = page.score.map((score, i) => ({
     score, sample: page.sample_index[i], rollout: page.rollout_n[i], stop: page.stop_reason[i], error: page.error[i],
@@ -28,13 +30,14 @@ export default async function step(visit) {
   const bins = binned(counted.map((rollout) => rollout.score));
   const bin = visit.parameters.bin === undefined ? null : Number(visit.parameters.bin);
   const to = (changes) => link("step", { run, step: number_, val, sort, show, since, bin: visit.parameters.bin, offset: offset || null, ...changes });
-  const groups = grouped(rollouts, page.prompts, past ? means(past) : new Map());
+  const groups = grouped(rollouts, page.prompts, past || new Map());
   const { before, after } = stepLinks(run, about.files, number_, page.validation);
   const other = about.files.find((file) => file.step === number_ && file.validation !== page.validation);
   const matches = (rollout) => bin === null || (!rollout.isBaseline && rollout.score !== null && bins[bin]?.holds(rollout.score));
   const shown = sorted(groups.filter((group) => keep(group, show) && group.rollouts.some(matches) && (!past || group.change !== null)), past ? "change" : sort);
   const scale = range(rollouts.map((rollout) => rollout.score));
   const single = groups.length === rollouts.length;
+  const cells = new Map(), choice = chooser(run, () => cells.forEach((address, node) => node.classList.toggle("chosen", choice.has(address))));
   return h("div", { class: "stack" },
     h("div", { class: "title" }, h("h1", {}, page.validation ? `Validation after step ${page.step}` : `Step ${page.step}`),
       scoreChip(mean(counted.map((rollout) => rollout.score)), scale), h("span", { class: "spacer" }),
@@ -42,16 +45,17 @@ export default async function step(visit) {
       other && h("a", { class: "button", href: link("step", { run, step: number_, val: !page.validation }) }, page.validation ? "its training" : "its validation"),
       pager(visit, before, after, "step")),
     h("div", { class: "step-top" },
-      panel("Rewards", { aside: bin !== null && h("a", { href: to({ bin: null }) }, "show all") },
+      panel("Rewards", { class: "rewards", aside: bin !== null && h("a", { href: to({ bin: null }) }, "show all") },
         bins.length ? histogram({ bins, chosen: bin, pick: (index) => (location.hash = to({ bin: index === bin ? null : index })) }) : empty("No rollout has a reward.", "See the errors in the grid.")),
       panel("This step", {}, numbers(counted, groups, single, rollouts.length - counted.length)),
       panel("Slowest rollouts", {}, slowest(run, rollouts))),
-    panel(single ? "Rollouts" : "Prompts by rollouts", { aside: controls(to, sort, show, single, since, about.files.filter((file) => file.validation === page.validation && file.step !== page.step).map((file) => file.step)) },
-      shown.length ? grid(run, shown, matches, scale, single, page.prompts)
+    panel(single ? "Rollouts" : "Prompts by rollouts", { class: "rollouts", aside: controls(to, sort, show, single, since, about.files.filter((file) => file.validation === page.validation && file.step !== page.step).map((file) => file.step)) },
+      shown.length ? [h("p", { class: "dim small" }, "Shift and a click, or the key c, chooses rollouts to compare. ", pictureButton(() => document.querySelector(".rollouts .groups, .rollouts .cells"), `${fileName(run)}-${page.validation ? "val-" : ""}step-${number_}-rollouts`)), choice.row, grid(run, shown, matches, scale, single, page.prompts, choice, cells)]
+        : !rollouts.length && page.total ? empty(`This step has ${plural(page.total, "rollout")}, and none after the first ${number(offset)}.`, h("a", { href: to({ offset: null, bin: null }) }, "Show the first ones"))
         : empty(past ? `No prompt of this step is in step ${since} too.` : "No rollout fits.", h("a", { href: to({ bin: null, show: "", since: null }) }, "Show all rollouts of the step"))),
-    page.total > rollouts.length && h("p", { class: "row" },
-      offset > 0 && h("a", { class: "button", href: to({ offset: Math.max(0, offset - rollouts.length), bin: null }) }, "← earlier"),
-      h("span", { class: "dim" }, `rollouts ${offset + 1} to ${offset + rollouts.length} of ${number(page.total)}`),
+    rollouts.length > 0 && page.total > rollouts.length && h("p", { class: "row" },
+      offset > 0 && h("a", { class: "button", href: to({ offset: offset > PAGE ? offset - PAGE : null, bin: null }) }, "← earlier"),
+      h("span", { class: "dim" }, `rollouts ${number(offset + 1)} to ${number(offset + rollouts.length)} of ${number(page.total)}`),
       offset + rollouts.length < page.total && h("a", { class: "button", href: to({ offset: offset + rollouts.length, bin: null }) }, "later →")));
 }
 
@@ -88,10 +92,13 @@ export function grouped(rollouts, prompts, before = new Map()) {
   });
 }
 
-/** The mean score of each sample of a step's page. */
-function means(page) {
+/** The mean score of each sample of a step, of all its pages. */
+async function means(visit, step) {
   const scores = new Map();
-  page.sample_index.forEach((sample, index) => page.is_baseline[index] || scores.set(sample, [...(scores.get(sample) ?? []), page.score[index]]));
+  for (let offset = 0, page; !page || offset < page.total; offset += PAGE) {
+    page = await visit.get("step", { ...step, offset });
+    page.sample_index.forEach((sample, index) => page.is_baseline[index] || scores.set(sample, [...(scores.get(sample) ?? []), page.score[index]]));
+  }
   return new Map([...scores].map(([sample, values]) => [sample, mean(values)]));
 }
 
@@ -159,18 +166,30 @@ function sinceField(steps, since, choose) {
   return h("label", { class: "row dim" }, "change since", field);
 }
 
-function grid(run, groups, matches, scale, single, prompts) {
+function grid(run, groups, matches, scale, single, prompts, choice, cells) {
   const one = (rollout) => {
     const node = cell(run, rollout.address, { ...rollout, title: words(rollout, single ? prompts : {}) }, scale);
     if (!matches(rollout)) node.classList.add("faded");
+    cells.set(node, rollout.address);
     return node;
   };
-  if (single) return roving(h("div", { class: "cells" }, groups.flatMap((group) => group.rollouts.map(one))), "a.cell");
-  return roving(h("div", { class: groups.length > 100 ? "groups many" : "groups" }, groups.map((group) => h("div", { class: `group ${isFlat(group) ? "flat" : ""}` },
+  const choose = (event) => {
+    const address = cells.get(event.target);
+    if (!address || !(event.type === "click" ? event.shiftKey : event.key === "c" && !event.ctrlKey && !event.metaKey && !event.altKey)) return;
+    event.preventDefault();
+    choice.toggle(address);
+  };
+  const choosing = (node) => {
+    node.addEventListener("click", choose);
+    node.addEventListener("keydown", choose);
+    return node;
+  };
+  if (single) return roving(choosing(h("div", { class: "cells" }, groups.flatMap((group) => group.rollouts.map(one)))), "a.cell");
+  return roving(choosing(h("div", { class: groups.length > 100 ? "groups many" : "groups" }, groups.map((group) => h("div", { class: `group ${isFlat(group) ? "flat" : ""}` },
     h("div", { class: "group-head" }, h("a", { class: "strong", href: link("prompt", { run, sample: group.sample, val: group.rollouts[0].address.validation }), tabindex: -1, title: "this prompt in all steps" }, visible(group.sample)), h("span", { class: "clip", title: group.prompt }, visible(group.prompt))),
     h("div", { class: "cells" }, group.rollouts.map(one)),
     h("div", { class: "group-foot" }, h("span", { class: group.change < 0 ? "bad-text" : null }, group.change === null ? `mean ${number(group.mean, 2)}` : `${number(group.past, 2)} → ${number(group.mean, 2)}, ${group.change < 0 ? "worse" : group.change > 0 ? "better" : "as before"}`),
-      h("span", {}, isFlat(group) ? "no variance" : !group.spread ? "" : `± ${number(group.spread, 2)}`))))), "a.cell");
+      h("span", {}, isFlat(group) ? "no variance" : !group.spread ? "" : `± ${number(group.spread, 2)}`)))))), "a.cell");
 }
 
 function words(rollout, prompts) {

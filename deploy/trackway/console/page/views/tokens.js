@@ -65,7 +65,7 @@ export default async function tokens(visit) {
         h("div", { class: "segments", role: "group", "aria-label": "Tint" }, names.map((name) =>
           h("a", { href: to({ tint: name }), "aria-current": name === tint ? "true" : null }, TINTS[name].words))), key(tint, versions, full)),
         page.ids.length ? text : page.total ? empty(`This row has ${plural(page.total, "token")}, and none at ${number(offset)}.`, h("a", { href: to({ offset: null, at: null }) }, "Show the first ones")) : empty("This row has no tokens.", "The trajectory ended before any was written; its conversation has the error."), pages(page, row, offset, to)),
-      h("div", { class: "stack sticky" }, panel("Token", {}, details), extremes(page, text, tint, to),
+      h("div", { class: "stack sticky" }, panel("Token", { class: "token-now" }, details), extremes(page, text, tint, to),
         !page.learner && !page.unreadable && !address.validation && h("p", { class: "dim small" }, "The learner's values are here in runs with trackway.save_token_values=true, after the update."))));
 }
 

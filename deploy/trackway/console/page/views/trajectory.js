@@ -1,15 +1,14 @@
 // One trajectory: its conversation with tool calls, where its time went, and its reward.
 
-import { addressed, link, trajectoryLink } from "../api.js";
+import { addressed, compareLink, link, trajectoryLink } from "../api.js";
 import { busy, h, number, panel, plural, seconds, tip, visible } from "../dom.js";
-import { compareLink } from "./compare.js";
 import { cell, download, exported, facts, fileName, outside, pager, range, scoreChip } from "./parts.js";
 
 export default async function trajectory(visit) {
   const { run } = visit.parameters;
   const page = await visit.get("trajectory", addressed(visit.parameters));
   const to = (address) => address && trajectoryLink("trajectory", run, address);
-  const scale = range(page.group);
+  const scale = range(page.group.map(({ score }) => score));
   visit.keys.t = () => (location.hash = trajectoryLink("tokens", run, page.address));
   return h("div", { class: "stack" },
     h("div", { class: "title" },
@@ -22,8 +21,8 @@ export default async function trajectory(visit) {
       h("a", { class: "button", href: link("prompt", { run, sample: page.address.sample, val: page.address.validation }) }, "Over steps"),
       h("a", { class: "button", href: trajectoryLink("tokens", run, page.address), title: "key t" }, "Tokens"),
       pager(visit, to(page.previous), to(page.next), "rollout")),
-    page.group.length > 1 && h("div", { class: "cells strip" }, page.group.map((score, rollout) =>
-      cell(run, { ...page.address, rollout }, { score, isBaseline: page.group_is_baseline[rollout], title: `rollout ${rollout} of this prompt${page.group_is_baseline[rollout] ? ", its greedy baseline" : ""}\n${score === null ? "no reward" : `reward ${number(score)}`}`, current: rollout === page.address.rollout }, scale))),
+    page.group.length > 1 && h("div", { class: "cells strip" }, page.group.map(({ rollout, score, error, is_baseline: isBaseline }) =>
+      cell(run, { ...page.address, rollout }, { score, error, isBaseline, title: `rollout ${rollout} of this prompt${isBaseline ? ", its greedy baseline" : ""}\n${error ?? (score === null ? "no reward" : `reward ${number(score)}`)}`, current: rollout === page.address.rollout }, scale))),
     page.error && h("div", { class: "note bad" }, h("b", {}, page.error.code), " ", visible(page.error.message),
       h("div", { class: "small" }, h("a", { href: link("search", { run, error: page.error.code }) }, "all trajectories with this error"))),
     page.shortened && h("p", { class: "note" }, "A long text lost its middle here; the file has all of it."),
@@ -34,7 +33,7 @@ export default async function trajectory(visit) {
 }
 
 /** The rollout and others of its prompt; `compareLink` takes the first of them. */
-const group = (page) => [page.address, ...page.group.map((_, rollout) => ({ ...page.address, rollout })).filter(({ rollout }) => rollout !== page.address.rollout)];
+const group = (page) => [page.address, ...page.group.map(({ rollout }) => ({ ...page.address, rollout })).filter(({ rollout }) => rollout !== page.address.rollout)];
 
 function bubble(message, kind = message.role) {
   return h("article", { class: `message ${kind}` }, h("h2", {}, kind), message.content
