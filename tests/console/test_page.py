@@ -347,7 +347,21 @@ def test_a_chart_rows_and_a_trajectory_can_be_saved(browser: Browser, url: str, 
     assert rows == ["step,actor/entropy,timing_s/step", "1,,2", "2,,2"]
     browser.open(f"{url}#/trajectory?run=tidy&step=2&sample=7&rollout=1")
     line = saved("tidy-2-7-1.jsonl", "button[title='save tidy-2-7-1.jsonl']").read_text()
-    assert Trajectory.model_validate_json(line) == read_trajectories(outputs / "tidy/trajectories/step_2.parquet")[1]
+    written = read_trajectories(outputs / "tidy/trajectories/step_2.parquet")
+    assert Trajectory.model_validate_json(line) == written[1]
+    browser.open(f"{url}#/step?run=tidy&step=2")
+    lines = saved("tidy-step-2.jsonl", "button[title='save tidy-step-2.jsonl']").read_text().splitlines()
+    assert [Trajectory.model_validate_json(line) for line in lines] == written
+    query = "SELECT%20i,%20repeat('x',%203000)%20AS%20text%20FROM%20range(1001)%20t(i)"
+    browser.open(f"{url}#/sql?run=tidy&query={query}")
+    browser.wait("!!document.querySelector('button[title=\"save query.csv\"]')")
+    lacks = (
+        "Only the first 1,000 rows of more: add LIMIT and OFFSET for others; Texts of over 2,000 characters end with … "
+        "after these"
+    )
+    assert f"{lacks}, here and in the file." in browser.text()
+    rows = saved("query.csv", "button[title='save query.csv']").read_text().splitlines()
+    assert (len(rows), rows[-1]) == (1002, f'"# {lacks}"')
     assert browser.problems == []
 
 

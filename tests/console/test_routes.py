@@ -485,20 +485,31 @@ def test_failures_are_grouped_by_cause_and_a_torn_file_is_named(outputs: Path) -
 
     place = {"step": 3, "validation": False, "sample": "10", "rollout": 0}
     steps = {"steps": [1, 3], "values": [1.0, 2.0]}
-    timeout = {"code": "tool_timeout", "count": 3, "steps": steps, "validation": 0, "example": place}
+    timeout = {"code": "tool_timeout", "count": 3, "rollouts": 2, "steps": steps, "validation": 0, "example": place}
     message = page["failures"][0].pop("message")
+    assert page["failures"][0].pop("pattern") == MESSAGE.replace("30", "N")
     assert message in (MESSAGE, MESSAGE.replace("30", "31.5"))
     assert page["failures"] == [
         {"kind": "trajectory", "tool": None, "infrastructure": False, "service": "tools", **timeout},
-        {"kind": "call", "tool": "calculator", "message": "", "infrastructure": False, "service": "tools", **timeout},
+        {
+            "kind": "call",
+            "tool": "calculator",
+            "message": "",
+            "pattern": "",
+            "infrastructure": False,
+            "service": "tools",
+            **timeout,
+        },
         {
             "kind": "incident",
             "code": "retried",
             "tool": None,
             "message": "",
+            "pattern": "",
             "infrastructure": True,
             "service": "rollout, tools or reward",
             "count": 1,
+            "rollouts": 1,
             "steps": {"steps": [1], "values": [1.0]},
             "validation": 0,
             "example": {"step": 1, "validation": False, "sample": "7", "rollout": 1},
@@ -540,6 +551,36 @@ def test_incidents_are_infrastructure_by_their_name_and_no_failure_is_listed_twi
         ("incident", "weights_behind", None, True, "rollout", 1),
         ("trajectory", "instance_lost", "calculator", True, "tools", 1),
     ]
+
+
+def test_search_finds_the_rollouts_of_each_group_of_failures(outputs: Path) -> None:
+    folder = write_run(outputs)
+    other, twice = rollout("tidy", 3, 10, 0), rollout("tidy", 3, 10, 1)
+    assert other.error is not None
+    other.error.message = "the queue is full for 2.5 s"
+    twice.turns[0].calls = [twice.turns[0].calls[0].model_copy(update={"error": ErrorCode.TOOL_FAILED})] * 2
+    twice.incidents = [Incident.TOOL_FAILED, Incident.REPLICA_LOST]
+    write_trajectories(folder.path / "trajectories/step_3.parquet", [other, twice])
+
+    asked = {}
+    for group in get(outputs, "failures", run="tidy")["failures"]:
+        error = {"error": group["code"]}
+        query = {
+            "trajectory": {**error, "message": group["pattern"]},
+            "call": {**error, "tool": group["tool"]},
+            "incident": {"incident": group["code"]},
+        }[group["kind"]]
+        asked[group["kind"], group["code"], group["pattern"]] = (group["count"], group["rollouts"])
+        assert len(found(get(outputs, "search", run="tidy", **query))) == group["rollouts"], group
+
+    assert asked == {
+        ("trajectory", "tool_timeout", MESSAGE.replace("30", "N")): (2, 2),
+        ("trajectory", "tool_timeout", "the queue is full for N s"): (1, 1),
+        ("call", "tool_timeout", ""): (3, 3),
+        ("call", "tool_failed", ""): (2, 1),
+        ("incident", "retried", ""): (2, 2),
+        ("incident", "replica_lost", ""): (1, 1),
+    }
 
 
 def test_what_goes_over_all_steps_answers_in_parts_the_newest_first(

@@ -55,7 +55,7 @@ def test_a_reply_is_bounded_and_every_value_is_json(folder: RunFolder, monkeypat
         folder, "SELECT i, 'nan'::DOUBLE, [1, 2], DATE '2026-01-02', repeat('x', 3000) FROM range(9) t(i)"
     ).run()
 
-    assert (len(page.rows), page.truncated) == (3, True)
+    assert (len(page.rows), page.truncated, page.cut) == (3, True, True)
     assert page.rows[0][:4] == [0, None, "[1, 2]", '"2026-01-02"'] and len(str(page.rows[0][4])) == 2001
 
 
@@ -180,6 +180,7 @@ def test_the_route_answers_with_rows_and_says_what_is_wrong(folder: RunFolder) -
         "columns": [{"name": "n", "type": "BIGINT"}],
         "rows": [[9]],
         "truncated": False,
+        "cut": False,
         "unreadable": [],
     }
     assert "no_such" in asked("SELECT no_such FROM trajectories")["error"]["message"]

@@ -18,6 +18,7 @@ import yaml
 from jsonschema import Draft7Validator
 from tenacity import retry, retry_if_exception_type, retry_if_result, stop_after_delay, wait_fixed
 
+from tests.console.example_run import write_run
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.deployment.attach import attach
 from trackway.deploy.deployment.status import service_statuses
@@ -86,7 +87,7 @@ def started(service: str, folder: Path, ports: dict[str, str]) -> Iterator[None]
     def there(text: str) -> str:
         for port, free in ports.items():
             text = text.replace(port, free)
-        return text
+        return text.replace("/var/lib/trackway", str(folder))
 
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TRACKWAY_")}
     own = {name: there(value) for name, value in variables(service, folder).items() if name != "MLFLOW_TRACKING_URI"}
@@ -104,6 +105,22 @@ def started(service: str, folder: Path, ports: dict[str, str]) -> Iterator[None]
 @retry(stop=stop_after_delay(240), wait=wait_fixed(0.5), retry=retry_if_exception_type(httpx.HTTPError), reraise=True)
 def ready(client: httpx.Client) -> None:
     client.get("/ready").raise_for_status()
+
+
+@pytest.mark.slow
+def test_the_console_of_the_file_shows_the_runs_on_the_volume_which_it_cannot_write(tmp_path: Path) -> None:
+    write_run(tmp_path / "outputs")
+    port = str(free_port())
+
+    with (
+        started("console", tmp_path, {"8100": port}),
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client,
+    ):
+        ready(client)
+        runs = client.get("/api/runs").raise_for_status().json()["runs"]
+
+    assert [run["key"] for run in runs] == ["tidy"]
+    assert compose_file()["services"]["console"]["volumes"] == ["data:/var/lib/trackway:ro"]
 
 
 @pytest.mark.slow

@@ -1,21 +1,16 @@
 """What goes over all steps of a run: one prompt, and failures by their cause."""
 
 import json
-import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import get_args
 
+from trackway.console.failure_kinds import FAILURES, is_infrastructure, pattern_of, service_of
 from trackway.console.file_results import FileResults, Row
 from trackway.console.replies import Failure, FailuresPage, PromptPage, PromptRollout, Series, TrajectoryAddress
 from trackway.console.runs import finite
 from trackway.console.steps import last_user_text
 from trackway.console.trajectory_files import File, ParquetReader, trajectory_files
-from trackway.trainer.learner.filtering import INFRASTRUCTURE
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.wire.errors import ERRORS, ErrorCode, ModelSees
-from trackway.wire.health import ServiceName
-from trackway.wire.tracing import Incident
 
 MOST_ROLLOUTS = 2000
 """Rollouts of one prompt in a reply."""
@@ -84,33 +79,6 @@ def _answer(turns: str) -> str:
     return next((text for text in reversed(texts) if text.strip()), "")[:_ANSWER_CHARS]
 
 
-_CODE = "json_extract_string(error, '$.code')"
-_SEEN = ", ".join(f"'{code}'" for code, spec in ERRORS.items() if spec.model_sees is ModelSees.YES)
-_FAILED = "error <> 'null'"
-_ENDED_BY = (
-    "json_extract_string([call FOR call IN json_extract(turns, '$[*].calls[*]') IF "
-    f"json_extract_string(call, '$.error') = {_CODE} AND {_CODE} NOT IN ({_SEEN})][-1], '$.tool')"
-)
-"""The tool whose call ended the rollout."""
-_CALL_CODE = "json_extract_string(call, '$.error')"
-_CALL_CODES = "json_extract_string(turns, '$[*].calls[*].error')"
-_FAILURES = {
-    "trajectory": (
-        f"{_CODE} AS code, {_ENDED_BY} AS tool, json_extract_string(error, '$.message') AS message",
-        _FAILED,
-    ),
-    "call": (
-        f"{_CALL_CODE} AS code, json_extract_string(call, '$.tool') AS tool, '' AS message",
-        f"{_CALL_CODE} IS NOT NULL AND NOT ({_FAILED} AND {_CALL_CODE} = {_CODE} AND {_CALL_CODE} NOT IN ({_SEEN}))",
-    ),
-    "incident": (
-        "incident AS code, NULL AS tool, '' AS message",
-        f"incident IS DISTINCT FROM {_CODE} AND NOT list_contains({_CALL_CODES}, incident) AND NOT (incident = "
-        f"'{Incident.TOOL_FAILED}' AND len([code FOR code IN {_CALL_CODES} IF code <> '{Incident.TOOL_TIMEOUT}']) > 0)",
-    ),
-}
-"""Code, tool and message of each kind of failure, and its condition. A failure has one kind: a call that ended its
-rollout is the rollout's, and what a call or a rollout failed by is no incident of it."""
 _ROWS = {
     "trajectory": _FROM,
     "call": f"FROM (SELECT *, unnest(json_extract(turns, '$[*].calls[*]')) AS call {_FROM} "
@@ -125,10 +93,11 @@ def failures_page(reader: ParquetReader, results: FileResults, folder: RunFolder
     def read(some: Sequence[File]) -> tuple[list[tuple[File, Row]], dict[File, str]]:
         found: list[tuple[File, Row]] = []
         unreadable: dict[File, str] = {}
-        for kind, (selected, condition) in _FAILURES.items():
+        for kind, (selected, condition) in FAILURES.items():
             rows, damaged = reader.across(
-                "SELECT filename, code, tool, regexp_replace(left(message, 300), '[0-9]+([.][0-9]+)?', 'N', 'g'), "
-                "any_value(message), count(*), max_by(CAST(sample_index AS VARCHAR), rollout_n), max(rollout_n) "
+                f"SELECT filename, code, tool, {pattern_of('message')}, any_value(message), count(*), "
+                "max_by(CAST(sample_index AS VARCHAR), rollout_n), max(rollout_n), "
+                "count(DISTINCT (sample_index, rollout_n)) "
                 f"FROM (SELECT filename, sample_index, rollout_n, {selected} {_ROWS[kind]} WHERE {condition}) "
                 "GROUP BY ALL",
                 [file for file in some if file not in unreadable],
@@ -140,7 +109,7 @@ def failures_page(reader: ParquetReader, results: FileResults, folder: RunFolder
     files = trajectory_files(folder)
     found = results.of(("failures", folder.path), files, read)
     failures: list[Failure] = []
-    for kind in _FAILURES:
+    for kind in FAILURES:
         rows = [(file, row[1:]) for file, row in found.rows if row[0] == kind]
         rows.sort(key=lambda item: (*(part or "" for part in item[1][:3]), item[0].step, item[0].validation))
         for (code, tool, _), group in groupby(rows, key=lambda item: item[1][:3]):
@@ -156,15 +125,17 @@ def failures_page(reader: ParquetReader, results: FileResults, folder: RunFolder
 
 def _failure(kind: str, code: str, tool: str | None, rows: list[tuple[File, tuple]]) -> Failure:
     newest, last = rows[-1]
-    _, _, _, message, _, sample, rollout = last
+    _, _, pattern, message, _, sample, rollout, _ = last
     return Failure(
         kind=kind,
         code=code,
         tool=tool,
         message=message[:2000],
-        infrastructure=code in (_INFRASTRUCTURE_INCIDENTS if kind == "incident" else INFRASTRUCTURE),
-        service=_service(kind, code, message),
+        pattern=pattern,
+        infrastructure=is_infrastructure(kind, code),
+        service=service_of(kind, code, tool, message),
         count=_count(rows),
+        rollouts=sum(row[-1] for _, row in rows),
         steps=Series(
             steps=[file.step for file, _ in rows if not file.validation],
             values=[float(row[4]) for file, row in rows if not file.validation],
@@ -172,52 +143,6 @@ def _failure(kind: str, code: str, tool: str | None, rows: list[tuple[File, tupl
         validation=_count(item for item in rows if item[0].validation),
         example=TrajectoryAddress(step=newest.step, validation=newest.validation, sample=sample, rollout=rollout),
     )
-
-
-_AT = re.compile(rf"\b({'|'.join(get_args(ServiceName))})\b")
-_BY_CODE = {
-    "rollout": (
-        ErrorCode.ENGINE_FAILED,
-        ErrorCode.WEIGHTS_BEHIND,
-        ErrorCode.WEIGHTS_CORRUPT,
-        ErrorCode.WEIGHTS_STALE,
-        ErrorCode.PAUSED,
-    ),
-    "tools": (ErrorCode.INSTANCE_LOST, ErrorCode.INSTANCE_NOT_FOUND, ErrorCode.TOOL_FAILED, ErrorCode.TOOL_TIMEOUT),
-    "agent": (ErrorCode.AGENT_FAILED,),
-    "reward": (ErrorCode.UNKNOWN_DATA_SOURCE,),
-}
-
-
-_CALLED = "rollout, tools or reward"
-"""A row has the name of an incident, and not of the service that was called."""
-_INCIDENTS: dict[str, str] = {
-    Incident.RETRIED: _CALLED,
-    Incident.GENERATION_CUT: "rollout",
-    Incident.WEIGHTS_BEHIND: "rollout",
-    Incident.PROMPT_CUT: "agent",
-    Incident.TOOL_FAILED: "tools",
-    Incident.TOOL_TIMEOUT: "tools",
-    Incident.INSTANCE_LOST: "tools",
-    Incident.REPLICA_LOST: _CALLED,
-}
-_INFRASTRUCTURE_INCIDENTS = frozenset(
-    {Incident.RETRIED, Incident.WEIGHTS_BEHIND, Incident.INSTANCE_LOST, Incident.REPLICA_LOST}
-)
-"""Of the others, a turn is cut on purpose when weights change, and a prompt and a tool are the run's own."""
-
-
-def _service(kind: str, code: str, message: str) -> str:
-    """The service that failed: by the code where it says so, else the first one that the message names."""
-    if kind == "incident":
-        return _INCIDENTS.get(code, "")
-    if kind == "call":
-        return "tools"
-    for service, codes in _BY_CODE.items():
-        if code in codes:
-            return service
-    named = _AT.search(message)
-    return named[1] if named else ""
 
 
 def _count(rows: Iterable[tuple[File, tuple]]) -> int:

@@ -269,6 +269,8 @@ class SqlPage(WireReply):
     """Lists and structures as JSON text."""
     truncated: bool
     """Whether there are more rows than one reply holds."""
+    cut: bool
+    """Whether a text has only its first 2,000 characters, which an ellipsis ends."""
     unreadable: list[str]
     """Files that could not be read, with the reason; the rows are of the others."""
 
@@ -314,11 +316,15 @@ class Failure(WireReply):
     tool: str | None
     message: str
     """One of the messages; empty for calls and incidents, which have none."""
+    pattern: str
+    """What its messages have in common, N for numbers, which search takes as `message`."""
     infrastructure: bool
     """Whether a service, a machine or the network failed, and not the row, the agent loop or the tool itself."""
     service: str
     """Where it failed, as its code or message says; several where a row does not say which, empty for none."""
     count: int
+    rollouts: int
+    """Rollouts that have one; a rollout may have several failed calls."""
     steps: Series
     """Failures by step of training."""
     validation: int

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from trackway.console.failure_kinds import IS_INCIDENT, pattern_of
 from trackway.console.replies import Hit, SearchPage, TrajectoryAddress
 from trackway.console.runs import finite
 from trackway.console.trajectory_files import File, ParquetReader, trajectory_files
@@ -35,6 +36,10 @@ class Query:
     """Name of a called tool; with `error`, of a call that failed so."""
     error: str = ""
     """Code of an error that ended the rollout, or of a failed call."""
+    message: str = ""
+    """What the message of the error that ended the rollout begins with, N for each number: a group of Failures."""
+    incident: str = ""
+    """A problem from which the rollout recovered, and which is no failure of one of its calls."""
     tool_was_right: bool = False
     """A call got a reward from its tool, or its result is the answer of a rollout of the same prompt with a higher
     score, above 0."""
@@ -159,6 +164,7 @@ _TEXTS = (
 )
 _MATCHING = f"[text FOR text IN {_TEXTS} IF regexp_matches(text, $regex)]"
 """The texts of a row that match. DuckDB's RE2 takes linear time; Python's `re` need not end."""
+_MESSAGE = "json_extract_string(error, '$.message')"
 _CALLS = "json_extract(turns, '$[*].calls[*]')"
 
 
@@ -197,11 +203,20 @@ def _conditions(query: Query) -> tuple[str, dict[str, object]]:
         )
     elif query.tool:
         add("list_contains(json_extract_string(turns, '$[*].calls[*].tool'), $tool)", tool=query.tool)
+    elif query.error and query.message:
+        add("json_extract_string(error, '$.code') = $error", error=query.error)
     elif query.error:
         add(
             "(json_extract_string(error, '$.code') = $error OR "
             "list_contains(json_extract_string(turns, '$[*].calls[*].error'), $error))",
             error=query.error,
+        )
+    if query.message:
+        add(f"{pattern_of(_MESSAGE)} = $message", message=query.message)
+    if query.incident:
+        add(
+            f"len([incident FOR incident IN incidents IF incident = $incident AND {IS_INCIDENT}]) > 0",
+            incident=query.incident,
         )
     if query.stop_reason:
         add("stop_reason = $stop_reason", stop_reason=query.stop_reason)

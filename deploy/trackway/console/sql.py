@@ -135,8 +135,8 @@ class Statement:
             # The line break ends a comment of the user's last line.
             found = connection.execute(f"SELECT * FROM ({self._sql.rstrip().rstrip(';')}\n) LIMIT {MOST_ROWS + 1}")
             columns = [SqlColumn(name=name, type=str(kind)) for name, kind, *_ in found.description or ()]
-            rows, is_whole = _bounded(found)
-            return SqlPage(columns=columns, rows=rows, truncated=not is_whole, unreadable=unreadable)
+            rows, is_whole, is_cut = _bounded(found)
+            return SqlPage(columns=columns, rows=rows, truncated=not is_whole, cut=is_cut, unreadable=unreadable)
         finally:
             with self._lock:
                 self._connection = None
@@ -222,17 +222,21 @@ def _refused(reason: str) -> TrackwayError:
     return TrackwayError(ErrorCode.INVALID_REQUEST, message)
 
 
-def _bounded(found: "duckdb.DuckDBPyConnection") -> tuple[list[list[Any]], bool]:
-    """The rows as JSON values, and whether these are all; MOST_ROWS and _MOST_REPLY_CHARS bound them."""
+def _bounded(found: "duckdb.DuckDBPyConnection") -> tuple[list[list[Any]], bool, bool]:
+    """The rows as JSON values, whether these are all, and whether a text was cut.
+
+    MOST_ROWS and _MOST_REPLY_CHARS bound the rows.
+    """
     rows: list[list[Any]] = []
-    chars = 0
+    chars, is_cut = 0, False
     while row := found.fetchone():
         cells = [_cell(value) for value in row]
         chars += sum(len(cell) for cell in cells if isinstance(cell, str))
         if len(rows) == MOST_ROWS or chars > _MOST_REPLY_CHARS:
-            return rows, False
+            return rows, False, is_cut
         rows.append(cells)
-    return rows, True
+        is_cut = is_cut or any(isinstance(cell, str) and len(cell) > _MOST_CHARS for cell in cells)
+    return rows, True, is_cut
 
 
 def _cell(value: object) -> str | int | float | bool | None:

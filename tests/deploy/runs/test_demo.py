@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trackway.deploy.commands.demo import _print_summary
+from trackway.deploy.commands.demo import _print_end, console_of
 from trackway.deploy.deployment.attach import runs_folder
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs import demo, launch
@@ -174,8 +174,24 @@ def test_a_demo_ends_with_the_command_that_opens_its_run(
 ) -> None:
     here = there.model_copy(update={"attached": False, "outputs": tmp_path / "demo"})
     info = made_run(folder)
-    summary = RunOutput.of(folder).summary(info, PhaseTimes(0.0), "", None)
+    summary = RunOutput.of(folder).summary(info, PhaseTimes(0.0), "sqlite:///mlflow.db", None)
+    last = []
 
-    _print_summary(summary, here, "seed0")
+    for deployment in (here, there):
+        _print_end(summary, info, deployment)
+        last.append(capsys.readouterr().out.splitlines()[-1])
 
-    assert f"console        trackway console --outputs {tmp_path / 'demo'}\n" in capsys.readouterr().out
+    assert last == [
+        f"console        trackway console --outputs {tmp_path / 'demo'}",
+        f"console        trackway console --outputs {folder.path.parent}",
+    ]
+
+
+def test_a_demo_on_a_volume_that_is_not_here_says_where_its_console_can_start(
+    there: Deployment, folder: RunFolder
+) -> None:
+    info = made_run(folder).model_copy(update={"folder": "/volume/outputs/seed0"})
+
+    command = console_of(info, there)
+
+    assert command == "trackway console --outputs /volume/outputs   where the services' volume is mounted"

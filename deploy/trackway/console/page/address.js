@@ -7,7 +7,7 @@ const NEEDS = { run: ["run"], step: ["run", "step"], trajectory: PLACE, tokens: 
 const WHOLE = ["step", "rollout", "row", "offset", "at", "place", "bin", "since", "first_step", "last_step"];
 const NUMBERS = ["least", "most"];
 const CHOICES = { validation: ["true", "false"], regex: ["1"], tool_right: ["1"] };
-const LONGEST = { run: 300, text: 1000, query: 8000 };
+const LONGEST = { run: 300, text: 1000, message: 300, query: 8000 };
 
 /** A refusal that the page shows with a link back. */
 export const misfit = (expected, got, remedy) => new ApiError(422, `expected ${expected} in the address, got ${got}; ${remedy}`);

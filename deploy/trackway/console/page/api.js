@@ -23,17 +23,33 @@ export const file = async (path, parameters) => (await request(path, parameters,
 export const post = async (path, body, { signal } = {}) =>
   (await request(path, {}, { signal, headers: { "content-type": "application/json" }, method: "POST", body: JSON.stringify(body) })).json();
 
-async function request(path, parameters, { signal, headers, ...rest }) {
+/**
+ * The address at which the browser itself saves a reply, which is then never held in memory; null with a token, which a link
+ * does not send. Raises ApiError as `get` does.
+ */
+export async function saved(path, parameters) {
+  if (sessionStorage.getItem(TOKEN)) return null;
+  const controller = new AbortController();
+  await request(path, parameters, { signal: controller.signal, headers: {} });
+  controller.abort();
+  return address(path, parameters);
+}
+
+function address(path, parameters) {
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(parameters)) {
     if (value === undefined || value === null || value === "") continue;
     for (const part of Array.isArray(value) ? value : [value]) query.append(name, part);
   }
+  return `api/${path}?${query}`;
+}
+
+async function request(path, parameters, { signal, headers, ...rest }) {
   const token = sessionStorage.getItem(TOKEN);
   if (token) headers.authorization = `Bearer ${token}`;
   let response;
   try {
-    response = await fetch(`api/${path}?${query}`, { signal, headers, cache: "no-store", ...rest });
+    response = await fetch(address(path, parameters), { signal, headers, cache: "no-store", ...rest });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ApiError(0, "The console does not answer; start it again with `trackway console`.");

@@ -15,6 +15,7 @@ from trackway.system.user_error import UserError
 if TYPE_CHECKING:
     from trackway.deploy.deployment.record import Deployment
     from trackway.deploy.runs.demo import Demo, PhaseTimes, Summary
+    from trackway.wire.trainer import RunInfo
 
 app = typer.Typer()
 
@@ -128,8 +129,24 @@ def _train(demo: "Demo", clock: "PhaseTimes", to_resume: str, as_json: bool) -> 
         return
     for note in notes:
         stderr.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
+    _print_end(summary, info, deployment)
+
+
+def _print_end(summary: "Summary", info: "RunInfo", deployment: "Deployment") -> None:
+    """Print the summary, what was lost and, last, the command that opens the run."""
     _print_summary(summary, deployment, f"{info.run} in {info.folder}")
     report_losses(info, deployment)
+    stdout.print(f"console        {console_of(info, deployment)}", soft_wrap=True)
+
+
+def console_of(info: "RunInfo", deployment: "Deployment") -> str:
+    """The command that opens the run in the console, and where to start it if not here."""
+    from trackway.deploy.deployment.attach import folder_here
+
+    if not deployment.attached:
+        return f"trackway console --outputs {deployment.outputs}"
+    command = f"trackway console --outputs {Path(info.folder).parent}"
+    return command if folder_here(info) else f"{command}   where the services' volume is mounted"
 
 
 def _print_summary(summary: "Summary", deployment: "Deployment", run: str) -> None:
@@ -142,8 +159,6 @@ def _print_summary(summary: "Summary", deployment: "Deployment", run: str) -> No
     if curve.exists():
         stdout.print(f"reward curve   {curve}", soft_wrap=True)
     stdout.print(f"run            {run}", soft_wrap=True)
-    if not deployment.attached:
-        stdout.print(f"console        trackway console --outputs {outputs}", soft_wrap=True)
     stdout.print(f"summary        {outputs / 'summary.json'}", soft_wrap=True)
     if where:
         stdout.print(f"traces         {where}   then filter by Tag: step = 1", soft_wrap=True)

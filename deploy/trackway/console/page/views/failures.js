@@ -5,7 +5,7 @@ import { spark } from "../charts.js";
 import { empty, h, number, plural, roving, visible } from "../dom.js";
 import { csv, fileName, growing } from "./parts.js";
 
-const COLUMNS = ["kind", "code", "tool", "service", "infrastructure", "count", "validation", "message"];
+const COLUMNS = ["kind", "code", "tool", "service", "infrastructure", "count", "rollouts", "validation", "message"];
 const KINDS = { trajectory: "ended rollouts", call: "failed tool calls, which the model saw", incident: "problems from which rollouts recovered" };
 
 export default async function failures(visit) {
@@ -37,11 +37,11 @@ function causes(page, run, only, steps) {
 function row(run, failure, steps) {
   const { example } = failure;
   const bySteps = new Map(failure.steps.steps.map((step, index) => [step, failure.steps.values[index]]));
-  const search = failure.kind === "incident" ? null : link("search", { run, error: failure.code, tool: failure.tool });
+  const search = link("search", { run, ...{ trajectory: { error: failure.code, message: failure.pattern }, call: { error: failure.code, tool: failure.tool }, incident: { incident: failure.code } }[failure.kind] });
   return h("tr", {}, h("td", {}, h("b", {}, failure.code.replaceAll("_", " ")), failure.tool && ` · ${visible(failure.tool)}`, " ",
     failure.service && h("span", { class: "chip" }, failure.service), " ", failure.infrastructure && h("span", { class: "chip warn", title: "a service, a machine or the network failed" }, "infrastructure"), failure.message && h("div", { class: "found" }, visible(failure.message))),
-    h("td", { class: "num strong" }, number(failure.count)),
+    h("td", { class: "num strong" }, number(failure.count), failure.rollouts !== failure.count && h("div", { class: "dim small" }, `in ${plural(failure.rollouts, "rollout")}`)),
     h("td", { class: "nowrap" }, steps.length > 1 ? spark(steps.map((step) => bySteps.get(step) ?? 0), "failures") : null, failure.validation > 0 && h("div", { class: "dim small" }, `${number(failure.validation)} in validation`)),
     h("td", { class: "nowrap" }, h("a", { class: "open", href: trajectoryLink("trajectory", run, example) }, `${example.validation ? "v" : "step "}${example.step} · ${visible(example.sample)} · ${example.rollout}`)),
-    h("td", {}, search && h("a", { href: search }, "all")));
+    h("td", {}, h("a", { href: search }, "all")));
 }

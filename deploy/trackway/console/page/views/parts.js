@@ -1,6 +1,6 @@
 // Parts that several views show.
 
-import { compareLink, file, link, MOST_COMPARED, trajectoryLink } from "../api.js";
+import { compareLink, file, link, MOST_COMPARED, saved, trajectoryLink } from "../api.js";
 import { busy, h, number, plural, redraw, tip, visible } from "../dom.js";
 
 const ENDED = ["finished", "failed", "stopped", "unreadable"];
@@ -77,12 +77,14 @@ export function pager(visit, before, after, words) {
   return h("span", { class: "pager" }, button(before, "←", `previous ${words}, key ←`), button(after, "→", `next ${words}, key →`));
 }
 
-/** A button that saves replies as one file. They are fetched, because a link would not send the token. */
+/** A button that saves replies as one file: a single one by the browser itself, several or with a token from memory. */
 export function download(path, every, name, text) {
   const button = h("button", { type: "button", title: `save ${name}`, onclick: async () => {
     button.disabled = true;
     try {
-      save(new Blob(await busy(Promise.all([every].flat().map((parameters) => file(path, parameters))))), name);
+      const files = [every].flat(), address = files.length === 1 && (await busy(saved(path, files[0])));
+      if (address) h("a", { href: address, download: name }).click();
+      else save(new Blob(await busy(Promise.all(files.map((parameters) => file(path, parameters))))), name);
     } catch (error) {
       button.replaceWith(h("span", { class: "chip bad", role: "alert" }, error.message));
     } finally {
@@ -135,7 +137,7 @@ export const fileName = (run) => run.replaceAll("/", "-");
 const SAVED = "trackway-queries";
 const MOST_SAVED = 30;
 
-function saved(kind) {
+function kept(kind) {
   try {
     const found = JSON.parse(localStorage.getItem(`${SAVED}-${kind}`) ?? "[]");
     return Array.isArray(found) ? found.filter((entry) => typeof entry?.name === "string" && entry.parameters) : [];
@@ -156,10 +158,10 @@ export function queries(kind, ready, now, to, more = []) {
   };
   const draw = () => row.replaceChildren(
     ...ready.map(([name, href, title]) => h("a", { class: "button", href, title }, name)),
-    ...saved(kind).map((entry) => h("span", { class: "chip" }, h("a", { href: to(entry.parameters) }, visible(entry.name)),
-      h("button", { type: "button", class: "plain", "aria-label": `forget ${entry.name}`, onclick: () => keep(saved(kind).filter(({ name }) => name !== entry.name)) }, "×"))),
-    ...(now && !saved(kind).some(({ name }) => name === now[0])
-      ? [h("button", { type: "button", title: "kept in this browser; its address can be sent too", onclick: () => keep([...saved(kind), { name: now[0], parameters: now[1] }]) }, "Save this")] : []),
+    ...kept(kind).map((entry) => h("span", { class: "chip" }, h("a", { href: to(entry.parameters) }, visible(entry.name)),
+      h("button", { type: "button", class: "plain", "aria-label": `forget ${entry.name}`, onclick: () => keep(kept(kind).filter(({ name }) => name !== entry.name)) }, "×"))),
+    ...(now && !kept(kind).some(({ name }) => name === now[0])
+      ? [h("button", { type: "button", title: "kept in this browser; its address can be sent too", onclick: () => keep([...kept(kind), { name: now[0], parameters: now[1] }]) }, "Save this")] : []),
     ...more.map(([name, href]) => h("a", { class: "button", href }, name)));
   draw();
   return row;

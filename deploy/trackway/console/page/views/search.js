@@ -4,7 +4,8 @@ import { link, trajectoryLink } from "../api.js";
 import { empty, h, number, panel, plural, roving, visible } from "../dom.js";
 import { chooser, csv, fileName, queries, scoreChip } from "./parts.js";
 
-const FIELDS = ["text", "regex", "tool", "tool_right", "error", "stop_reason", "least", "most", "first_step", "last_step", "validation"];
+const FIELDS = ["text", "regex", "tool", "tool_right", "error", "message", "incident", "stop_reason", "least", "most", "first_step", "last_step", "validation"];
+const INCIDENTS = ["retried", "generation_cut", "weights_behind", "prompt_cut", "tool_failed", "tool_timeout", "instance_lost", "replica_lost"];
 const ENOUGH = 50;
 const COLUMNS = ["step", "validation", "sample_index", "rollout_n", "score", "stop_reason", "error", "tools", "found"];
 const READY = [
@@ -46,6 +47,8 @@ function form(run, asked, metrics) {
     choice("tool", "tool", [["", "any"], ...tools.map((tool) => [tool, tool])]),
     choice("tool_right", "a tool's result", [["", "any"], ["1", "was right"]]),
     field("error", "error code", { placeholder: "tool_timeout" }),
+    asked.message && field("message", "its message, N for a number", { class: "wide", maxlength: 300 }),
+    choice("incident", "recovered from", [["", "any"], ...INCIDENTS.map((incident) => [incident, incident.replaceAll("_", " ")])]),
     choice("stop_reason", "ended by", [["", "any"], ...["answered", "max_turns", "max_response", "max_prompt", "bad_call", "environment_done", "error"].map((reason) => [reason, reason])]),
     field("least", "reward from", { type: "number", step: "any" }), field("most", "reward to", { type: "number", step: "any" }),
     field("first_step", "step from", { type: "number", min: 0 }), field("last_step", "step to", { type: "number", min: 0 }),

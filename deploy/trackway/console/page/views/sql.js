@@ -64,9 +64,11 @@ async function read(visit, run, query, results) {
   results.append(h("p", { class: "row" }, state, stop));
   try {
     const page = await visit.get("sql", { run, query }, { signal: controller.signal });
-    state.textContent = `${plural(page.rows.length, "row")}${page.truncated ? ", the first ones" : ""} in ${((performance.now() - started) / 1000).toFixed(2)} s`;
+    state.textContent = `${plural(page.rows.length, "row")} in ${((performance.now() - started) / 1000).toFixed(2)} s`;
     results.append(...page.unreadable.map((message) => h("p", { class: "note bad" }, visible(message))));
-    if (page.rows.length) results.append(table(run, page), h("p", {}, csv("query", page.columns.map(({ name }) => name), () => page.rows)));
+    const lacks = lacking(page);
+    if (lacks) results.append(h("p", { class: "note" }, `${lacks}, here and in the file.`));
+    if (page.rows.length) results.append(table(run, page), h("p", {}, csv("query", page.columns.map(({ name }) => name), () => (lacks ? [...page.rows, [`# ${lacks}`]] : page.rows))));
     else results.append(empty("No row fits."));
   } catch (error) {
     if (visit.signal.aborted) return;
@@ -76,6 +78,9 @@ async function read(visit, run, query, results) {
     stop.remove();
   }
 }
+
+/** What a reply and its file leave out; empty for nothing. */
+const lacking = ({ rows, truncated, cut }) => [truncated && `Only the first ${plural(rows.length, "row")} of more: add LIMIT and OFFSET for others`, cut && "Texts of over 2,000 characters end with … after these"].filter(Boolean).join("; ");
 
 function table(run, { columns, rows }) {
   const at = Object.fromEntries(columns.map(({ name }, index) => [name, index]));
