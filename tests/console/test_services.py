@@ -127,6 +127,38 @@ def test_a_browser_shows_the_services_and_tries_them_with_the_token_of_its_user(
     assert [address for address in browser.requests if not address.startswith((url, "data:"))] == []
 
 
+@pytest.mark.slow
+@pytest.mark.program("chromium")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_pages_of_services_errors_and_the_token_fit_both_sizes_and_colour_schemes(
+    tmp_path: Path, http: httpx.AsyncClient, serve: Serve, browser: Browser, width: int
+) -> None:
+    url = serve(tmp_path, services=URLS, http=http)
+
+    def fits(view: str, text: str) -> None:
+        for dark in (False, True):
+            browser.size(width, dark=dark)
+            browser.open(f"{url}#/{view}")
+            browser.wait(f"document.getElementById('main').innerText.includes({text!r})")
+            assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), (view, dark)
+            assert accessibility.faults(browser) == [], (view, dark)
+
+    browser.open(f"{url}#/")
+    browser.evaluate("sessionStorage.clear()")
+    fits("system", "This console asks for a token")
+    browser.write("input[name=token]", SECRET)
+    browser.settled(lambda: browser.press("Enter"))
+    for view, text in (
+        ("system", "1 of 3 do not answer"),
+        ("try", "A tool call"),
+        ("step?run=none&step=1", "Not found"),
+        ("step?run=none&step=x", "This address cannot be opened"),
+        ("runs", "There is no run"),
+    ):
+        fits(view, text)
+    assert [address for address in browser.requests if not address.startswith((url, "data:"))] == []
+
+
 def test_a_console_alone_has_no_services(tmp_path: Path) -> None:
     client = TestClient(create_app(tmp_path))
 

@@ -111,9 +111,10 @@ function timePanel(page, series, phases, key) {
   });
   if (!rows.length) return panel("Seconds of each step", {}, empty("No step has ended yet.", "Its phases appear here after the first step."));
   const stack = [...names, "other"].filter((name) => rows.some((row) => row.parts[name] > 0));
+  const idleShares = idle(series, key, page);
   return panel("Seconds of each step", { aside: legend(stack.map((name, index) => ({ name, kind: `p${index}` }))) },
-    stacked({ rows, names: stack, unit: seconds, pick: opens(key, page) }),
-    idle(series, key, page),
+    stacked({ rows, names: stack, height: idleShares ? 170 : 300, unit: seconds, pick: opens(key, page) }),
+    idleShares,
     overlaps && h("p", { class: "dim small" }, "Phases of this run overlap: a column can be longer than its step."));
 }
 

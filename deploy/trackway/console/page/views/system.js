@@ -48,7 +48,7 @@ function service({ service: name, url, answers, message, replicas: list }) {
   if (!list.length) return panel(name, { aside }, empty("It has no replica.", "Look at `trackway status`."));
   const weights = list.some((replica) => replica.version !== null);
   const head = ["replica", "ready", "queues", ...(weights ? ["weights"] : []), "spans lost", "waiting", "traces to", "threads"];
-  return h("section", { class: "panel flush scroll" }, h("div", { class: "panel-head padded" }, h("h2", {}, name), aside), h("table", { class: "replicas" },
+  return h("section", { class: "panel flush scroll", tabindex: 0, "aria-label": `replicas of ${name}` }, h("div", { class: "panel-head padded" }, h("h2", {}, name), aside), h("table", { class: "replicas" },
     h("thead", {}, h("tr", {}, head.map((text) => h("th", { scope: "col" }, text)))),
     h("tbody", {}, list.map((replica) => h("tr", {},
       h("td", {}, h("b", {}, visible(replica.replica)), h("div", { class: "dim small" }, `pid ${replica.pid}`)),
