@@ -125,7 +125,12 @@ def test_a_plan_counts_the_prompts_that_are_short_enough(tmp_path: Path) -> None
     told = main_ppo(*words, model, "--outputs", str(tmp_path / "outputs"), "--dry-run").stdout
     hub = main_ppo(*words, "actor_rollout_ref.model.path=Some/Model", "--outputs", str(tmp_path), "--dry-run").stdout
 
+    few = ["data.train_max_samples=2", "data.shuffle=false", "data.train_batch_size=1", "--dry-run"]
+    few += ["actor_rollout_ref.actor.ppo_mini_batch_size=1", "--outputs", str(tmp_path)]
+    bounded = main_ppo(*words, model, *few).stdout
+
     assert "rows 3, of which 2 have at most 512 tokens" in lines(told)
+    assert "rows 2, of which 1 have at most 512 tokens" in lines(bounded)
     assert "the tokenizer of Some/Model is not on this machine" in " ".join(lines(hub))
 
 

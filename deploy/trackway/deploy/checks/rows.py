@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from trackway.deploy.checks.findings import Findings, Report
 from trackway.trainer.config import RunConfig
-from trackway.trainer.data.dataset import Rows, load_rows
+from trackway.trainer.data.dataset import RowChoice, Rows, load_rows
 from trackway.trainer.data.name_check import Served
 from trackway.wire.errors import ErrorCode, TrackwayError
 
@@ -89,9 +89,11 @@ class RowsHere:
                 self._findings.missing_here.append(f"{key}: expected a file that can be read, got {file}: {error}")
         if len(read) < len(self._files(key)):
             return None
-        return Rows(
-            [row for rows in read for row in rows.samples], [place for rows in read for place in rows.locations]
+        rows = Rows(
+            [row for part in read for row in part.samples], [place for part in read for place in part.locations]
         )
+        choice = self._choice(key)
+        return rows if choice.of_kept else rows.at(choice.positions(len(rows.samples)))
 
     def _unmeasurable(self, tokenizer: object, served: Served, rows: int) -> str:
         """The reason why prompts cannot be measured; empty when they can."""
@@ -122,7 +124,13 @@ class RowsHere:
 
         data, names = self._config.data, self._config.trackway.tools
         offered = [tool for tool in served.schemas if names is None or tool.function.name in names]
-        measure = PromptFilter(tokenizer, offered, data.max_prompt_length, self._config.default_agent)
+        measure = PromptFilter(
+            tokenizer,
+            offered,
+            data.max_prompt_length,
+            self._config.default_agent,
+            data.apply_chat_template_kwargs,
+        )
         lengths: list[int] = []
         try:
             for length in measure.lengths(rows.samples, key):
@@ -157,10 +165,12 @@ class RowsHere:
             )
 
     def _use(self, key: str, rows: Rows, positions: Sequence[int]) -> None:
-        bound: int = getattr(self._config.data, KEYS[key])
-        taken = positions if bound < 0 else positions[:bound]
-        self.used[key] = Rows(
-            [rows.samples[position] for position in taken], [rows.locations[position] for position in taken]
-        )
+        choice = self._choice(key)
+        if choice.of_kept:
+            positions = [positions[position] for position in choice.positions(len(positions))]
+        self.used[key] = rows.at(positions)
         if key == "data.train_files":
-            self.sentence = str(len(taken))
+            self.sentence = str(len(positions))
+
+    def _choice(self, key: str) -> RowChoice:
+        return RowChoice.of(self._config, getattr(self._config.data, KEYS[key]))

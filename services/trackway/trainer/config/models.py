@@ -39,9 +39,9 @@ class DataConfig(Section):
     val_batch_size: int | None = Field(default=None, ge=1)
     """Most validation prompts that are requested concurrently; null takes `trackway.max_inflight_groups`."""
     train_max_samples: int = Field(default=-1, ge=-1)
-    """Train on the first rows only; -1 takes all."""
+    """Train on so many rows, as `trackway.max_samples` chooses them; 0 and -1 take all."""
     val_max_samples: int = Field(default=-1, ge=-1)
-    """Validate on the first rows only; -1 takes all."""
+    """Validate on so many rows, chosen in the same way."""
     max_prompt_length: int = Field(default=512, ge=1)
     """Most tokens of a templated prompt; a longer prompt is filtered out, or handled according to `truncation`."""
     max_response_length: int = Field(default=512, ge=1)
@@ -51,13 +51,13 @@ class DataConfig(Section):
     truncation: Literal["left", "right", "middle", "error"] = "error"
     """Treatment of an overlong prompt: cut its first, last or middle tokens, or fail its trajectory."""
     shuffle: bool = True
-    """Draw a new order of the rows for each epoch."""
+    """Draw a new order of the rows for each epoch, and the rows of `train_max_samples` and `val_max_samples`."""
     apply_chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Variables of the chat template, such as `enable_thinking`, for the agent service."""
     drop_last: bool = True
     """Skip the incomplete batch at the end of each epoch, as verl does; false trains on it too."""
     seed: Seed | None = None
-    """Seed of the row order; None takes `trackway.seed`."""
+    """Seed of the row order and of the choice of rows; None takes `trackway.seed`."""
 
     @property
     def columns(self) -> dict[str, str]:
@@ -248,6 +248,11 @@ class TrackwayConfig(Section):
     stale, as it is when its oldest token is more than `max_staleness` versions behind."""
     max_waiting_sessions: int = Field(default=1024, ge=1)
     """Most ended sessions that wait for the run; another one is refused until some are trained."""
+    max_samples: Literal["random", "first"] = "random"
+    """Choice of the rows of `data.train_max_samples` and `data.val_max_samples`. `random`, as in verl: rows drawn by
+    `data.seed`, or the first ones with `data.shuffle=false`, before overlong prompts are dropped. `first`: the first
+    rows that remain after overlong prompts are dropped, and no row where the number is 0. A run that was begun by a
+    version without this key resumes with `first`, which are its rows."""
     max_inflight_groups: int = Field(default=64, ge=1)
     """Most prompts whose rollouts are requested concurrently."""
     group_attempts: int = Field(default=12, ge=1)
@@ -514,6 +519,11 @@ class RunConfig(Section):
                 "the same prompt; take grpo or rloo"
             )
         return self
+
+    @property
+    def data_seed(self) -> int:
+        """Seed of the row order and of the choice of rows."""
+        return self.trackway.seed if self.data.seed is None else self.data.seed
 
     @property
     def placement(self) -> Placement:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, Self, TypeAlias
 
+import numpy as np
 from pydantic import BaseModel
 
 from trackway.trainer.config import RunConfig
@@ -45,6 +46,10 @@ class Rows:
     samples: list[Sample]
     locations: list[RowLocation]
 
+    def at(self, positions: Sequence[int]) -> "Rows":
+        """The rows at these positions, in this order."""
+        return Rows([self.samples[position] for position in positions], [self.locations[at] for at in positions])
+
     def describe(self, positions: Sequence[int]) -> str:
         """`/d/train.parquet rows 3, 17, 40 and 2 more`: the first few of these rows, for a message."""
         shown = [self.locations[position] for position in positions[:_ROWS_SHOWN]]
@@ -55,6 +60,40 @@ class Rows:
         ]
         more = len(positions) - len(shown)
         return "; ".join(files) + (f" and {more} more" if more else "")
+
+
+@dataclass(frozen=True)
+class RowChoice:
+    """Which rows are taken where their number is bounded (`trackway.max_samples`)."""
+
+    most: int = -1
+    """Most rows; -1 takes all."""
+    seed: int | None = None
+    """Seed of a random choice; None takes the first rows."""
+    of_kept: bool = False
+    """Choose among the rows that are kept, instead of among all of them."""
+
+    @classmethod
+    def of(cls, config: RunConfig, most: int) -> Self:
+        """The choice of at most so many rows of a run."""
+        if config.trackway.max_samples == "first":
+            return cls(most, of_kept=True)
+        return cls(most or -1, config.data_seed if config.data.shuffle else None)
+
+    def positions(self, total: int) -> list[int]:
+        """The positions of the rows taken of `total`, in the order in which they are taken.
+
+        verl 0.9.1 draws the same ones from the same `data.seed` (verl/utils/dataset/rl_dataset.py).
+        """
+        if not 0 <= self.most < total:
+            return list(range(total))
+        if self.seed is None:
+            return list(range(self.most))
+        generator = np.random.default_rng(self.seed % 2**64)
+        return generator.choice(total, size=self.most, replace=False).tolist()
+
+
+ALL_ROWS = RowChoice()
 
 
 class Position(BaseModel):
@@ -123,8 +162,8 @@ def steps_per_epoch(rows: int, batch_size: int, drop_last: bool) -> int:
 def load_data(config: RunConfig, keep: Keep | None = None) -> tuple[Rows, Rows]:
     """The rows to train on and the rows to validate on; logs warnings about them."""
     data = config.data
-    train = load_rows(data.train_files, data.train_max_samples, keep, data.columns)
-    held_out = load_rows(data.val_files, data.val_max_samples, keep, data.columns)
+    train = load_rows(data.train_files, RowChoice.of(config, data.train_max_samples), keep, data.columns)
+    held_out = load_rows(data.val_files, RowChoice.of(config, data.val_max_samples), keep, data.columns)
     rows = [*train.samples, *held_out.samples]
     for note in filter(None, (agent_name_note(rows, config), tools_kwargs_note(rows))):
         logger.warning(note)
@@ -134,35 +173,40 @@ def load_data(config: RunConfig, keep: Keep | None = None) -> tuple[Rows, Rows]:
 def prompts_of(config: RunConfig, rows: Rows) -> Prompts:
     """The rows to train on, in batches. Raises TrackwayError(INVALID_REQUEST) when an epoch has no batch."""
     data = config.data
-    seed = config.trackway.seed if data.seed is None else data.seed
-    return Prompts(rows.samples, data.train_batch_size, seed, data.shuffle, data.drop_last)
+    return Prompts(rows.samples, data.train_batch_size, config.data_seed, data.shuffle, data.drop_last)
 
 
 def load_rows(
     files: Sequence[str],
-    max_samples: int = -1,
+    choice: RowChoice = ALL_ROWS,
     keep: Keep | None = None,
     columns: Mapping[str, str] | None = None,
 ) -> Rows:
-    """The rows of all files in order, each with a unique `extra_info.index`; `columns` as for `read_rows`.
+    """The chosen rows of all files, each with a unique `extra_info.index`; `columns` as for `read_rows`.
 
-    `keep` is applied before the first `max_samples` rows are taken. If indices are missing or repeat, as with several
-    files, each row's position replaces its index, because the index names the trajectories. Raises TrackwayError when a
-    file is missing or invalid, or no row is kept.
+    If indices are missing or repeat, as with several files, each row's position replaces its index, because the index
+    names the trajectories. Raises TrackwayError when a file is missing or invalid, or no row is kept.
     """
     located = [
         (RowLocation(file, number), row)
         for file in files
         for number, row in enumerate(read_rows(Path(file), columns), start=1)
     ]
+    total = len(located)
+    if not choice.of_kept:
+        located = [located[position] for position in choice.positions(total)]
     samples, locations = [row for _, row in located], [location for location, _ in located]
     if keep and samples:
         kept, candidates = keep(samples, ", ".join(files)), iter(located)
         # `keep` preserves the order, so one pass finds the locations.
         locations = [next(location for location, candidate in candidates if candidate is row) for row in kept]
         samples = kept
-    if max_samples >= 0:
-        samples, locations = samples[:max_samples], locations[:max_samples]
+    if choice.of_kept:
+        taken = choice.positions(len(samples))
+        samples, locations = [samples[position] for position in taken], [locations[position] for position in taken]
+    if 0 <= choice.most < total:
+        manner = "the first" if choice.seed is None else f"at random by seed {choice.seed}"
+        logger.info("%s: took %d of %d rows, %s", ", ".join(files), len(samples), total, manner)
     indices = {row.index for row in samples}
     if len(indices) < len(samples):
         samples = [_with_index(row, position) for position, row in enumerate(samples)]

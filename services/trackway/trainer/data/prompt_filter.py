@@ -2,10 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
+from pydantic import JsonValue
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trackway.chat.templates import template_message
@@ -23,15 +24,24 @@ logger = logging.getLogger("trackway.trainer")
 
 
 class PromptFilter:
-    """Drops the rows whose templated prompt has more than `limit` tokens, and logs their number."""
+    """Drops the rows whose templated prompt has more than `limit` tokens, and logs their number.
+
+    `template_kwargs` are variables of the chat template.
+    """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[ToolSchema], limit: int, default_agent: str
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Sequence[ToolSchema],
+        limit: int,
+        default_agent: str,
+        template_kwargs: Mapping[str, JsonValue] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._tools = {tool.function.name: tool.model_dump(mode="json") for tool in tools}
         self._limit = limit
         self._default_agent = default_agent
+        self._template_kwargs: dict[str, Any] = dict(template_kwargs or {})
 
     def __call__(self, rows: Sequence[Sample], name: str) -> list[Sample]:
         """The rows within the limit. Raises TrackwayError when none is, or when the template rejects a prompt."""
@@ -67,6 +77,7 @@ class PromptFilter:
                 tools=self._offered(row),  # pyright: ignore[reportArgumentType]  invariance of list in transformers
                 add_generation_prompt=True,
                 tokenize=False,
+                **self._template_kwargs,
             )
         except (TemplateError, TypeError, ValueError) as error:
             message = (
@@ -92,4 +103,7 @@ async def prompt_filter(config: RunConfig, tools_url: str) -> PromptFilter | Non
     names = config.trackway.tools
     offered = [schema for schema in schemas if names is None or schema.function.name in names]
     tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, config.actor_rollout_ref.model.path)
-    return PromptFilter(tokenizer, offered, config.data.max_prompt_length, config.default_agent)
+    data = config.data
+    return PromptFilter(
+        tokenizer, offered, data.max_prompt_length, config.default_agent, data.apply_chat_template_kwargs
+    )

@@ -131,13 +131,14 @@ def dro(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
 def geo_mean(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     """Geometric-mean policy optimization (arXiv:2507.20673): the mean over sequences of -A exp(mean clipped log r).
 
-    Log ratios are clipped to [-low, high] on the side where clipping lowers the objective; `loss_agg_mode` has no
-    effect. Importance weights enter as their geometric mean over the sequence, advantages of tokens as their mean.
+    Log ratios are clipped to [-low, high] on the side where clipping lowers the objective, and count as 0 for a token
+    without an advantage, as in verl; `loss_agg_mode` has no effect. Importance weights enter as their geometric mean
+    over the sequence, advantages of tokens as their mean.
     """
     low, high = config.clip_range
     advantages, log_ratio = inputs.advantages, inputs.logp - inputs.old_logp
-    clamped = log_ratio.clamp(-low, high)
-    bounded = torch.where(advantages > 0, torch.minimum(log_ratio, clamped), torch.maximum(log_ratio, clamped))
+    clamped, sign = log_ratio.clamp(-low, high), advantages.sign()
+    bounded = sign * torch.minimum(sign * log_ratio, sign * clamped)
     losses = -inputs.over_tokens(advantages) * inputs.over_tokens(bounded).exp()
     if inputs.weights is not None:
         losses = losses * inputs.over_tokens((inputs.weights + SMALLEST_WEIGHT).log()).exp()

@@ -266,13 +266,20 @@ class GroupScheduler:
         """Submit groups in the place of those that were left out. Raises TrackwayError when there may be no more."""
         if self.filter is None or self._submission is None:
             return
-        left_out, most = len(self.state.left_out), self.filter.max_prompts
-        if most is not None and size + left_out > most:
+        most = self.filter.max_prompts
+        if most is not None and self._left_out_of_the_oldest(most) > most - size:
             remedy = "raise algorithm.filter_groups.max_num_gen_batches, or set it to 0 for no limit"
             raise self._too_few(size, f"{most} prompts may be taken", remedy)
         self._fill(self._submission)
         if all(group.finished for group in self._outstanding):
             raise self._too_few(size, "every row was taken", "lower data.train_batch_size")
+
+    def _left_out_of_the_oldest(self, count: int) -> int:
+        """How many of the oldest `count` prompts since the last update were left out; later steps take the others."""
+        prompts = [(group, True) for group in self.state.left_out]
+        prompts += [(outstanding.group, False) for outstanding in self._outstanding]
+        prompts.sort(key=lambda prompt: (prompt[0].position.epoch, prompt[0].position.batch, prompt[0].place))
+        return sum(is_left_out for _, is_left_out in prompts[:count])
 
     def _too_few(self, size: int, limit: str, remedy: str) -> TrackwayError:
         name = "" if self.filter is None else self.filter.metric

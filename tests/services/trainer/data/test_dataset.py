@@ -4,11 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pydantic import JsonValue
 
 from trackway.trainer.config import compose, resolve
 from trackway.trainer.data.dataset import (
     Position,
     Prompts,
+    RowChoice,
     load_data,
     load_rows,
     prompts_of,
@@ -166,14 +168,52 @@ def test_a_row_with_an_image_is_refused_instead_of_trained_without_it(tmp_path):
         load_rows([str(file)])
 
 
-def test_rows_that_do_not_fit_are_dropped_before_the_count_is_bounded(sample: Make, tmp_path):
+@pytest.mark.parametrize(
+    ("keys", "taken"),
+    [
+        ({"data.seed": 5}, [4, 0, 7, 5]),
+        ({"trackway.seed": 5}, [4, 0, 7, 5]),
+        ({"data.seed": 6}, [2, 4, 3, 8]),
+        ({"data.shuffle": False}, [0, 1, 2, 3]),
+        ({"trackway.max_samples": "first"}, [0, 1, 2, 3]),
+    ],
+)
+def test_a_bounded_number_of_rows_is_drawn_as_in_verl(
+    keys: dict[str, JsonValue], taken: list[int], sample: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    file = tmp_path / "rows.parquet"
+    write_rows(file, [sample(index) for index in range(9)])
+    files = {"data.train_files": str(file), "data.val_files": str(file)}
+
+    with caplog.at_level(logging.INFO, "trackway.trainer"):
+        train, held_out = load_data(resolve({**files, "data.train_max_samples": 4, "data.val_max_samples": 2, **keys}))
+
+    assert indices(train.samples) == taken
+    assert train.locations == [(str(file), index + 1) for index in taken]
+    assert len(held_out.samples) == 2
+    assert f"{file}: took 4 of 9 rows, " in caplog.messages[0]
+
+
+@pytest.mark.parametrize(("choice", "most"), [("random", -1), ("random", 0), ("random", 9), ("first", -1)])
+def test_without_a_bound_below_their_number_all_rows_are_taken_in_order(choice: str, most: int):
+    config = resolve({"trackway.max_samples": choice})
+
+    assert RowChoice.of(config, most).positions(9) == list(range(9))
+
+
+@pytest.mark.parametrize(
+    ("choice", "taken"), [(RowChoice(3), [1]), (RowChoice(3, seed=0), [5, 3]), (RowChoice(2, of_kept=True), [1, 3])]
+)
+def test_rows_are_chosen_before_those_that_do_not_fit_are_dropped_unless_asked_otherwise(
+    choice: RowChoice, taken: list[int], sample: Make, tmp_path: Path
+):
     file = tmp_path / "rows.parquet"
     write_rows(file, [sample(index) for index in range(6)])
 
-    rows = load_rows([str(file)], max_samples=2, keep=lambda rows, name: [row for row in rows if row.index % 2 == 1])
+    rows = load_rows([str(file)], choice, keep=lambda rows, name: [row for row in rows if row.index % 2 == 1])
 
-    assert indices(rows.samples) == [1, 3]
-    assert rows.locations == [(str(file), 2), (str(file), 4)]
+    assert indices(rows.samples) == taken
+    assert rows.locations == [(str(file), index + 1) for index in taken]
 
 
 def test_rows_are_told_by_file_and_number_the_first_few_and_how_many_more(sample: Make, tmp_path: Path):

@@ -76,6 +76,31 @@ def test_a_prompt_is_measured_as_its_agent_templates_it(
     assert not fits(filter_of(tokenizer, 5 + tools, default), row, short)
 
 
+@pytest.mark.anyio
+@pytest.mark.usefixtures("shared_http")
+async def test_a_prompt_is_measured_with_the_runs_template_variables(
+    tokenizer: PreTrainedTokenizerFast, sample: Make, serving: Serving, tmp_path: Path
+) -> None:
+    tokenizer.chat_template = (
+        "{{ messages[0].content }}{% if enable_thinking %}think step by step {% endif %}"
+        "{% if add_generation_prompt %}assistant{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    lines = [
+        f"actor_rollout_ref.model.path={tmp_path}",
+        "data.filter_overlong_prompts=true",
+        "data.max_prompt_length=9",
+    ]
+    lines += ["+data.apply_chat_template_kwargs.enable_thinking=true"]
+
+    with serving(create_tools(tools=[CalculatorTool.default()])) as url:
+        keep = await prompt_filter(compose(lines), url)
+
+    assert keep is not None
+    rows = [words(sample(0), 4), words(sample(1), 5)]
+    assert (list(keep.lengths(rows, "rows")), keep(rows, "rows")) == ([9, 10], rows[:1])
+
+
 def test_past_tool_calls_are_templated_as_objects(tokenizer: PreTrainedTokenizerFast, sample: Make) -> None:
     call = ToolCall(id="c", function=FunctionCall(name="add", arguments='{"a": "one two three"}'))
     tokenizer.chat_template = "{{ messages[0].tool_calls[0].function.arguments.a }}"

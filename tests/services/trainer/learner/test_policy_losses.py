@@ -204,6 +204,19 @@ def test_the_geometric_mean_takes_the_mean_of_the_advantages_of_tokens():
     assert float(POLICY_LOSSES["geo_mean"](config, inputs)[0]) == -1.75
 
 
+def test_the_log_ratio_of_a_token_without_an_advantage_counts_as_0_in_the_geometric_mean():
+    config = learner_config("m", bypass_mode=False, loss_mode="geo_mean")
+    inputs = of_tokens([[-1.0, -1.0]], [[-1.5, -1.125]], [[0.0, 2.0]])
+    inputs.logp.requires_grad_()
+
+    loss, _ = POLICY_LOSSES["geo_mean"](config, inputs)
+    loss.backward()
+
+    assert loss.item() == pytest.approx(-math.exp(0.125 / 2), rel=1e-12)
+    assert inputs.logp.grad is not None
+    assert inputs.logp.grad.tolist() == [[0.0, pytest.approx(-math.exp(0.125 / 2) / 2, rel=1e-12)]]
+
+
 def test_the_geometric_mean_of_weights_of_0_is_a_number():
     config = learner_config("m", bypass_mode=False, loss_mode="geo_mean")
     inputs = of_tokens([[-1.0, -1.0]], [[-1.0, -1.0]], [[3.0]])

@@ -502,6 +502,29 @@ async def test_a_step_that_would_take_more_prompts_than_it_may_fails_with_the_re
     assert len(run.generation.requested) == 6
 
 
+async def test_groups_generated_for_later_steps_do_not_count_as_prompts_of_this_step(begin):
+    run = begin(group_filter=difference(max_prompts=8), depth=1, bound=1)
+    run.submit()
+    await run.generation.end(*((1, index) for index in range(4)), scores=SAME)
+    assert await run.is_waiting()
+    await run.generation.end(*((1, index) for index in range(8, 12)), scores=SAME)
+    assert await run.is_waiting()
+    await run.generation.end(*((1, index) for index in range(4, 8)))
+
+    assert await run.take() == [(1, 4), (1, 5), (1, 6), (1, 7)]
+
+
+async def test_a_step_ahead_of_whose_own_prompts_too_few_differ_fails(begin):
+    run = begin(group_filter=difference(max_prompts=8), depth=1, bound=1)
+    run.submit()
+    await run.generation.end(*((1, index) for index in range(4)), scores=SAME)
+    assert await run.is_waiting()
+    await run.generation.end((1, 7), scores=SAME)
+
+    with pytest.raises(TrackwayError, match=r"5 were left out, and 8 prompts may be taken"):
+        await run.take()
+
+
 async def test_a_step_that_took_every_row_fails_instead_of_waiting(begin):
     run = begin(rows=8, group_filter=difference())
     run.submit()
