@@ -44,6 +44,7 @@ SEEN_BY: dict[str, str] = {
         ("data.", f"{_TESTS}/loop/test_forecast.py", ("val_files",)),
         ("data.", f"{_TESTS}/data/test_dataset.py", ("seed",)),
         ("data.", f"{_TESTS}/data/test_prompt_filter.py", ("filter_overlong_prompts",)),
+        ("reward.reward_manager.", f"{_TESTS}/config/test_compose.py", ("name",)),
         ("custom_reward_function.", "tests/services/reward/test_functions.py", ("path", "name")),
         ("trainer.", f"{_TESTS}/tracking/test_loggers.py", ("logger",)),
         ("trainer.", f"{_TESTS}/loop/test_build.py", ("rollout_data_dir", "validation_data_dir")),

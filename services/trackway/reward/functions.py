@@ -4,7 +4,7 @@
     def length(data_source, solution_str, ground_truth, extra_info=None): return -len(solution_str)
 
 A function of verl's reward manager `batch`, with `data_sources`, `solution_strs`, `ground_truths` and `extra_infos`, is
-called with lists of one.
+called with lists of one: its scores must not depend on the other responses.
 
 A function of a module is declared with `@scorer`; one of a file is named in the setting `custom_reward_function`.
 """

@@ -79,8 +79,12 @@ class AlgorithmConfig(Section):
     """Weights of `gdpo_reward_keys`; null weighs all alike."""
     use_kl_in_reward: bool = False
     """Subtract `kl_ctrl.kl_coef` times the KL against the reference policy from the reward of each token."""
-    kl_penalty: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"] = "kl"
-    """Estimator of that KL, from the old policy's logprobs; with `bypass_mode` or `loglinear` from the sampler's."""
+    kl_penalty: Literal[
+        *("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"),
+        *("kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"),
+    ] = "kl"
+    """Estimator of that KL, from the old policy's logprobs; with `bypass_mode` or `loglinear` from the sampler's. A
+    name with `+` has the value of the name without it: a reward has no gradient."""
     kl_ctrl: KlControlConfig = Field(default_factory=KlControlConfig)
     filter_groups: FilterGroupsConfig = Field(default_factory=FilterGroupsConfig)
     rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)

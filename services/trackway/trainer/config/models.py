@@ -119,9 +119,19 @@ class RewardKwargsConfig(Section):
     """Length in tokens that `overlong_buffer_cfg` ends at; null takes `data.max_response_length`."""
 
 
+class RewardManagerConfig(Section):
+    """verl's way from responses to calls of the scoring function."""
+
+    name: Literal["naive", "dapo", "batch", "prime", "gdpo", "rate_limited", "remote"] | None = None
+    """The reward service scores each response by itself and several concurrently, whatever the name. What would score
+    otherwise in verl is refused: `batch` without `trackway.scores_are_independent`, and `overlong_buffer_cfg` with a
+    name other than `dapo`, which alone has it in verl."""
+
+
 class RewardConfig(Section):
     """What the trainer makes of scores."""
 
+    reward_manager: RewardManagerConfig = Field(default_factory=RewardManagerConfig)
     reward_kwargs: RewardKwargsConfig = Field(default_factory=RewardKwargsConfig)
 
 
@@ -253,6 +263,9 @@ class TrackwayConfig(Section):
     `data.seed`, or the first ones with `data.shuffle=false`, before overlong prompts are dropped. `first`: the first
     rows that remain after overlong prompts are dropped, and no row where the number is 0. A run that was begun by a
     version without this key resumes with `first`, which are its rows."""
+    scores_are_independent: bool = False
+    """The scores of a function for `reward.reward_manager.name=batch` do not depend on the other responses of its
+    lists, so that lists of one have the same scores. It is needed for that manager."""
     max_inflight_groups: int = Field(default=64, ge=1)
     """Most prompts whose rollouts are requested concurrently."""
     group_attempts: int = Field(default=12, ge=1)
@@ -367,6 +380,22 @@ class RunConfig(Section):
             raise ValueError(
                 f"reward.reward_kwargs.overlong_buffer_cfg.len: expected 1 to {longest} tokens, the longest response "
                 f"(max_resp_len, or data.max_response_length), got {buffer.len}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _reward_manager_scores_as_in_verl(self) -> Self:
+        manager, kwargs = self.reward.reward_manager.name, self.reward.reward_kwargs
+        if manager == "batch" and not self.trackway.scores_are_independent:
+            raise ValueError(
+                "reward.reward_manager.name: expected a manager that scores each response by itself, got batch, whose "
+                "function may compare the responses of a batch, and which is called with lists of one here; if its "
+                "scores do not depend on the other responses, set trackway.scores_are_independent=true"
+            )
+        if kwargs.overlong_buffer_cfg.enable and manager not in (None, "dapo"):
+            raise ValueError(
+                "reward.reward_manager.name: expected dapo with reward.reward_kwargs.overlong_buffer_cfg.enable=true, "
+                f"got {manager}, which ignores the buffer in verl; set reward.reward_manager.name=dapo, or enable=false"
             )
         return self
 

@@ -20,10 +20,9 @@ _REF_MICRO = "ref.log_prob_micro_batch_size_per_gpu counts the trajectories of a
 _CRITIC_MICRO = "critic.ppo_micro_batch_size_per_gpu counts the trajectories of a pass"
 _CRITIC_TOKENS = "the value model reads the policy's token ids"
 _REWARD = "scorers belong to the reward service's deployment"
-_FILTER_TOOLS = "data.filter_overlong_prompts counts the tools that rollouts have"
 _AGENT = "the agent service's deployment decides"
 _FSDP = (
-    *("wrap_policy.*", "fsdp_size", "forward_prefetch", "strategy", "use_orig_params"),
+    *("wrap_policy.*", "fsdp_size", "forward_prefetch", "use_orig_params"),
     *("use_no_sync_for_gradient_accumulation", "turbo_config.*"),
 )
 """Keys below `fsdp_config`."""
@@ -39,6 +38,8 @@ _DISTILLATION = "only with distillation.enabled"
 _NOT_LENT = "the learner's GPUs are not lent to rollout engines"
 _SCHEDULING = ("policy", "deactivate_ratio", "enable_rebalance")
 
+_TOOL_FILES = ("tool_config_path", "function_tool_path")
+"""Below `data`, where verl's length filter reads them; ours counts the tools that rollouts have."""
 _N = "actor_rollout_ref.rollout.n"
 _ACTOR_DTYPE = "actor_rollout_ref.actor.fsdp_config.dtype"
 _ACTOR_SEED = "actor_rollout_ref.actor.fsdp_config.seed"
@@ -55,6 +56,7 @@ REPEATED: dict[str, str] = {
     "critic.fsdp.seed": _ACTOR_SEED,
     "async_training.use_rollout_log_probs": "algorithm.rollout_correction.bypass_mode",
     "actor_rollout_ref.actor.use_rollout_log_probs": "algorithm.rollout_correction.bypass_mode",
+    **{f"data.{name}": f"actor_rollout_ref.rollout.multi_turn.{name}" for name in _TOOL_FILES},
 }
 """Keys of verl that repeat another one -> that key, which alone counts. Null and the other's value are accepted."""
 
@@ -66,18 +68,17 @@ NO_EFFECT: dict[str, str] = {
     "data.dataloader_num_workers": "rows are held in memory",
     "data.filter_overlong_prompts_workers": "rows are held in memory",
     "data.validation_shuffle": "validation averages over all rows",
-    "data.tool_config_path": _FILTER_TOOLS,
     "data.trust_remote_code": "models are loaded without remote code",
     "actor_rollout_ref.hybrid_engine": "learner and rollout replicas are separate processes",
     "actor_rollout_ref.model.use_shm": "weights are pulled from the weight store",
     "actor_rollout_ref.model.trust_remote_code": "models are loaded without remote code",
     "actor_rollout_ref.model.enable_activation_offload": "activations stay on the device",
-    "actor_rollout_ref.actor.strategy": _FSDP2,
     **{f"actor_rollout_ref.actor.fsdp_config.{name}": _FSDP2 for name in _FSDP},
     "actor_rollout_ref.actor.calculate_entropy": "the entropy is always computed and logged",
     "actor_rollout_ref.actor.checkpoint.strict": "a checkpoint of another model is always refused",
     "actor_rollout_ref.actor.checkpoint.mbridge_config.*": "only Megatron reads it",
     "actor_rollout_ref.actor.optim.total_training_steps": "the schedule spans the run's steps; verl overwrites the key",
+    "actor_rollout_ref.rollout.do_sample": "verl 0.9.1 never reads it; rollout.temperature decides",
     "actor_rollout_ref.rollout.data_parallel_size": _DEPLOYED,
     "actor_rollout_ref.rollout.pipeline_model_parallel_size": _DEPLOYED,
     "actor_rollout_ref.rollout.max_num_batched_tokens": _DEPLOYED,
@@ -96,7 +97,6 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.rollout.agent.num_workers": _AGENT,
     "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template": "sampled ids are never tokenised again",
     "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode": "sampled ids are never tokenised again",
-    "actor_rollout_ref.ref.strategy": _FSDP2,
     "actor_rollout_ref.ref.use_torch_compile": _NO_ENTROPY,
     "actor_rollout_ref.ref.fsdp_config.use_torch_compile": _NO_ENTROPY,
     "actor_rollout_ref.ref.ulysses_sequence_parallel_size": _SEQUENCES,
@@ -112,7 +112,6 @@ NO_EFFECT: dict[str, str] = {
     "async_training.use_dynamic_resource_scheduling": _NOT_LENT,
     **{f"async_training.dynamic_schedule_{name}": _NOT_LENT for name in _SCHEDULING},
     "async_training.concurrent_samples_per_replica": "actor_rollout_ref.rollout.max_num_seqs bounds a replica",
-    "critic.strategy": _FSDP2,
     **{f"critic.fsdp.{name}": _FSDP2 for name in _FSDP},
     **{f"critic.fsdp.{name}": _SAME_NUMBERS for name in (*_LOGITS, *_PADDING)},
     "critic.fsdp.use_torch_compile": _NO_ENTROPY,
@@ -193,7 +192,6 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.nccl_timeout": "trackway.rank_timeout_s is the deadline of the ranks",
     "algorithm.pf_ppo.*": "only with algorithm.use_pf_ppo",
     "data.use_shm": "rows are held in memory",
-    "data.function_tool_path": _FILTER_TOOLS,
     **{f"data.{name}": _TEXT for name in ("image_patch_size", "return_multi_modal_inputs", "mm_processor_kwargs.*")},
     "data.custom_cls.name": "only with data.custom_cls.path",
     "reward.num_workers": _REWARD,
@@ -223,8 +221,6 @@ class Only(NamedTuple):
         return " or ".join(map(str, self.values)) or "null"
 
 
-_MANAGERS = ("naive", "dapo", "batch", "prime", "gdpo", "rate_limited", "remote")
-_OWN_MANAGER = "all of these score alike here; score otherwise by custom_reward_function.path"
 _NO_REWARD_MODEL = "serve the model anywhere and name its URL in `judges` of the reward service"
 _NO_MEGATRON = "the learner is PyTorch's; take the keys of verl's FSDP recipe"
 _OWN_SANDBOX = "run code in a scorer of your own: give custom_reward_function.path"
@@ -238,9 +234,6 @@ ONLY: dict[str, Only] = {
         f"actor_rollout_ref.{section}.qat.enable": Only((False,), _NO_QAT)
         for section in ("actor", "actor.fsdp_config", "ref.fsdp_config", "rollout")
     },
-    "actor_rollout_ref.rollout.do_sample": Only(
-        (True,), "greedy rollouts of a prompt are all alike and teach nothing; set rollout.temperature"
-    ),
     "actor_rollout_ref.rollout.quantization": Only(
         (), "give it to the engine as actor_rollout_ref.rollout.engine_kwargs.vllm.quantization"
     ),
@@ -284,6 +277,10 @@ ONLY: dict[str, Only] = {
     "actor_rollout_ref.model.external_lib": Only((), "name own modules in trackway.modules"),
     "actor_rollout_ref.model.override_config.*": Only((), "change config.json in a copy of the model"),
     "model_engine": Only(("dp",), _NO_MEGATRON),
+    **{
+        f"{section}.strategy": Only(("fsdp", "fsdp2"), _NO_MEGATRON)
+        for section in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", *_FSDP_SECTIONS)
+    },
     "actor_rollout_ref.actor.megatron.*": Only((), _NO_MEGATRON),
     "actor_rollout_ref.ref.megatron.*": Only((), _NO_MEGATRON),
     "algorithm.use_pf_ppo": Only((False,), "PF-PPO is not implemented; leave it out"),
@@ -308,13 +305,15 @@ ONLY: dict[str, Only] = {
         f"data.{name}_key": Only((f"{name}s",), "rows are text; take rows without media")
         for name in ("image", "video", "audio")
     },
-    "reward.reward_manager.name": Only(_MANAGERS, _OWN_MANAGER),
     "reward.reward_manager.source": Only(("register",), "give custom_reward_function.path"),
     "reward.reward_manager.module.path": Only((), "give custom_reward_function.path"),
     "reward.reward_kwargs.*": Only((), "give arguments of a scorer as custom_reward_function.reward_kwargs"),
     "reward.reward_model.enable": Only((False,), _NO_REWARD_MODEL),
     "reward.sandbox_fusion.url": Only((), _OWN_SANDBOX),
-    "reward_model.reward_manager": Only(_MANAGERS, _OWN_MANAGER),
+    **{
+        f"reward.{name}": Only((), "a judge of the reward service has judges.max_in_flight instead; leave it out")
+        for name in ("max_concurrent", "max_rpm", "max_tpm", "estimated_tokens_per_request", "timeout")
+    },
     "reward_model.reward_kwargs.*": Only((), "give arguments of a scorer as custom_reward_function.reward_kwargs"),
     "reward_model.enable": Only((False,), _NO_REWARD_MODEL),
     "reward_model.reward_loop_source": Only(("register",), "give custom_reward_function.path"),
@@ -348,6 +347,7 @@ MOVED: dict[str, str] = (
         for name in ("enable", "len", "penalty_factor", "log")
     }
     | {
+        "reward_model.reward_manager": "reward.reward_manager.name",
         "reward_model.reward_kwargs.max_resp_len": "reward.reward_kwargs.max_resp_len",
         "actor_rollout_ref.actor.optim.warmup_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
         "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",

@@ -313,7 +313,25 @@ def test_a_wandb_run_that_weave_would_drop_is_refused(run_id: str):
         ("+actor_rollout_ref.model.override_config.tie=true", "override_config.tie: expected null, got True; change"),
         ("+reward.reward_kwargs.alpha=1", "reward.reward_kwargs.alpha: expected null, got 1; give arguments"),
         ("trainer.default_local_dir=s3://b/c", "trainer.default_local_dir: expected a folder, got the URL s3://b/c"),
-        ("actor_rollout_ref.rollout.do_sample=false", "do_sample: expected True, got False; greedy rollouts of a"),
+        (f"{ACTOR}.strategy=megatron", f"{ACTOR}.strategy: expected fsdp or fsdp2, got megatron; the learner is PyTor"),
+        ("critic.strategy=megatron", "critic.strategy: expected fsdp or fsdp2, got megatron; the learner is PyTorch's"),
+        ("critic.fsdp.strategy=veomni", "critic.fsdp.strategy: expected fsdp or fsdp2, got veomni; the learner is"),
+        (
+            "data.tool_config_path=t.yaml",
+            "data.tool_config_path: expected the value of actor_rollout_ref.rollout.multi_turn.tool_config_path, which "
+            "is None, got t.yaml; set actor_rollout_ref.rollout.multi_turn.tool_config_path alone",
+        ),
+        (
+            "data.function_tool_path=t.py",
+            "expected the value of actor_rollout_ref.rollout.multi_turn.function_tool_path",
+        ),
+        (
+            "+reward.max_rpm=60",
+            "reward.max_rpm: expected null, got 60; a judge of the reward service has judges.max_in",
+        ),
+        ("reward.reward_manager.name=batch", "got batch, whose function may compare the responses of a batch"),
+        ("reward_model.reward_manager=batch", "set trackway.scores_are_independent=true"),
+        ("reward.reward_manager.name=mine", "reward.reward_manager.name: Input should be 'naive', 'dapo'"),
         ("actor_rollout_ref.rollout.quantization=fp8", "quantization: expected null, got fp8; give it to the engine"),
         (f"{ACTOR}.fsdp_config.dtype=float16", "fsdp_config.dtype: Input should be 'bfloat16', 'bf16', 'float32'"),
         (
@@ -375,7 +393,50 @@ def test_the_value_that_is_trained_anyway_is_accepted_and_null_too():
 
     told = no_effect(compose(lines).trackway.ignored_keys)
 
-    assert [key for key, _ in told] == ["actor_rollout_ref.model.override_config.attn_implementation"]
+    assert [key for key, _ in told] == [
+        "reward_model.reward_manager",
+        "actor_rollout_ref.model.override_config.attn_implementation",
+    ]
+
+
+def test_the_reward_managers_that_score_as_in_verl_are_accepted():
+    alike = ["naive", "dapo", "prime", "gdpo", "rate_limited", "remote", "null"]
+
+    names = [compose([f"reward.reward_manager.name={name}"]).reward.reward_manager.name for name in alike]
+    batch = compose(["reward.reward_manager.name=batch", "trackway.scores_are_independent=true"])
+
+    assert names == [*alike[:-1], None]
+    assert batch.reward.reward_manager.name == "batch"
+
+
+@pytest.mark.parametrize(
+    ("manager", "is_refused"), [("naive", True), ("prime", True), ("dapo", False), ("null", False)]
+)
+def test_a_penalty_on_long_responses_that_the_named_manager_has_not_is_refused(manager: str, is_refused: bool):
+    buffer = ["reward_model.overlong_buffer.enable=true", "reward_model.overlong_buffer.len=9"]
+
+    if is_refused:
+        with pytest.raises(TrackwayError, match=f"expected dapo with .*enable=true, got {manager}, which ignores"):
+            compose([f"reward.reward_manager.name={manager}", *buffer])
+    else:
+        compose([f"reward.reward_manager.name={manager}", *buffer])
+
+
+def test_files_of_tools_may_be_given_to_the_length_filter_too():
+    path = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
+
+    assert compose([f"{path}=t.yaml", "data.tool_config_path=t.yaml"]).trackway.ignored_keys == [
+        "data.tool_config_path"
+    ]
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_a_key_that_verl_never_reads_is_accepted_with_that_reason(value: str):
+    told = no_effect(compose([f"actor_rollout_ref.rollout.do_sample={value}"]).trackway.ignored_keys)
+
+    assert told == [
+        ("actor_rollout_ref.rollout.do_sample", "verl 0.9.1 never reads it; rollout.temperature decides"),
+    ]
 
 
 def test_a_key_that_repeats_another_one_says_so():

@@ -113,6 +113,7 @@ def test_the_penalty_reaches_the_advantages_of_trajectories_as_its_sum(saved_mod
     [
         ({"adv_estimator": "reinforce_plus_plus", "gamma": GAMMA}, "mse", False),
         ({"adv_estimator": "reinforce_plus_plus", "gamma": GAMMA}, "mse", True),
+        ({"adv_estimator": "reinforce_plus_plus", "gamma": GAMMA}, "mse+", False),
         ({"adv_estimator": "gae", "lam": GAMMA}, "mse", False),  # of a new value model, whose values are 0
     ],
 )
