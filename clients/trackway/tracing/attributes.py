@@ -58,6 +58,8 @@ OUTCOME = "outcome"
 """Tag: `ok`, the gravest incident that was recovered from, `aborted`, or `error:<code>`."""
 INCIDENTS = "incidents"
 """Tag: every incident, comma-separated; only when there was one."""
+IS_BASELINE = "is_baseline"
+"""Tag of a greedy rollout whose score is the baseline of its group; only there."""
 TRAIN_STEP = "train_step"
 """Tag of the trainer's own traces. They have no `step`, so `tags.step = '1'` matches trajectories only."""
 

@@ -141,6 +141,8 @@ class GroupRequest(WireRequest):
     """Record the traces of this group, each a trace of its own; None continues the caller's `traceparent`, if any."""
     trace_target: TraceTarget = Field(default_factory=TraceTarget)
     """Destination of these traces."""
+    is_baseline: bool = False
+    """Greedy rollouts whose score is the baseline of their group (ReMax); their traces have the tag `is_baseline`."""
     tools: Annotated[list[str], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     """Names of the tools offered to the model; None offers every tool of the server."""
     report_waits_s: Annotated[Float, Field(ge=0.1)] | None = None

@@ -23,7 +23,7 @@ from trackway.agent.waits import waits_for
 from trackway.chat.encoding import TooLong
 from trackway.serving.user_code import described, run_user_code
 from trackway.tracing import SpanHandle, add_incident, reward_span, set_outcome, token2text, trajectory_span
-from trackway.tracing.attributes import STOP_REASON, group_id
+from trackway.tracing.attributes import IS_BASELINE, STOP_REASON, group_id
 from trackway.wire.agent import AgentInfo, GroupRequest
 from trackway.wire.chat import ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -69,6 +69,8 @@ class AgentLoop(ABC):
             request.trace,
             request.trace_target,
         ) as span:
+            if request.is_baseline:
+                span.tag(IS_BASELINE, True)
             try:
                 await self._live(episode)
                 await self._tell(span, episode)

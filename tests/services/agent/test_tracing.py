@@ -69,6 +69,16 @@ async def test_the_root_carries_tags_and_how_it_ended(services: AgentServices) -
 
 
 @pytest.mark.anyio
+async def test_a_greedy_baseline_has_a_tag_of_its_own(services: AgentServices) -> None:
+    services.model.scripts = {3: [ANSWER]}
+
+    await services.run(group(n=4, rollouts=[3], is_baseline=True, trace=True))
+
+    attributes = root_of(services.spans()).attributes or {}
+    assert (attributes["mlflow.traceTag.rollout_n"], attributes["mlflow.traceTag.is_baseline"]) == ("3", "True")
+
+
+@pytest.mark.anyio
 async def test_the_root_shows_texts_reward_and_turns(services: AgentServices) -> None:
     trajectory = await services.say(ANSWER, trace=True)
 

@@ -80,8 +80,7 @@ class AlgorithmConfig(Section):
     use_kl_in_reward: bool = False
     """Subtract `kl_ctrl.kl_coef` times the KL against the reference policy from the reward of each token."""
     kl_penalty: Literal[
-        *("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"),
-        *("kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"),
+        "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
     ] = "kl"
     """Estimator of that KL, from the old policy's logprobs; with `bypass_mode` or `loglinear` from the sampler's. A
     name with `+` has the value of the name without it: a reward has no gradient."""

@@ -69,7 +69,8 @@ class GroupTemplate:
     def greedy(self, request: GroupRequest) -> GroupRequest:
         """The request for one greedy rollout more, whose number `rollout_n` is n."""
         params = request.sampling_params.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": -1})
-        return request.model_copy(update={"n": self.n + 1, "rollouts": [self.n], "sampling_params": params})
+        changes = {"n": self.n + 1, "rollouts": [self.n], "sampling_params": params, "is_baseline": True}
+        return request.model_copy(update=changes)
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,7 @@ async def test_with_a_greedy_baseline_its_score_is_in_each_reward_and_its_rollou
     sampled, greedy = sorted(agent.requests, key=lambda request: request.n)
     assert (sampled.n, sampled.rollouts, sampled.sampling_params) == (3, None, params)
     assert (greedy.n, greedy.rollouts, greedy.trace) == (4, [3], True)
+    assert (sampled.is_baseline, greedy.is_baseline) == (False, True)
     assert greedy.sampling_params == SamplingParams(temperature=0.0, max_tokens=9, seed=1)
     assert (greedy.step, greedy.min_weight_version, greedy.tags(3).rollout_n) == (3, 9, 3)
     assert asking.n == 4
