@@ -8,12 +8,13 @@ every gateway is the same model (sessions_upstream.py), which answers at once: t
 and keep what comes back; Trackway renders and tokenises the conversation itself, sends token ids, parses the tool call
 from the ids that come back, and continues its token graph. `trackway, traced` also records a trace of each session,
 which neither peer has, and sends it to a receiver. rLLM's gateway keeps calls in SQLite, the others in memory.
+Trackway is called at its own port, as the commands and functions of `agent_name: external` call it (`direct_url`).
 
 The load is a process of its own (sessions_load.py); its work and the model's are not counted. The gateways take turns
 within each round, each started afresh at the niceness of this command, all with uvloop, httptools and the same versions
 of FastAPI and httpx. A figure is the median of the rounds. The environments of the peers, `.venv-agentlightning`
 (Python 3.12, which uv finds or fetches) and `.venv-rllm-gateway`, are made on the first call; a peer that cannot be
-installed, or leaves calls without an answer for two minutes, is named and left out.
+installed, or leaves calls without an answer for ten minutes, is named and left out.
 """
 
 import argparse

@@ -32,7 +32,7 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
     },
 }
-ANSWER_S = 120.0
+ANSWER_S = 600.0
 SETTLED_S, SETTLING_S = 0.5, 60.0
 
 

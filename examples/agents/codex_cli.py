@@ -1,9 +1,12 @@
 r"""Codex, OpenAI's command-line agent, without a login: it answers with shell commands, so run it in a container.
 
     npm install -g @openai/codex@0.169.0
-    export TRACKWAY_EXTERNAL__COMMAND='["python", "examples/agents/codex_cli.py"]' && trackway up
-    trackway train ... actor_rollout_ref.rollout.agent.default_agent_loop=external \
-        data.max_prompt_length=32768 actor_rollout_ref.rollout.multi_turn.enable=false
+    export TRACKWAY_EXTERNAL__COMMAND='["python", "examples/agents/codex_cli.py"]'
+    MODEL=$HOME/models/Qwen2.5-3B-Instruct
+    trackway up --model-path $MODEL && trackway data make-tiny rows --agent-name external
+    trackway train --config-name grpo actor_rollout_ref.model.path=$MODEL data.max_prompt_length=32768 \
+        data.train_files=$PWD/rows/train.parquet data.val_files=$PWD/rows/test.parquet \
+        data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=64
 """
 
 import json

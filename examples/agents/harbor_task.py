@@ -1,9 +1,11 @@
 r"""A Harbor task for each rollout: Harbor runs its agent against the session, and its verifier's reward is the score.
 
-    uv tool install harbor
-    export TRACKWAY_EXTERNAL__FUNCTION=harbor_task:run PYTHONPATH=$PWD/examples/agents && trackway up
-    trackway train ... with rows of `"agent_name": "external"` and `"extra_info": {"task": "/path/to/a/task"}`
+    uv tool install harbor==0.25.0
+    export TRACKWAY_EXTERNAL__FUNCTION=harbor_task:run PYTHONPATH=$PWD/examples/agents MODEL=$HOME/models/Qwen3-8B
+    trackway up --model-path $MODEL && trackway train --config-name grpo actor_rollout_ref.model.path=$MODEL \
+        data.train_files=$PWD/tasks.jsonl data.max_prompt_length=32768 data.train_batch_size=256
 
+Rows have `"agent_name": "external"` and `"extra_info": {"index": 0, "task": "/path/to/a/task"}`.
 Tasks run in Docker; HARBOR_ENV names another of Harbor's environments, or a class of yours as `module:Class`.
 """
 
@@ -31,8 +33,7 @@ async def run(access: SessionAccess, sample: Sample) -> float:
             harbor.send_signal(signal.SIGINT)
             await asyncio.wait_for(harbor.wait(), 20)
             raise
-        [result] = Path(folder).glob("*/result.json")
-        trial = json.loads(result.read_text())
+        [trial] = [json.loads(result.read_text()) for result in Path(folder).glob("*/result.json")]
         if trial["verifier_result"] is None:
             raise RuntimeError(f"expected a reward of Harbor's verifier, got {trial['exception_info']}")
         return float(trial["verifier_result"]["rewards"]["reward"])

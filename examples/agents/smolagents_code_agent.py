@@ -4,9 +4,12 @@
 # ///
 r"""A CodeAgent of smolagents, which writes Python and answers with its function final_answer.
 
-    export TRACKWAY_EXTERNAL__COMMAND='["uv", "run", "examples/agents/smolagents_code_agent.py"]' && trackway up
-    trackway train ... actor_rollout_ref.rollout.agent.default_agent_loop=external \
-        data.max_prompt_length=16384 actor_rollout_ref.rollout.multi_turn.enable=false
+    export TRACKWAY_EXTERNAL__COMMAND='["uv", "run", "examples/agents/smolagents_code_agent.py"]'
+    MODEL=$HOME/models/Qwen2.5-3B-Instruct
+    trackway up --model-path $MODEL && trackway data make-tiny rows --agent-name external
+    trackway train --config-name grpo actor_rollout_ref.model.path=$MODEL data.max_prompt_length=16384 \
+        data.train_files=$PWD/rows/train.parquet data.val_files=$PWD/rows/test.parquet \
+        data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=64
 """
 
 import json

@@ -44,7 +44,7 @@ from trackway.wire.trajectory import StopReason
 AgentFunction = Callable[[SessionAccess, Sample], Awaitable[float | None] | float | None]
 """Runs the agent for a row, and may return its score; a plain function runs in a thread."""
 
-_SECRET = re.compile(r"TRACKWAY_|.*(KEY|TOKEN|SECRET|PASSWORD)")
+_SECRET = re.compile(r"TRACKWAY_|OTEL_EXPORTER_OTLP_.*HEADERS|.*(KEY|TOKEN|SECRET|PASSWORD)")
 """Variables of this service that a program is not given, by their names."""
 _CREDENTIALS = re.compile(r"://[^/\s@]*:[^/\s]*@|\bhttps?://[^/\s]+@", re.IGNORECASE)
 """And by their values: URLs with a password, or with a token in its place."""

@@ -18,7 +18,8 @@ from trackway.wire.trajectory import StopReason
 pytestmark = [pytest.mark.anyio, pytest.mark.agents, pytest.mark.timeout(900)]
 
 FOLDER = Path(__file__).parents[4] / "examples" / "agents"
-NODE = FOLDER.parents[1] / "outputs" / "node-agents"
+OUTPUTS = FOLDER.parents[1] / "outputs"
+NODE = OUTPUTS / "node-agents"
 LIMITS = {"max_prompt_length": 65_536, "max_response_length": 65_536, "timeout_s": 120.0}
 BEGIN = "<tool_call>"
 

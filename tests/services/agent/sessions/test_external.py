@@ -97,6 +97,7 @@ async def test_a_program_gets_the_row_and_none_of_the_services_secrets(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:secret-of-the-service@mlflow:5000")
     monkeypatch.setenv("INDEX", "--index https://secret-of-the-service@host/simple")
     monkeypatch.setenv("DATABASE", "postgres://reader@host/rows")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "authorization=secret-of-the-service")
     code = "import json, os, sys; print(json.load(sys.stdin)['prompt'][0]['content'], os.environ)"
     async with serving(python(code, environment={"MODE": "fast"})) as services:
         trajectory = await services.say(agent_name="external", trace=True)

@@ -1,17 +1,19 @@
 """A task that Harbor runs itself, its agent terminus-2 against a session, its verifier's reward as the score."""
 
 import json
+import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.services.agent.scripted_model import END
 from tests.services.agent.sessions.external_services import Serve
-from tests.services.agent.sessions.test_examples import FOLDER, LIMITS
+from tests.services.agent.sessions.test_examples import FOLDER, LIMITS, OUTPUTS
 from trackway.agent.settings import ExternalSettings
 
-pytestmark = [pytest.mark.anyio, pytest.mark.agents, pytest.mark.timeout(300), pytest.mark.program("bwrap")]
+pytestmark = [pytest.mark.anyio, pytest.mark.agents, pytest.mark.timeout(900), pytest.mark.program("bwrap")]
 
 CHECK = '#!/bin/bash\n[ "$(cat /app/sum.txt)" = 18 ] && echo 1 > /logs/verifier/reward.txt\n'
 SECTIONS = "[verifier]\ntimeout_sec = 60.0\n[agent]\ntimeout_sec = 60.0\n[environment]\nbuild_timeout_sec = 60.0\n"
@@ -33,7 +35,19 @@ def turn(*keystrokes: str) -> str:
     return json.dumps(body) + END
 
 
-@pytest.mark.skipif(shutil.which("harbor") is None, reason="needs `harbor` on the PATH: uv tool install harbor==0.25.0")
+def installed_harbor() -> Path:
+    """The folder of Harbor's program, of the version that the example names."""
+    uv = shutil.which("uv")
+    assert uv is not None, "expected uv on the PATH, got none; run `make test-agents`"
+    package = (FOLDER / "harbor_task.py").read_text().partition("uv tool install ")[2].split()[0]
+    folder = OUTPUTS / "harbor"
+    places = {"UV_TOOL_DIR": str(folder / "tools"), "UV_TOOL_BIN_DIR": str(folder / "bin")}
+    subprocess.run(
+        [uv, "tool", "install", "--quiet", "--python", "3.12", package], env={**os.environ, **places}, check=True
+    )
+    return folder / "bin"
+
+
 async def test_a_task_run_by_harbor_becomes_a_trajectory_with_its_reward(
     serving: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -41,6 +55,7 @@ async def test_a_task_run_by_harbor_becomes_a_trajectory_with_its_reward(
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     monkeypatch.setenv("HARBOR_ENV", "bubblewrap_environment:BubblewrapEnvironment")
+    monkeypatch.setenv("PATH", f"{installed_harbor()}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "true")
     written = turn("echo 18 > /app/sum.txt\n")
     async with serving(ExternalSettings(function="harbor_task:run")) as services:
