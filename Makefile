@@ -64,8 +64,8 @@ test-agents: $(VENV)/.dev ## Run each agent of examples/agents with its framewor
 test-model: $(VENV)/.dev ## Check SmolLM2-135M in engines and learners (downloads 93 MB, once; minutes); SEEDS='0 1 2' also trains it.
 	SEEDS="$(SEEDS)" $(PYTEST) -s -m model tests/model $(ARGS)
 
-test-chaos: $(VENV)/.dev ## Kill, stop and terminate processes of a whole deployment during runs, ten schedules (minutes; on demand).
-	$(PYTEST) -m chaos tests/e2e/test_chaos.py tests/cluster/test_learner_chaos.py $(ARGS)
+test-chaos: $(VENV)/.dev ## Kill, stop and terminate processes and nodes of whole deployments during runs (minutes; on demand).
+	$(PYTEST) -m chaos tests/e2e tests/cluster $(ARGS)
 
 test-learning: $(VENV)/.dev ## Train the demo's task with every estimator and loss, three seeds each: which learn it? (hours; on demand).
 	$(BIN)/python benchmarks/learning.py estimators $(ARGS)
@@ -75,6 +75,7 @@ test-install: $(VENV)/.dev ## Install the wheel with each extra alone, on each P
 	$(PYTEST) -m 'install or not install' tests/install $(ARGS)
 
 test-mutants: $(VENV)/.dev ## Change the pure modules one place at a time: do their tests fail? ARGS='--minutes 5 loss'.
+	$(PYTEST) -n 2 -m mutants tests/test_mutants.py --quiet
 	$(BIN)/python tests/mutants.py $(ARGS)
 
 test-all: test test-vllm ## Run both, as CI does.

@@ -25,9 +25,9 @@ HALVES = [
         "loadfile",
         "-m",
         "not e2e and not vllm and not pods and not manifests and not chaos and not install "
-        "and not agents and not model",
+        "and not agents and not model and not mutants",
     ],
-    ["-m", "e2e"],
+    ["-m", "e2e and not chaos"],
 ]
 
 

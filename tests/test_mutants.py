@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.mutants]
 
 TOOL = Path(__file__).with_name("mutants.py")
 HEAD = "| module | mutants | killed | survived | equivalent | not run | score |"

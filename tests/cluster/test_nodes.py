@@ -38,6 +38,7 @@ LONG = 900
 """Tokens that the tiny model writes for a good while."""
 
 
+@pytest.mark.chaos
 def test_a_run_outlives_the_death_and_the_cut_of_a_node(cluster: Cluster) -> None:
     both = ["one", "two"]
     assert cluster.placed() == {**dict.fromkeys(("rollout", "tools", "reward", "agent"), both), "trainer": ["one"]}
@@ -81,6 +82,7 @@ def died_with_it(gap: Gap, killed: int) -> bool:
     return int(gap.trajectory.split("/")[1].removeprefix("val")) <= killed + 1
 
 
+@pytest.mark.chaos
 @pytest.mark.program("redis-server")
 def test_a_run_and_every_replica_outlive_the_head(cluster: Cluster) -> None:
     before = names(cluster)

@@ -40,7 +40,9 @@ AUTOSCALING = {
 }
 
 
-both_ways = pytest.mark.parametrize("direct", [False, True], ids=["by the proxy", "directly"])
+both_ways = pytest.mark.parametrize(
+    "direct", [pytest.param(False, id="by the proxy", marks=pytest.mark.chaos), pytest.param(True, id="directly")]
+)
 
 
 def application() -> dict[str, Any]:

@@ -21,6 +21,8 @@ class Arrived:
     path: str
     headers: dict[str, str]
     spans: list[str]
+    ids: list[bytes]
+    """Of the spans: a request that was given up and sent again brings the same ones."""
 
 
 @dataclass
@@ -81,8 +83,13 @@ def _handler(sink: Sink) -> type[BaseHTTPRequestHandler]:
 def _parsed(path: str, headers: dict[str, str], body: bytes) -> Arrived:
     request = ExportTraceServiceRequest()
     request.ParseFromString(gzip.decompress(body))
-    spans = [span.name for resource in request.resource_spans for scope in resource.scope_spans for span in scope.spans]
-    return Arrived(path, {name.lower(): value for name, value in headers.items()}, spans)
+    spans = [span for resource in request.resource_spans for scope in resource.scope_spans for span in scope.spans]
+    return Arrived(
+        path,
+        {name.lower(): value for name, value in headers.items()},
+        [span.name for span in spans],
+        [span.span_id for span in spans],
+    )
 
 
 @contextmanager

@@ -4,6 +4,9 @@ The numbers of a row do not depend on what was compiled before: the first rows t
 compiler may use as a hint, are always those of the probe below. So a resumed run repeats exactly.
 """
 
+import importlib
+import os
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -19,11 +22,12 @@ def compiled_entropy(like: Tensor, *, with_gradient: bool) -> Callable[[Tensor],
 
     Raises ValueError where it cannot be compiled, as without a C++ compiler.
     """
+    _import_setuptools()
     compiled = torch.compile(entropy_from_logits, dynamic=True, fullgraph=True)
 
     def entropy(logits: Tensor) -> Tensor:
-        # Logits have their type already, and autocast would make a second function.
-        with torch.autocast(like.device.type, torch.bfloat16, enabled=False):
+        # Logits have their type already, and any other state of autocast would make a second function.
+        with torch.autocast(like.device.type, torch.bfloat16, enabled=False, cache_enabled=False):
             return compiled(logits)
 
     probe = torch.zeros(PROBE_ROWS, *like.shape, dtype=like.dtype, device=like.device, requires_grad=with_gradient)
@@ -40,3 +44,19 @@ def compiled_entropy(like: Tensor, *, with_gradient: bool) -> Callable[[Tensor],
             "set the key to false"
         ) from error
     return entropy
+
+
+def _import_setuptools() -> None:
+    """Imports what torch's compiler needs of it, also on Python 3.11 after a library has looked for pip.
+
+    A search for pip hides setuptools' own distutils from setuptools (`spec_for_pip` in its `_distutils_hack`).
+    """
+    try:
+        importlib.import_module("setuptools")
+    except ImportError:
+        return  # torch says what it lacks
+    except AssertionError:
+        os.environ["SETUPTOOLS_USE_DISTUTILS"] = "stdlib"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that of the standard library is deprecated
+            importlib.import_module("setuptools")

@@ -1,5 +1,6 @@
 """The compiled entropy is that of the eager function, and needs a compiler."""
 
+import importlib.util
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +34,7 @@ def nothing_compiled() -> Iterator[None]:
 
 @needs_compiler
 def test_the_entropy_and_its_gradient_are_the_eager_ones_and_do_not_depend_on_the_other_rows():
+    importlib.util.find_spec("pip")  # as libraries do; on Python 3.11 setuptools then has no distutils of its own
     compiled = compiled_entropy(torch.empty(64), with_gradient=True)
     logits = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
 
