@@ -9,6 +9,9 @@ may be overwritten. Version numbers are store-wide and increase over all runs.
     <url>/latest.json
     <url>/<version>/manifest.json, model.safetensors, ...
     <url>/<version>/manifest.json, model.safetensors.delta
+    <url>/offer.json
+
+An offer says where the publisher also has the tensors of a version in memory. Nothing depends on it.
 
 A replica keeps copies of what it cannot load in place in a cache folder, which the replicas of one host share: one of
 them fetches or assembles a version under the folder's lock, and the others find it there.
@@ -39,11 +42,13 @@ from trackway.wire.weights import (
     UpdateMode,
     WeightDelta,
     WeightManifest,
+    WeightOffer,
     WeightProof,
 )
 
 MANIFEST = "manifest.json"
 LATEST = "latest.json"
+OFFER = "offer.json"
 CACHE_LOCK = ".lock"
 CACHE_WAIT_S = 60.0
 """Longest wait for another replica of the host that fetches a version; then the fetch is to be tried again."""
@@ -190,6 +195,23 @@ class WeightStore:
                     if self.manifest(candidate).delta is None:
                         return candidate
         return None
+
+    def offer(self, offer: WeightOffer) -> None:
+        """Say where else than here the tensors of a version are; made before the version is visible."""
+        self._fs.makedirs(self._root, exist_ok=True)
+        self._replace(f"{self._root}/{OFFER}", offer)
+
+    def withdraw(self) -> None:
+        """End the offer, before the memory that it names gets other contents."""
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm(f"{self._root}/{OFFER}")
+
+    def offered(self) -> WeightOffer | None:
+        """The offer that stands; None without one, or with one that cannot be read."""
+        try:
+            return WeightOffer.model_validate_json(self._fs.cat_file(f"{self._root}/{OFFER}"))
+        except (FileNotFoundError, ValidationError):
+            return None
 
     def versions(self) -> list[int]:
         """Versions that have a folder, oldest first; those above the latest are unfinished."""

@@ -8,7 +8,7 @@ from pydantic import Field
 from trackway.wire.base import Float, Int, TokenId, WireReply, WireRequest
 from trackway.wire.errors import ErrorBody
 from trackway.wire.trajectory import WeightSpan, add_span
-from trackway.wire.weights import Verdict
+from trackway.wire.weights import TransportName, Verdict
 
 PauseMode = Literal["wait", "abort", "keep"]
 SleepMode = Literal["wait", "abort", "keep", "retract"]
@@ -134,6 +134,8 @@ class WeightsReply(WireReply):
     replica: str
     verdict: Verdict | None = None
     """Result of the proof after the load; None for weights without a proof."""
+    transport: TransportName = "store"
+    """How the replica can take new weights, besides from the store."""
 
 
 class WeightInfo(WireReply):

@@ -9,6 +9,8 @@ from trackway.wire.base import WireReply
 
 UpdateMode = Literal["keep", "wait", "abort"]
 """Requests in flight when weights change: they continue, finish first, or are aborted and continued."""
+TransportName = Literal["store", "ipc"]
+"""How tensors get from the learner to an engine: from the store's files, or the learner's GPU memory (CUDA IPC)."""
 
 
 class FileDigest(WireReply):
@@ -122,3 +124,43 @@ class LatestWeights(WireReply):
     run: str
     path: str
     """Folder of the version, relative to the store."""
+
+
+class SharedMemory(WireReply):
+    """A buffer of GPU memory for other processes, as PyTorch exports it by CUDA IPC; bytes are in base64.
+
+    It has plain values in place of PyTorch's pickle, so that reading it runs no code.
+    """
+
+    gpu: str
+    """UUID of the GPU."""
+    handle: str
+    size: int = Field(ge=0)
+    """Bytes of the buffer."""
+    offset: int = Field(ge=0)
+    """Bytes from the start of the exported allocation."""
+    counter: str
+    """Name of the counter of the buffer's users."""
+    counter_offset: int
+    event: str
+    """Handle of the event after which the buffer is filled."""
+    event_sync: bool
+
+
+class OfferedTensors(WireReply):
+    """Tensors that lie one after another at the start of a buffer."""
+
+    names: list[str]
+    dtype: str
+    """Of all of them, in torch's names."""
+    shapes: list[list[int]]
+    sizes: list[int]
+    """Bytes of each."""
+    memory: SharedMemory
+
+
+class WeightOffer(WireReply):
+    """The content of `offer.json`: where the learner's process has the tensors of a version, until it is withdrawn."""
+
+    version: int = Field(ge=0)
+    chunks: list[OfferedTensors]

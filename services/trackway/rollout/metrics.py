@@ -21,6 +21,18 @@ def engine_gauges(engine: Engine, latest: Callable[[], int]) -> list[Gauge]:
         _of(engine, "generated_tokens", "Tokens generated", lambda stats: stats.generated_tokens, total=True),
         _of(engine, "prefilled_tokens", "Prompt tokens computed", lambda stats: stats.prefilled_tokens, total=True),
         _of(engine, "reused_tokens", "Prompt tokens from the cache", lambda stats: stats.reused_tokens, total=True),
+        Gauge(
+            "trackway_weight_transfers",
+            "Versions taken from the learner's GPU memory",
+            lambda: engine.stats().transferred_weights,
+            total=True,
+        ),
+        Gauge(
+            "trackway_weight_transfer_fallbacks",
+            "Versions offered in the learner's GPU memory and read from the store",
+            lambda: engine.stats().weight_fallbacks,
+            total=True,
+        ),
         Gauge("trackway_weight_version", "Version of the weights that generate", lambda: engine.version),
         *_proof(engine),
         Gauge("trackway_weight_lag", "Published versions not loaded yet", lambda: latest() - engine.version),

@@ -122,6 +122,7 @@ class RolloutService:
             model=self._settings.model_name,
             replica=self._settings.replica,
             verdict=self._verdict,
+            transport=self._settings.weights_transport,
         )
 
     @property

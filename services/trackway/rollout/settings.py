@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from trackway.rollout.sim_settings import SimSettings
 from trackway.serving import ServiceSettings
-from trackway.wire.weights import UpdateMode
+from trackway.wire.weights import TransportName, UpdateMode
 
 
 class RolloutSettings(ServiceSettings):
@@ -23,6 +23,11 @@ class RolloutSettings(ServiceSettings):
     """Folder for copies of versions that are not read in place: of an object store, and those published as deltas. By
     default a temporary one, which all replicas of this host share; up to four copies of the model lie there. A server
     at `engine_url` must be able to read it."""
+    weights_transport: TransportName = "store"
+    """How weights get into the engine. `ipc`: a vLLM server takes those that a run offers
+    (`trackway.weights_transport=ipc`) from the learner's memory on the same GPU. It reads from the store what is not
+    offered or fails, and its first version. Such a server unpickles what its clients send: only this replica may reach
+    it."""
     engine: Literal["torch", "vllm", "sglang", "sim"] = "torch"
     """Inference engine: embedded torch, a vLLM or SGLang server beside this process, or a simulation."""
     engine_url: str | None = None
@@ -98,4 +103,21 @@ class RolloutSettings(ServiceSettings):
         }
         if got := [f"{what} ({remedy})" for what, (is_wrong, remedy) in wrong.items() if is_wrong]:
             raise ValueError(f"engine_shared: expected a vLLM or SGLang server for adapters, got {', '.join(got)}")
+        return self
+
+    @model_validator(mode="after")
+    def _offers_are_for_vllm_on_one_gpu(self) -> Self:
+        if self.weights_transport == "store":
+            return self
+        wrong = {
+            f"engine={self.engine}": self.engine != "vllm",
+            f"tensor_parallel_size={self.tensor_parallel_size}": self.tensor_parallel_size > 1,
+            f"max_lora_rank={self.max_lora_rank}": self.max_lora_rank > 0,
+            f"weights_url={self.weights_url}": self.weights_url is None or "://" in self.weights_url,
+        }
+        if got := [what for what, is_wrong in wrong.items() if is_wrong]:
+            raise ValueError(
+                f"weights_transport={self.weights_transport}: expected engine=vllm on one GPU with whole weights and a "
+                f"weight store in a folder, got {', '.join(got)}; set weights_transport=store"
+            )
         return self

@@ -95,6 +95,26 @@ def test_what_would_be_another_run_is_missing_here(words: list[str], message: st
     assert re.search(message, missing)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "engine", "got"),
+    [(1, "sglang", "engine sglang"), (0, "vllm", "this machine has no GPU"), (1, "torch", "engine torch")],
+)
+def test_weights_cannot_be_taken_from_the_learners_gpu_everywhere(gpus: int, engine: str, got: str) -> None:
+    missing = made(
+        gpus, "trackway.weights_transport=ipc", f"{R}.name={engine}", engine_python="/opt/bin/python"
+    ).missing
+    assert missing == [
+        f"trackway.weights_transport=ipc: expected the engine vllm on the learner's GPU, got {got}; set "
+        "rollout.name=vllm on a machine with a GPU, or leave the key out"
+    ]
+
+
+def test_services_of_a_run_take_weights_as_it_offers_them() -> None:
+    services = made(1, "trackway.weights_transport=ipc", f"{R}.name=vllm", engine_python="/opt/bin/python")
+    assert (services.missing, args(services)["weights_transport"]) == ([], "ipc")
+    assert "weights_transport" not in args(made(1, f"{R}.name=vllm"))
+
+
 def test_without_a_gpu_the_embedded_engine_takes_over_in_plain_words() -> None:
     services = made(0, *SCRIPT, f"{R}.free_cache_engine=True")
 

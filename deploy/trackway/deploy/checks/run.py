@@ -111,6 +111,8 @@ class RunCheck:
         if deployment is None:
             self._backends([TraceBackend.MLFLOW, *TracingSettings().usable], "this command")
             self.findings.missing_here += without_entity(self._subject.config)
+        if deployment is not None and config.trackway.weights_transport != "store":
+            self._takes_weights(deployment)
         if deployment is not None and config.placement.nodes > 1:
             self._nodes(deployment)
         if self._subject.services is not None:
@@ -119,6 +121,21 @@ class RunCheck:
             findings.missing_here.append(
                 f"services: expected running services for {self._subject.settings.outputs}, got none; start them with "
                 "`trackway up`"
+            )
+
+    def _takes_weights(self, deployment: Deployment) -> None:
+        """Compare how the run offers weights with how the running rollout service takes them."""
+        want = self._subject.config.trackway.weights_transport
+        if deployment.attached:
+            self.findings.not_checked.append(
+                f"trackway.weights_transport: whether the rollout service takes {want}; the run asks it when it starts"
+            )
+            return
+        got = serve_config.args_of(deployment.serve_config, "rollout").get("weights_transport", "store")
+        if got != want:
+            self.findings.missing_here.append(
+                f"trackway.weights_transport={want}: expected a rollout service with weights_transport: {want}, got "
+                f"{got}; start the services with engine: vllm and that setting, or leave the key out"
             )
 
     def _nodes(self, deployment: Deployment) -> None:

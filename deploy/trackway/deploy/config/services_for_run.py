@@ -100,6 +100,15 @@ def gpus_here() -> int:
     return torch.cuda.device_count()
 
 
+def cannot_transfer(engine: str, gpus: int) -> list[str]:
+    """Why weights cannot reach engines by CUDA IPC on a machine with `gpus` GPUs; empty when they may."""
+    got = f"engine {engine}" if engine != "vllm" else "" if gpus else NO_GPU
+    expected = "trackway.weights_transport=ipc: expected the engine vllm on the learner's GPU"
+    return (
+        [f"{expected}, got {got}; set rollout.name=vllm on a machine with a GPU, or leave the key out"] if got else []
+    )
+
+
 def decided_already(config: RunConfig) -> list[Decision]:
     """Keys that a run cannot change because its services are already running."""
     values = leaves(config.model_dump(mode="json"))
@@ -224,6 +233,9 @@ def _set_engine(config: RunConfig, gpus: int, services: RunServices) -> None:
     model = config.actor_rollout_ref.model
     if server and model.lora_rank and not model.lora.merge:
         args["max_lora_rank"] = model.lora_rank
+    if config.trackway.weights_transport != "store":
+        services.missing += cannot_transfer(services.engine, gpus)
+        args["weights_transport"] = config.trackway.weights_transport
     if server:
         base = serve_config.args_of(services.serve_config, "rollout")
         if base.get("engine") != services.engine:  # otherwise the file's number is meant for this engine

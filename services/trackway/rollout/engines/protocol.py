@@ -62,6 +62,10 @@ class EngineStats(NamedTuple):
     prefilled_tokens: int
     reused_tokens: int
     """Prompt tokens whose KV was reused from the cache."""
+    transferred_weights: int = 0
+    """Weight versions taken from the learner's memory."""
+    weight_fallbacks: int = 0
+    """Those that were offered there and then read from the store."""
 
 
 class Engine(Protocol):

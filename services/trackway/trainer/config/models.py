@@ -17,6 +17,7 @@ from trackway.trainer.config.rollout_correction import RolloutCorrectionConfig
 from trackway.trainer.config.section import Section, Seed
 from trackway.trainer.config.unsupported_keys import LOGGERS, OTHER_LOGGERS
 from trackway.wire.names import Label, RunName
+from trackway.wire.weights import TransportName
 
 
 class DataConfig(Section):
@@ -317,6 +318,11 @@ class TrackwayConfig(Section):
     percent of the bytes in bfloat16, from which each host of replicas assembles a copy (`weights_cache` of the rollout
     service). Changes that are not small, as in float32, are written whole. 0 writes all whole; null does so in a
     folder, which replicas read in place, and takes 8 for an object store."""
+    weights_transport: TransportName = "store"
+    """How engines get the tensors of a version: `store` reads its files; `ipc` takes them from the learner's memory by
+    CUDA IPC, for vLLM on the learner's GPU (`weights_transport` of the rollout service). Versions are in the store in
+    either case, and an engine that fails to take one reads it there. `ipc` keeps a copy of what is published on the
+    GPU."""
     storage_wait_s: float = Field(default=600.0, ge=0)
     """Seconds a run waits for a disk that is full or cannot be written before it fails; it can then be resumed."""
     max_restarts: int = Field(default=2, ge=0)
@@ -497,6 +503,23 @@ class RunConfig(Section):
             raise ValueError(
                 f"trackway.learner_ranks: expected at most {nodes * gpus} (trainer.nnodes x trainer.n_gpus_per_node), "
                 f"got {ranks}; each rank has a GPU"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tensors_are_on_one_gpu(self) -> Self:
+        model, own = self.actor_rollout_ref.model, self.trackway
+        if own.weights_transport == "store":
+            return self
+        wrong = {
+            "trackway.device=cpu": own.device == "cpu",
+            f"a learner of {self.placement.ranks} ranks": self.placement.ranks > 1,
+            "an adapter alone (model.lora_rank with lora.merge=false)": bool(model.lora_rank and not model.lora.merge),
+        }
+        if got := [what for what, is_wrong in wrong.items() if is_wrong]:
+            raise ValueError(
+                f"trackway.weights_transport={own.weights_transport}: expected whole weights of a learner of one "
+                f"process on a GPU, got {' and '.join(got)}; set weights_transport=store"
             )
         return self
 

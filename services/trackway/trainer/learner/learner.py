@@ -421,6 +421,10 @@ class Learner:
         else:
             self.policy.export_shares(folder)
 
+    def published(self) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """A context with the weights that `export` writes, where and as the model has them; for one process."""
+        return self.policy.published()
+
     def publish_share(self, work: Callable[[Ranks], T]) -> list[T]:
         """What a part of a publication gives in each rank; an OSError of any of them is raised in all."""
         return self.ranks.of_each(lambda: work(self.ranks))

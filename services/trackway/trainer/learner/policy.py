@@ -400,6 +400,12 @@ class Policy:
             state = gathered(base_names(self.model.state_dict()), self.ranks.is_first, self.published_dtype)
             return {name: tensor.clone() for name, tensor in state.items()}
 
+    @contextmanager
+    def published(self) -> Iterator[dict[str, Tensor]]:
+        """A context with the weights that `export` writes, where and as the model has them; for an unsharded model."""
+        with self._merged():
+            yield base_names(self.model.state_dict())
+
     def write_published(self, folder: Path, state: dict[str, Tensor]) -> None:
         """Writes the folder of `export` with these weights."""
         export_model(self.model, folder, state, self.published_dtype)

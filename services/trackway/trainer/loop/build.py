@@ -44,6 +44,7 @@ from trackway.trainer.loop.scheduler import GroupScheduler
 from trackway.trainer.loop.session_groups import SessionGroups, SessionSlots
 from trackway.trainer.loop.training import Training
 from trackway.trainer.loop.weight_publisher import CLAIM_WAIT_S, Publisher
+from trackway.trainer.loop.weight_transport import require_takers, transport_of
 from trackway.trainer.metrics.clock import ActiveTime
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.generations import Generations
@@ -75,6 +76,8 @@ async def build(
         rows, held_out = await asyncio.to_thread(load_data, config, keep)
     with waits(RUN, "the services to say which agent loops, tools and scorers they have"):
         await check_names(config, {"data.train_files": rows, "data.val_files": held_out}, services)
+    with waits(RUN, "the rollout service to say how its engines take weights"):
+        await require_takers(config.trackway.weights_transport, services)
     with waits(RUN, "the rollout service to say whether its engines can sleep"):
         engines = await open_engines(sharing(config), services.rollout_url)
     with waits(RUN, "MLflow's id of the run, and the other loggers"):
@@ -123,7 +126,9 @@ def _training(
         scratch, mode = folder.path / "export", update_mode(config)
         every = anchor_every(config, store)
         writers = RankWriters(learner) if isinstance(learner, LeadingLearner) else None
-        publisher = Publisher(store, learner, folder.name, uid, scratch, own.keep_weights, mode, every, writers)
+        transport = transport_of(own.weights_transport, store, learner)
+        keep = own.keep_weights
+        publisher = Publisher(store, learner, folder.name, uid, scratch, keep, mode, every, writers, transport)
     agents = _agent_client(config, services)
 
     active = ActiveTime()

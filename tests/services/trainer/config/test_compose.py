@@ -136,6 +136,23 @@ def test_several_ranks_of_a_learner_cannot_share_one_gpu():
     assert compose([ranks, "trackway.device=cuda"]).trackway.learner_ranks == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "got"),
+    [
+        (["trackway.device=cpu"], "trackway.device=cpu"),
+        (["trackway.learner_ranks=2"], "a learner of 2 ranks"),
+        (
+            ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=false"],
+            "an adapter alone (model.lora_rank with lora.merge=false)",
+        ),
+    ],
+)
+def test_weights_that_are_not_whole_on_one_gpu_are_not_offered_there(words: list[str], got: str):
+    with pytest.raises(TrackwayError) as caught:
+        compose(["trackway.weights_transport=ipc", *words])
+    assert f"on a GPU, got {got}; set weights_transport=store" in caught.value.message
+
+
 def test_sequences_are_divided_over_ranks_that_they_fit_and_packed():
     key = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
 

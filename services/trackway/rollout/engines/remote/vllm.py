@@ -3,10 +3,10 @@
 Pause, reload and abort are development routes, and access to them is control over the model: a server started by a
 replica listens on 127.0.0.1, and an attached server must belong to this replica alone.
 
-Weights come from a folder that the server can read. An adapter is loaded beside the base weights, and a request keeps
-the one that it began with, so requests in flight finish under their version. Each request's `cache_salt` names the
-serving weights, so old KV is never reused under new weights, even if vLLM cannot reset its prefix cache (while a frozen
-request holds blocks).
+Weights come from a folder that the server can read, or from the learner's memory (weight_transport.py). An adapter is
+loaded beside the base weights, and a request keeps the one that it began with, so requests in flight finish under
+their version. Each request's `cache_salt` names the serving weights, so old KV is never reused under new weights, even
+if vLLM cannot reset its prefix cache (while a frozen request holds blocks).
 """
 
 import asyncio
@@ -17,18 +17,20 @@ import re
 import tempfile
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
 from http import HTTPStatus
 from pathlib import Path
 
+from trackway.clients.weights import WeightStore
 from trackway.rollout.engines.adapter_folder import adaptable_layers, is_adapter
-from trackway.rollout.engines.protocol import Capability, MemoryPart
+from trackway.rollout.engines.protocol import Capability, EngineStats, MemoryPart
 from trackway.rollout.engines.remote.digests import ServerDigests, by_parameter
 from trackway.rollout.engines.remote.engine import RemoteEngine
 from trackway.rollout.engines.remote.http import Json
 from trackway.rollout.engines.remote.requests import Call, TokenChunk
 from trackway.rollout.engines.remote.shared import KEPT, UNTOUCHED, require_untouched
+from trackway.rollout.engines.remote.weight_transport import IpcTransport, StoreTransport, WeightTransport
 from trackway.rollout.engines.weight_folder import check_same_model, lacks_head, with_head
 from trackway.rollout.engines.weight_proof import HeldDigests
 from trackway.rollout.settings import RolloutSettings
@@ -77,6 +79,12 @@ class VllmEngine(RemoteEngine):
         self._loaded: deque[str] = deque()
         self._whole_folder: Path | None = None
         """Folder of the whole weights on the server; None if unknown."""
+        self._store_transport = StoreTransport(self._reload_whole)
+        self._ipc: IpcTransport | None = None
+        if settings.weights_transport == "ipc" and settings.weights_url is not None:
+            self._ipc = IpcTransport(lambda: self.http, WeightStore(settings.weights_url))
+        self._wanted: tuple[Path, int, WeightProof | None] | None = None
+        """What was to be loaded last."""
 
     async def stop(self) -> None:
         """As `Engine.stop`."""
@@ -89,7 +97,37 @@ class VllmEngine(RemoteEngine):
         """As `Engine.load_weights`; rejects in advance what would crash vLLM or be misread silently."""
         if not is_adapter(folder):
             await asyncio.to_thread(self._check_folder, folder, proof)
-        await super().load_weights(folder, version, proof)
+        self._wanted = (folder, version, proof)
+        await self._or_from_store(super().load_weights(folder, version, proof))
+
+    async def wake_up(self, parts: Sequence[MemoryPart]) -> None:
+        """As `Engine.wake_up`."""
+        await self._or_from_store(super().wake_up(parts))
+
+    def stats(self) -> EngineStats:
+        """As `Engine.stats`."""
+        stats, ipc = super().stats(), self._ipc
+        return stats if ipc is None else stats._replace(transferred_weights=ipc.loads, weight_fallbacks=ipc.fallbacks)
+
+    async def _or_from_store(self, proving: Awaitable[None]) -> None:
+        """Load the weights from the store if these were transferred and their proof fails."""
+        try:
+            await proving
+        except TrackwayError as error:
+            if self._ipc is None or self._wanted is None or not self._ipc.was_used(self._wanted[1]):
+                raise
+            self._ipc.give_up(self._wanted[1], error)
+            await super().load_weights(*self._wanted)
+
+    def _transports(self, version: int) -> list[WeightTransport]:
+        """The ways into the server for a version, the store's last.
+
+        Only the store has weights that were verified before, those for a server that has just started, since it may be
+        the one after a transfer that ended it, and those without a proof of what was transferred.
+        """
+        is_new = self._wanted is not None and self._wanted[1] == version and self._wanted[2] is not None
+        shorter: list[WeightTransport] = [] if self._ipc is None or not self.version or not is_new else [self._ipc]
+        return [*shorter, self._store_transport]
 
     def _check_folder(self, folder: Path, proof: WeightProof | None) -> None:
         # A reload that raises in a worker terminates the whole server.
@@ -126,6 +164,7 @@ class VllmEngine(RemoteEngine):
             "--logprobs-mode": "processed_logprobs",
             "--generation-config": "vllm",  # no sampling defaults from the model folder
             **(adapters if self.takes_adapters else {}),
+            **({} if self._ipc is None else {"--weight-transfer-config": '{"backend": "ipc"}'}),
         }
         return [
             # The CPU build's `vllm` command does not start.
@@ -140,7 +179,10 @@ class VllmEngine(RemoteEngine):
 
     def _environment(self) -> dict[str, str]:
         adapters = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if self.takes_adapters else {}
-        return {**{name: os.environ.get(name, value) for name, value in _SAFE_ON_ANY_MACHINE.items()}, **adapters}
+        # vLLM's backend takes the handles of GPU memory as a pickle.
+        transfer = {} if self._ipc is None else {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+        safe = {name: os.environ.get(name, value) for name, value in _SAFE_ON_ANY_MACHINE.items()}
+        return {**safe, **adapters, **transfer}
 
     async def _healthy(self) -> bool:
         await self.http.get("/health", timeout_s=5.0)
@@ -277,10 +319,10 @@ class VllmEngine(RemoteEngine):
 
     async def swap(self, folder: Path, name: str) -> None:
         if is_adapter(folder):
-            await self._load_whole(self.settings.model_path)
+            await self._load_whole(self.settings.model_path, 0)
             await self._load_adapter(folder, name)
         else:
-            await self._load_whole(folder)
+            await self._load_whole(folder, self.control.version_of(name))
             self._adapter = None
         if not self.shared:
             await self._call_weights(name)
@@ -314,13 +356,15 @@ class VllmEngine(RemoteEngine):
     def _model(self) -> Json:
         return {} if self._adapter is None else {"model": self._adapter}
 
-    async def _load_whole(self, folder: Path) -> None:
+    async def _load_whole(self, folder: Path, version: int) -> None:
         if self.takes_adapters:
             if folder == self._whole_folder:
                 return
             self._whole_folder = None
             await self.control.cut_sent()  # they would go on with their adapter on other base weights
-        await self._reload_whole(folder)
+        for transport in self._transports(version):
+            if await transport.load(folder, version):
+                break
         self._whole_folder = folder
 
     async def _reload_whole(self, folder: Path) -> None:
@@ -334,7 +378,7 @@ class VllmEngine(RemoteEngine):
 
     async def _reload(self, folder: Path) -> None:
         load = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        await self.http.post("/collective_rpc", load, timeout_s=self.settings.engine_start_s)
+        await self.http.post("/collective_rpc", load, timeout_s=self.settings.engine_start_s, idempotent=True)
 
     async def _call_weights(self, name: str) -> None:
         await self.http.post("/update_weight_version", {"new_version": name}, idempotent=True)
