@@ -12,7 +12,7 @@ from tests.vllm.vllm_runs import GREEDY, MARKS, PROMPT, Weights, settings_of, st
 from trackway.clients.weights import WeightStore
 from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.trainer.learner.weight_proof import tensor_digests
-from trackway.trainer.loop.weight_transport import IpcTransport
+from trackway.trainer.loop.weight_transport import IpcSender
 from trackway.wire.weights import Verdict, WeightProof
 
 pytestmark = MARKS
@@ -48,12 +48,12 @@ async def test_a_version_is_taken_from_memory_and_proved_and_after_half_an_updat
 ) -> None:
     memory = FileMemory(tmp_path)
     learner = ModelInMemory(first.folder)
-    transport = IpcTransport(store, learner.as_learner(), memory.allocate, memory.share, chunk_bytes=20_000)
+    sender = IpcSender(store, learner.as_learner(), memory.allocate, memory.share, chunk_bytes=20_000)
     await server.load_weights(first.folder, 1, whole_proof(first))
     assert server.stats().transferred_weights == 0  # the first ones of a server are the store's
 
     learner.take(second.folder)
-    transport.offer(2, second.folder)
+    sender.offer(2, second.folder)
     await server.load_weights(second.folder, 2, whole_proof(second))
     made = await server.generate(PROMPT, GREEDY, "a")
     assert worst(made, second.model, GREEDY) < 1e-4
@@ -62,7 +62,7 @@ async def test_a_version_is_taken_from_memory_and_proved_and_after_half_an_updat
     assert server.judgement is not None and server.judgement.verdict is Verdict.PROVEN
 
     learner.take(first.folder)
-    transport.offer(3, first.folder)
+    sender.offer(3, first.folder)
     offer = store.offered()
     assert offer is not None and len(offer.chunks) > 3
     last = offer.chunks[-1]
@@ -74,7 +74,7 @@ async def test_a_version_is_taken_from_memory_and_proved_and_after_half_an_updat
     assert server.judgement.verdict is Verdict.PROVEN
 
     learner.take(second.folder)
-    transport.offer(4, second.folder)
+    sender.offer(4, second.folder)
     await server.load_weights(second.folder, 4, whole_proof(second))
     assert worst(await server.generate(PROMPT, GREEDY, "c"), second.model, GREEDY) < 1e-4
     assert (server.stats().transferred_weights, server.stats().weight_fallbacks) == (2, 1)
@@ -84,7 +84,7 @@ async def test_a_server_without_weight_transfer_reads_the_store_and_says_why(
     engine: VllmEngine, first: Weights, second: Weights, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, memory, learner = WeightStore(str(tmp_path / "store")), FileMemory(tmp_path), ModelInMemory(second.folder)
-    IpcTransport(store, learner.as_learner(), memory.allocate, memory.share).offer(2, second.folder)
+    IpcSender(store, learner.as_learner(), memory.allocate, memory.share).offer(2, second.folder)
     own = {"engine_url": engine.http.base_url, "weights_url": store.url, "weights_transport": "ipc"}
     async with started(VllmEngine(engine.settings.model_copy(update=own))) as attached:
         await attached.load_weights(first.folder, 1, first.proof)

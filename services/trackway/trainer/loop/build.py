@@ -44,7 +44,7 @@ from trackway.trainer.loop.scheduler import GroupScheduler
 from trackway.trainer.loop.session_groups import SessionGroups, SessionSlots
 from trackway.trainer.loop.training import Training
 from trackway.trainer.loop.weight_publisher import CLAIM_WAIT_S, Publisher
-from trackway.trainer.loop.weight_transport import require_takers, transport_of
+from trackway.trainer.loop.weight_transport import require_takers, sender_of
 from trackway.trainer.metrics.clock import ActiveTime
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.generations import Generations
@@ -126,9 +126,9 @@ def _training(
         scratch, mode = folder.path / "export", update_mode(config)
         every = anchor_every(config, store)
         writers = RankWriters(learner) if isinstance(learner, LeadingLearner) else None
-        transport = transport_of(own.weights_transport, store, learner)
+        sender = sender_of(own.weights_transport, store, learner)
         keep = own.keep_weights
-        publisher = Publisher(store, learner, folder.name, uid, scratch, keep, mode, every, writers, transport)
+        publisher = Publisher(store, learner, folder.name, uid, scratch, keep, mode, every, writers, sender)
     agents = _agent_client(config, services)
 
     active = ActiveTime()

@@ -8,7 +8,7 @@ from trackway.clients.publisher_lock import PublisherLock
 from trackway.clients.weights import WeightStore, WholeWeights, Writers
 from trackway.system import writing
 from trackway.trainer.learner.learner import Learner
-from trackway.trainer.loop.weight_transport import StoreTransport, WeightTransport
+from trackway.trainer.loop.weight_transport import StoreSender, WeightSender
 from trackway.wire.errors import TrackwayError
 from trackway.wire.weights import UpdateMode, WeightManifest
 
@@ -26,7 +26,7 @@ class Publisher:
     `update_mode` is what the run wants for requests in flight when a version is loaded. Of `anchor_every` versions one
     is published whole, the first of a process among them; the others are deltas against the version before, of which
     the files are kept beside `scratch` for that. 0 publishes all whole. `writers` copy the files; without them this
-    process does. A `transport` may bring engines the tensors another way too.
+    process does. A `sender` may bring engines the tensors another way too.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Publisher:
         update_mode: UpdateMode | None = None,
         anchor_every: int = 0,
         writers: Writers | None = None,
-        transport: WeightTransport | None = None,
+        sender: WeightSender | None = None,
     ) -> None:
         self._store = store
         self._learner = learner
@@ -50,7 +50,7 @@ class Publisher:
         self._update_mode: UpdateMode | None = update_mode
         self._anchor_every = anchor_every
         self._writers = writers
-        self._transport = transport or StoreTransport()
+        self._sender = sender or StoreSender()
         self._kept = scratch.with_name(f"{scratch.name}-before")
         self._last: WholeWeights | None = None
         self._since_anchor = 0
@@ -80,7 +80,7 @@ class Publisher:
         self._doing = f"asks the weight store {self._store.url}"
         self._claim.renew()
         version = (self.newest() or 0) + 1
-        self._transport.withdraw()
+        self._sender.withdraw()
         shutil.rmtree(self._scratch, ignore_errors=True)
         try:
             with writing(self._scratch, f"weights version {version}"):
@@ -88,7 +88,7 @@ class Publisher:
                 self._doing = f"exports version {version} to {self._scratch}"
                 self._learner.export_to_engines(self._scratch)
             proof = self._learner.proof(self._scratch, self._published)
-            self._transport.offer(version, self._scratch)
+            self._sender.offer(version, self._scratch)
             self._doing = f"copies version {version} to the weight store {self._store.url}"
             manifest = self._store.publish(
                 version,
@@ -124,7 +124,7 @@ class Publisher:
 
     def close(self) -> None:
         """Let other runs publish."""
-        self._transport.withdraw()
+        self._sender.withdraw()
         shutil.rmtree(self._kept, ignore_errors=True)
         self._claim.close()
 

@@ -31,7 +31,7 @@ _KEY = "trackway.weights_transport=ipc"
 logger = logging.getLogger("trackway.trainer")
 
 
-class WeightTransport(Protocol):
+class WeightSender(Protocol):
     """What a publisher does besides the store's version, so that engines get its tensors another way."""
 
     def withdraw(self) -> None:
@@ -43,14 +43,14 @@ class WeightTransport(Protocol):
         ...
 
 
-class StoreTransport:
+class StoreSender:
     """The store alone."""
 
     def withdraw(self) -> None:
-        """As of WeightTransport."""
+        """As of WeightSender."""
 
     def offer(self, version: int, folder: Path) -> None:
-        """As of WeightTransport."""
+        """As of WeightSender."""
 
 
 def cuda_memory(buffer: Tensor) -> SharedMemory:
@@ -76,7 +76,7 @@ class _Chunk(NamedTuple):
     views: dict[str, Tensor]
 
 
-class IpcTransport:
+class IpcSender:
     """Offers a copy of the weights in the learner's GPU memory to engines on the same GPU.
 
     The copy is in the published type and stays allocated: memory that an engine has not mapped in the end would never
@@ -97,11 +97,11 @@ class IpcTransport:
         self._failure = ""
 
     def withdraw(self) -> None:
-        """As of WeightTransport."""
+        """As of WeightSender."""
         self._store.withdraw()
 
     def offer(self, version: int, folder: Path) -> None:
-        """As of WeightTransport; a failure is logged once."""
+        """As of WeightSender; a failure is logged once."""
         try:
             self._fill(_published(folder))
             chunks = [self._offered(chunk) for chunk in self._chunks or []]
@@ -193,12 +193,12 @@ async def require_takers(transport: TransportName, services: ServiceUrls) -> Non
         raise _cannot("a rollout service with engine: vllm and weights_transport: ipc", f"weights_transport: {takes}")
 
 
-def transport_of(name: TransportName, store: WeightStore, learner: Learner) -> WeightTransport:
-    """The transport of this name."""
+def sender_of(name: TransportName, store: WeightStore, learner: Learner) -> WeightSender:
+    """What offers versions for the transport of this name."""
     if name == "store":
-        return StoreTransport()
+        return StoreSender()
     device = learner.policy.device
-    return IpcTransport(store, learner, lambda size: torch.empty(size, dtype=torch.uint8, device=device))
+    return IpcSender(store, learner, lambda size: torch.empty(size, dtype=torch.uint8, device=device))
 
 
 def _cannot(expected: str, got: str) -> TrackwayError:

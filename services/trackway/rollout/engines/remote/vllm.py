@@ -30,7 +30,7 @@ from trackway.rollout.engines.remote.engine import RemoteEngine
 from trackway.rollout.engines.remote.http import Json
 from trackway.rollout.engines.remote.requests import Call, TokenChunk
 from trackway.rollout.engines.remote.shared import KEPT, UNTOUCHED, require_untouched
-from trackway.rollout.engines.remote.weight_transport import IpcTransport, StoreTransport, WeightTransport
+from trackway.rollout.engines.remote.weight_transport import IpcReceiver, StoreReceiver, WeightReceiver
 from trackway.rollout.engines.weight_folder import check_same_model, lacks_head, with_head
 from trackway.rollout.engines.weight_proof import HeldDigests
 from trackway.rollout.settings import RolloutSettings
@@ -79,10 +79,10 @@ class VllmEngine(RemoteEngine):
         self._loaded: deque[str] = deque()
         self._whole_folder: Path | None = None
         """Folder of the whole weights on the server; None if unknown."""
-        self._store_transport = StoreTransport(self._reload_whole)
-        self._ipc: IpcTransport | None = None
+        self._from_folder = StoreReceiver(self._reload_whole)
+        self._ipc: IpcReceiver | None = None
         if settings.weights_transport == "ipc" and settings.weights_url is not None:
-            self._ipc = IpcTransport(lambda: self.http, WeightStore(settings.weights_url))
+            self._ipc = IpcReceiver(lambda: self.http, WeightStore(settings.weights_url))
         self._wanted: tuple[Path, int, WeightProof | None] | None = None
         """What was to be loaded last."""
 
@@ -119,15 +119,15 @@ class VllmEngine(RemoteEngine):
             self._ipc.give_up(self._wanted[1], error)
             await super().load_weights(*self._wanted)
 
-    def _transports(self, version: int) -> list[WeightTransport]:
+    def _receivers(self, version: int) -> list[WeightReceiver]:
         """The ways into the server for a version, the store's last.
 
         Only the store has weights that were verified before, those for a server that has just started, since it may be
         the one after a transfer that ended it, and those without a proof of what was transferred.
         """
         is_new = self._wanted is not None and self._wanted[1] == version and self._wanted[2] is not None
-        shorter: list[WeightTransport] = [] if self._ipc is None or not self.version or not is_new else [self._ipc]
-        return [*shorter, self._store_transport]
+        shorter: list[WeightReceiver] = [] if self._ipc is None or not self.version or not is_new else [self._ipc]
+        return [*shorter, self._from_folder]
 
     def _check_folder(self, folder: Path, proof: WeightProof | None) -> None:
         # A reload that raises in a worker terminates the whole server.
@@ -362,8 +362,8 @@ class VllmEngine(RemoteEngine):
                 return
             self._whole_folder = None
             await self.control.cut_sent()  # they would go on with their adapter on other base weights
-        for transport in self._transports(version):
-            if await transport.load(folder, version):
+        for receiver in self._receivers(version):
+            if await receiver.load(folder, version):
                 break
         self._whole_folder = folder
 

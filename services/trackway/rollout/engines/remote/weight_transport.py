@@ -26,30 +26,30 @@ _PHASE_S = 120.0
 _log = logging.getLogger(__name__)
 
 
-class WeightTransport(Protocol):
+class WeightReceiver(Protocol):
     """A way into a server for the tensors of a version."""
 
     async def load(self, folder: Path, version: int) -> bool:
         """Replaces the server's whole weights while its requests are frozen; `folder` has the version's files.
 
-        False when it did not, and the server can take them by another transport. Raises TrackwayError for the last one.
+        False when it did not, and the server can take them from the folder. The store's raises TrackwayError instead.
         """
         ...
 
 
-class StoreTransport:
+class StoreReceiver:
     """The version's folder, which the server reads."""
 
     def __init__(self, read: Callable[[Path], Awaitable[None]]) -> None:
         self._read = read
 
     async def load(self, folder: Path, version: int) -> bool:
-        """As of WeightTransport."""
+        """As of WeightReceiver."""
         await self._read(folder)
         return True
 
 
-class IpcTransport:
+class IpcReceiver:
     """Buffers in the learner's GPU memory, on the GPU of a server without tensor parallelism."""
 
     def __init__(self, http: Callable[[], EngineHttp], store: WeightStore) -> None:
@@ -63,7 +63,7 @@ class IpcTransport:
         self._said = ""
 
     async def load(self, folder: Path, version: int) -> bool:
-        """As of WeightTransport."""
+        """As of WeightReceiver."""
         offer = await asyncio.to_thread(self._store.offered)
         if offer is None or offer.version != version or version == self._given_up:
             return False

@@ -19,7 +19,7 @@ from trackway.rollout.settings import RolloutSettings
 from trackway.rollout.weight_watcher import WeightWatcher
 from trackway.system import free_port
 from trackway.trainer.loop.weight_publisher import Publisher
-from trackway.trainer.loop.weight_transport import IpcTransport
+from trackway.trainer.loop.weight_transport import IpcSender
 from trackway.wire.weights import Verdict
 
 pytestmark = pytest.mark.anyio
@@ -34,9 +34,9 @@ class Run:
         self.learner = ModelInMemory(tmp_path / "base")
         memory = FileMemory(tmp_path)
         # Two tensors to a buffer: 512 + 8 bytes, and the head alone.
-        self.transport = IpcTransport(self.store, self.learner.as_learner(), memory.allocate, memory.share, 600)
+        self.sender = IpcSender(self.store, self.learner.as_learner(), memory.allocate, memory.share, 600)
         self.publisher = Publisher(
-            self.store, self.learner.as_learner(), "run", "0" * 16, tmp_path / "export", 9, transport=self.transport
+            self.store, self.learner.as_learner(), "run", "0" * 16, tmp_path / "export", 9, sender=self.sender
         )
 
     async def publish(self, seed: int) -> list[str]:
