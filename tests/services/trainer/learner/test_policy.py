@@ -3,16 +3,21 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from tests.services.trainer.learner_settings import learner_config
+from trackway.clients.weights import WeightStore
 from trackway.trainer.learner.learner import Learner
+from trackway.trainer.loop.weight_transport import IpcSender
 from trackway.wire.trajectory import Trajectory
+from trackway.wire.weights import SharedMemory
 
 pytestmark = pytest.mark.slow
 
@@ -109,6 +114,32 @@ def test_export_of_a_bfloat16_learner_is_bfloat16_while_its_masters_are_float32(
     assert {t.dtype for t in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
     assert AutoConfig.from_pretrained(tmp_path).dtype == torch.bfloat16
     assert {p.dtype for p in learner.policy.model.parameters()} == {torch.float32}
+
+
+def test_an_offer_of_a_learner_has_the_tensors_that_it_exports_to_the_bit(tiny_model: Path, tmp_path: Path):
+    learner, store = Learner(learner_config(tiny_model, dtype="bfloat16")), WeightStore(str(tmp_path / "store"))
+    memory: dict[int, Tensor] = {}
+
+    def share(buffer: Tensor) -> SharedMemory:
+        memory[len(memory)] = buffer
+        none = {"gpu": "", "handle": "", "counter": "", "event": ""}
+        return SharedMemory(**none, size=0, offset=0, counter_offset=0, event_sync=False)
+
+    learner.export_to_engines(tmp_path / "1")
+    allocate = partial(torch.empty, dtype=torch.uint8)
+    IpcSender(store, learner, allocate, share, chunk_bytes=10_000).offer(1, tmp_path / "1")
+
+    offer = store.offered()
+    assert offer is not None
+    parts = {
+        name: part.view(getattr(torch, chunk.dtype)).view(shape)
+        for chunk, buffer in zip(offer.chunks, memory.values(), strict=True)
+        for name, part, shape in zip(chunk.names, buffer.split(chunk.sizes), chunk.shapes, strict=True)
+    }
+    exported = load_file(tmp_path / "1" / "model.safetensors")
+    assert len(offer.chunks) > 1
+    assert parts.keys() == exported.keys() >= {"lm_head.weight"}
+    assert all(torch.equal(parts[name], tensor) for name, tensor in exported.items())
 
 
 def test_canary_is_what_transformers_says_of_the_exported_weights(tiny_model: Path, tmp_path: Path):
