@@ -138,14 +138,18 @@ def resolve(tree: Tree) -> RunConfig:
     others = [key for key in given if key not in honoured]
     ignored = {key: None for key in others if limited(key) is None and without_effect(key) is not None}
     problems: list[TrackwayError] = []
+    not_known: list[TrackwayError] = []
     for key in others:
         if limited(key) is not None:
             _noted(problems, _must_be_allowed, (key, given.pop(key)))
         elif key not in ignored:
-            _noted(problems, _must_be_known, key)
-        if len(problems) == MAX_UNKNOWN:
-            raise together(problems)
-    unknown = {str(problem.detail["key"]) for problem in problems}
+            _noted(not_known, _must_be_known, key)
+        if len(not_known) == MAX_UNKNOWN:
+            break
+    problems += not_known
+    if len(not_known) == MAX_UNKNOWN:
+        raise together(problems)
+    unknown = {str(problem.detail["key"]) for problem in not_known}
     kept = {key: value for key, value in given.items() if key not in ignored and key not in unknown}
     if kept.get(TRACE_BACKEND) in ("dummy", ["dummy"]):
         kept |= {TRACE_BACKEND: None, **NO_TRACES}

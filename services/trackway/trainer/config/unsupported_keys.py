@@ -347,6 +347,10 @@ MOVED: dict[str, str] = (
         for name in ("enable", "len", "penalty_factor", "log")
     }
     | {
+        **{
+            f"actor_rollout_ref.actor.policy_loss.{name}": f"actor_rollout_ref.actor.{name}"
+            for name in ("tau_pos", "tau_neg")  # as verl's SAPO example writes them
+        },
         "reward_model.reward_manager": "reward.reward_manager.name",
         "reward_model.reward_kwargs.max_resp_len": "reward.reward_kwargs.max_resp_len",
         "actor_rollout_ref.actor.optim.warmup_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",

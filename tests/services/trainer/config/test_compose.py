@@ -456,6 +456,18 @@ def test_a_key_that_verl_never_reads_is_accepted_with_that_reason(value: str):
     ]
 
 
+def test_every_key_that_is_refused_is_named_with_its_remedy():
+    keys = [f"actor_rollout_ref.actor.megatron.key_{number}" for number in range(12)]
+
+    with pytest.raises(TrackwayError) as caught:
+        compose([f"+{key}=1" for key in keys])
+
+    remedy = "expected null, got 1; the learner is PyTorch's; take the keys of verl's FSDP recipe"
+    assert caught.value.message.split("; actor") == [
+        f"{'actor' if number == 0 else ''}{key.removeprefix('actor')}: {remedy}" for number, key in enumerate(keys)
+    ]
+
+
 def test_a_key_that_repeats_another_one_says_so():
     lines = ["data.max_response_length=64", "actor_rollout_ref.rollout.response_length=64", "critic.rollout_n=null"]
 
