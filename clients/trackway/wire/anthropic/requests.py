@@ -129,7 +129,7 @@ class CountTokensRequest(OpenAIRequest):
             "workspace_id",
         }
     )
-    neutral: ClassVar[dict[str, list[JsonValue]]] = {"container": [], "mcp_servers": [[]]}
+    neutral: ClassVar[dict[str, list[JsonValue]]] = {"container": [], "mcp_servers": [[]], "output_format": []}
 
     model: str
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

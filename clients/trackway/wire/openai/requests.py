@@ -40,6 +40,11 @@ NEUTRAL: dict[str, list[JsonValue]] = {
     "top_logprobs": [0],
     "prompt_logprobs": [],
     "response_format": [{"type": "text"}],
+    "structured_outputs": [],
+    "guided_json": [],
+    "guided_regex": [],
+    "guided_choice": [],
+    "guided_grammar": [],
     "modalities": [["text"]],
     "functions": [[]],
     "function_call": ["none"],
@@ -57,10 +62,15 @@ NEUTRAL: dict[str, list[JsonValue]] = {
 }
 """Unsupported fields with their neutral values; any other value is refused."""
 
-_NO_GRAMMAR = "no engine guides its sampling; describe the format in the prompt, and check the text"
+_NO_GRAMMAR = "no engine guides its sampling; ask for it in the prompt, or use a tool"
 REASONS: dict[str, str] = {
-    "format": _NO_GRAMMAR,
-    "response_format": _NO_GRAMMAR,
+    **dict.fromkeys(
+        (
+            *("format", "output_format", "response_format", "structured_outputs"),
+            *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        ),
+        _NO_GRAMMAR,
+    ),
     "top_logprobs": "only the logprob of the sampled token is known; leave it out",
 }
 """Why some of them are refused, and the remedy."""
@@ -93,7 +103,7 @@ class OpenAIRequest(WireRequest):
             if fields[name] is not None and fields[name] not in cls.neutral[name]:
                 neutral = " or ".join(["nothing", *map(repr, cls.neutral[name])])
                 why = REASONS.get(name, "unsupported")
-                got = {"param": name, "neutral": neutral, "value": shortened(repr(fields[name]), 80), "why": why}
+                got = {"param": name, "neutral": neutral, "value": shortened(repr(fields[name]), 64), "why": why}
                 raise PydanticCustomError("unsupported", "{param}: expected {neutral}, got {value}: {why}", got)
         dropped = _dropped(cls)
         return {name: value for name, value in fields.items() if name not in dropped and value is not None}

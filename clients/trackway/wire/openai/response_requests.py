@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from trackway.wire.base import NON_FINITE, Float, Int, WireRequest
@@ -73,6 +73,24 @@ InputItem = Annotated[
 """An item of the conversation; a message may leave out its type."""
 
 
+_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def _known_items(items: JsonValue) -> JsonValue:
+    """Raise for an item of another kind, instead of a list of what each kind lacks."""
+    for place, item in enumerate(items if isinstance(items, list) else []):
+        kind = _kind(item) if isinstance(item, dict) else "message"
+        if kind in _KINDS:
+            continue
+        remedy = "leave it out"
+        if kind == "item_reference":
+            remedy = "send the item itself (store: false), or previous_response_id in a session"
+        got = {"param": "input", "place": place, "kinds": " or ".join(_KINDS), "kind": kind[:32], "remedy": remedy}
+        message = "{param}[{place}]: expected {kinds}, got {kind}; {remedy}"
+        raise PydanticCustomError("unsupported", message, got)
+    return items
+
+
 class ResponseTool(OpenAIRequest):
     """A function that the model may call; OpenAI's hosted tools are refused."""
 
@@ -136,10 +154,11 @@ class ResponsesRequest(OpenAIRequest):
     }
 
     model: str
-    input: (
+    input: Annotated[
         Annotated[str, Field(min_length=1)]
-        | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    )
+        | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)],
+        BeforeValidator(_known_items),
+    ]
     instructions: str | None = None
     """A system message before the input."""
     previous_response_id: str | None = None

@@ -20,7 +20,8 @@ class NodeKind(StrEnum):
     RETRY = "retry"
     """A call that was repeated and answered from the record; it has no tokens."""
     AUXILIARY = "auxiliary"
-    """A call beside the task, such as a token count or a title; never trained."""
+    """A call beside the task, such as a token count or a title; never trained. Titles of a session without another call
+    are its task."""
 
 
 class RootReason(StrEnum):

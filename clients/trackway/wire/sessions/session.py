@@ -99,5 +99,8 @@ class SessionState(WireReply):
     """Calls of the model, retries and auxiliary ones included."""
     attributes: dict[str, str]
     """Session and conversation ids that the agent's own headers named; never used for routing."""
+    ignored_fields: list[str] = Field(default_factory=list[str])
+    """Fields of its calls that had no effect, at most 64: the agent's own sampling, and what the model's routes do not
+    know."""
     nodes: list[GraphNode]
     trajectory: Trajectory | None = None

@@ -86,6 +86,8 @@ class TokenGraph:
     """Sampled nodes of text completions: prompt and completion as text; None for a prompt of ids."""
     calls: int = 0
     """Calls so far."""
+    has_task: bool = False
+    """Whether a call was about the task; without one, the calls that look auxiliary are the task."""
 
     def place(self, conversation: Conversation) -> Place:
         """Where a call with this conversation belongs; adds nothing."""
@@ -123,6 +125,8 @@ class TokenGraph:
 
     def context(self, place: Place, call: int, ids: Sequence[int], auxiliary: bool = False) -> GraphNode:
         """The node of what the engine is shown beyond the parent; that of an equal earlier call if there is one."""
+        for step in self.path(place.parent):
+            self._is_of_task(step)  # a title is not continued
         found = self._contexts.get((place.parent, place.key))
         if found is not None and self.nodes[found].ids == list(ids):
             return self.nodes[found]
@@ -137,8 +141,7 @@ class TokenGraph:
                 reason=place.reason,
             )
         )
-        if not auxiliary:
-            self._contexts[place.parent, place.key] = node.id
+        self._contexts[place.parent, place.key] = node.id
         return node
 
     def sampled(self, context: GraphNode, call: int, choice: Sampled, forced: str = "") -> GraphNode:
@@ -159,16 +162,26 @@ class TokenGraph:
             )
         )
 
+    def settle(self) -> None:
+        """Let what looked auxiliary be the task when the session had no other call."""
+        if not self.has_task:
+            for node in self.nodes:
+                if node.ids:
+                    self._is_of_task(node)
+
+    def _is_of_task(self, node: GraphNode) -> None:
+        if node.kind is NodeKind.AUXILIARY:
+            node.kind = NodeKind.PROMPT if node.parent is None else NodeKind.SAMPLED
+
     def continue_text(self, node: GraphNode, text: str | None) -> None:
         """Let completions continue a sampled node by the text up to its end, or by its ids for None."""
         self._texts[node.id] = text
 
     def continue_message(self, node: GraphNode, conversation: Conversation, said: Meaning) -> None:
         """Let calls continue a sampled node whose message the client was given as `said`."""
-        if node.kind is NodeKind.SAMPLED:
-            whole = conversation.followed_by(said)
-            self._conversations[node.id] = whole
-            self._by_key[whole.keys[-1]] = node.id
+        whole = conversation.followed_by(said)
+        self._conversations[node.id] = whole
+        self._by_key[whole.keys[-1]] = node.id
 
     def beside(self, kind: NodeKind, call: int, repeats: int | None = None) -> GraphNode:
         """Add a node without tokens: a retry of an earlier call, or an auxiliary call."""
@@ -180,10 +193,13 @@ class TokenGraph:
 
     def _reason(self, conversation: Conversation) -> RootReason:
         """Why the call continues no sampled node: how it differs from the earlier conversation that is most like it."""
-        if not self._conversations:
+        of_task = [
+            other for node, other in self._conversations.items() if self.nodes[node].kind is not NodeKind.AUXILIARY
+        ]
+        if not of_task:
             return RootReason.FIRST_CALL
         said = conversation.said
-        earlier = max(self._conversations.values(), key=lambda other: _common(said, other.said))
+        earlier = max(of_task, key=lambda other: _common(said, other.said))
         same = _common(said, earlier.said)
         if earlier.options != conversation.options and same and same >= min(len(said), len(earlier.said) - 1):
             return RootReason.OTHER_TOOLS

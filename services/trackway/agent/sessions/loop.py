@@ -45,6 +45,7 @@ class SessionAgent(AgentLoop):
         return session.limit or StopReason.ANSWERED
 
     async def _take(self, session: Session, episode: Episode) -> None:
+        session.graph.settle()
         paths = training_rows(session.graph.nodes)
         rows = [await self._row(path) for path in paths]
         if rows:

@@ -71,7 +71,7 @@ def text_of(message: ChatMessage) -> str:
 
 
 def is_auxiliary(chat: ChatRequest) -> bool:
-    """Whether the call is beside the task: its first message asks for a title, and it offers no tools."""
+    """Whether the call looks as if beside the task: its first message asks for a title, and it offers no tools."""
     first = chat.messages[0]
     is_first_call = all(message.role != "assistant" for message in chat.messages)
     return (

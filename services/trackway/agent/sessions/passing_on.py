@@ -47,7 +47,8 @@ class PassingOn:
         """The answer of the session's replica; None when that is this one.
 
         Raises:
-            TrackwayError: `not_found` for a call without a session, `unavailable` when its replica does not answer.
+            TrackwayError: `not_found` for a call without a session, or for one that is gone, before the body is read;
+                `unavailable` when its replica does not answer.
         """
         session_id = session_of_request(request.scope["path"], request.scope["headers"])
         replica = None if session_id is None else replica_of(session_id)
@@ -56,6 +57,7 @@ class PassingOn:
             message = f"expected a session's URL (/sessions/<id>/v1) or its key, got {got}; open one: POST /sessions"
             raise TrackwayError(ErrorCode.NOT_FOUND, message)
         if replica == self.sessions.replica or PASSED_ON in request.headers:
+            self.sessions.find(session_id or "")
             return None
         address = await self.client.address_of(replica)
         if address is None:

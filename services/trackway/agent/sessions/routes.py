@@ -6,14 +6,14 @@ import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Request, Response
-from pydantic import BaseModel
 
 from trackway.agent.context import AgentContext
 from trackway.agent.groups import Groups
 from trackway.agent.sessions.loop import OpenSession, opened
+from trackway.agent.sessions.messages import canonical
 from trackway.agent.sessions.passing_on import PassedOnRoute, session_of_request
 from trackway.agent.sessions.session import Session
-from trackway.agent.sessions.store import Sessions
+from trackway.agent.sessions.store import Sessions, session_of
 from trackway.model_api.anthropic import message_input
 from trackway.model_api.anthropic.errors import AnthropicRoute
 from trackway.model_api.anthropic.messages import MessagesResponseBuilder
@@ -26,13 +26,19 @@ from trackway.serving import ServiceRouter
 from trackway.serving.auth import RawHeaders, presented_key
 from trackway.serving.tokens import Caller
 from trackway.wire.anthropic.replies import CountTokensReply, MessagesReply
-from trackway.wire.anthropic.requests import CountTokensRequest, MessagesRequest
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai.replies import ChatCompletion, Completion
-from trackway.wire.openai.requests import ChatRequest, CompletionRequest
+from trackway.wire.openai.requests import ChatRequest
 from trackway.wire.openai.response_replies import ResponsesReply
-from trackway.wire.openai.response_requests import ResponsesRequest
 from trackway.wire.rollout import ModelCard, ModelList
+from trackway.wire.sessions.calls import (
+    SessionCall,
+    SessionChat,
+    SessionCompletion,
+    SessionMessages,
+    SessionResponse,
+    SessionTokenCount,
+)
 from trackway.wire.sessions.session import SessionAccess, SessionRequest, SessionReward, SessionState
 from trackway.wire.sessions.training import FinishedSession, TrainedSession
 from trackway.wire.trajectory import Reward, Trajectory
@@ -41,6 +47,12 @@ MODEL = "policy"
 """Name of the model in a session; any other name is accepted too."""
 _BASE = re.compile(r"/sessions/[^/]+(/v1)?")
 _MODEL_PATH = re.compile(r"(/sessions/[^/]+)?/v1/")
+_METHODS = ["DELETE", "GET", "PATCH", "POST", "PUT"]
+_ROUTES = (
+    *("GET /v1/models", "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses"),
+    *("POST /v1/messages", "POST /v1/messages/count_tokens"),
+)
+_SHOWN_CHARS = 200
 _OPEN_S = 30.0
 """Longest wait for a slot of the replica."""
 
@@ -130,6 +142,7 @@ class RunningSessions:
             ended=session.ended.is_set(),
             calls=session.graph.calls,
             attributes=session.attributes,
+            ignored_fields=sorted(session.ignored_fields),
             nodes=session.graph.nodes,
             trajectory=task.result() if task is not None and task.done() and not task.cancelled() else None,
         )
@@ -162,7 +175,11 @@ def session_routes(services: AgentContext, groups: Groups) -> list[APIRouter]:
     return [
         _opening(running),
         _session(sessions, running),
-        *(router(at) for at in ("/sessions/{session_id}", "") for router in (_openai, _anthropic)),
+        *(
+            router(at)
+            for at in ("/sessions/{session_id}", "")
+            for router in (_openai, _anthropic, _unknown_to_anthropic, _unknown_to_openai)
+        ),
     ]
 
 
@@ -228,25 +245,27 @@ def _openai(at: str) -> APIRouter:
         return ModelList(data=[ModelCard(id=MODEL, created=int(time.time()), max_model_len=longest)])
 
     @router.post("/v1/chat/completions", response_model=None, responses=_either(ChatCompletion))
-    async def chat(body: Annotated[ChatRequest, Body()], session: Called, request: Request) -> Response:
+    async def chat(body: Annotated[SessionChat, Body()], session: Called, request: Request) -> Response:
         """The next message of a conversation, with the run's sampling."""
-        return await session.answer(request, body, ChatResponseBuilder, _said("chat", body), stream=body.stream)
+        said = _said("chat", session, body)
+        return await session.answer(request, body, ChatResponseBuilder, said, stream=body.stream)
 
     @router.post("/v1/completions", response_model=None, responses=_either(Completion))
-    async def completions(body: Annotated[CompletionRequest, Body()], session: Called, request: Request) -> Response:
+    async def completions(body: Annotated[SessionCompletion, Body()], session: Called, request: Request) -> Response:
         """Continue prompts; one that begins with an earlier prompt and its completion continues the recorded ids."""
-        return await session.complete(request, body, _said("completions", body))
+        return await session.complete(request, body, _said("completions", session, body))
 
     @router.post("/v1/responses", response_model=None, responses=_either(ResponsesReply))
-    async def responses(body: Annotated[ResponsesRequest, Body()], session: Called, request: Request) -> Response:
+    async def responses(body: Annotated[SessionResponse, Body()], session: Called, request: Request) -> Response:
         """The next response of a conversation: the whole input, or what is new after `previous_response_id`."""
         earlier = session.earlier(body.previous_response_id, keep_system=body.instructions is None)
         chat = response_input.chat_of(body, earlier)
 
         def build(forced: ChatRequest, _: Tokenizer, prompt: list[int]) -> ResponsesBuilder:
-            return ResponsesBuilder(body, forced, prompt)
+            used = {"temperature": forced.temperature, "top_p": forced.top_p}
+            return ResponsesBuilder(body.model_copy(update=used), forced, prompt)
 
-        return await session.answer(request, chat, build, _said("responses", body), stream=body.stream)
+        return await session.answer(request, chat, build, _said("responses", session, body), stream=body.stream)
 
     return router
 
@@ -256,26 +275,50 @@ def _anthropic(at: str) -> APIRouter:
     router = APIRouter(prefix=at, tags=["model of a session"], route_class=AnthropicSessionRoute)
 
     @router.post("/v1/messages", response_model=None, responses=_either(MessagesReply))
-    async def messages(body: Annotated[MessagesRequest, Body()], session: Called, request: Request) -> Response:
+    async def messages(body: Annotated[SessionMessages, Body()], session: Called, request: Request) -> Response:
         """The next message of a conversation, with the run's sampling."""
         chat = message_input.chat_of(body)
 
         def build(forced: ChatRequest, _: Tokenizer, prompt: list[int]) -> MessagesResponseBuilder:
             return MessagesResponseBuilder(body, forced, prompt)
 
-        return await session.answer(request, chat, build, _said("messages", body), stream=body.stream)
+        return await session.answer(request, chat, build, _said("messages", session, body), stream=body.stream)
 
     @router.post("/v1/messages/count_tokens")
-    async def count_tokens(body: Annotated[CountTokensRequest, Body()], session: Called) -> CountTokensReply:
+    async def count_tokens(body: Annotated[SessionTokenCount, Body()], session: Called) -> CountTokensReply:
         """The number of tokens of a conversation; recorded as an auxiliary call."""
+        session.note_fields([*body.sampling, *body.ignored])
         return CountTokensReply(input_tokens=await session.count(message_input.chat_of(body)))
 
     return router
 
 
-def _said(route: str, body: BaseModel) -> str:
-    """What a retry of the call repeats."""
-    return f"{route} {body.model_dump_json(exclude={'stream', 'stream_options'})}"
+def _unknown_to_anthropic(at: str) -> APIRouter:
+    """What Anthropic's clients ask for beyond the routes."""
+    router = APIRouter(prefix=at, route_class=AnthropicSessionRoute)
+    router.api_route("/v1/messages/{rest:path}", methods=_METHODS, include_in_schema=False)(_no_such_route)
+    return router
+
+
+def _unknown_to_openai(at: str) -> APIRouter:
+    """What OpenAI's clients ask for beyond the routes."""
+    router = APIRouter(prefix=at, route_class=OpenAISessionRoute)
+    router.api_route("/v1/{rest:path}", methods=_METHODS, include_in_schema=False)(_no_such_route)
+    return router
+
+
+async def _no_such_route(request: Request) -> None:
+    path = request.scope["path"]
+    got = f"{request.method} {path[path.rindex('/v1/') :]}" if "/v1/" in path else path
+    raise TrackwayError(
+        ErrorCode.NOT_FOUND, f"expected {', '.join(_ROUTES)}, got {got[:_SHOWN_CHARS]}; call one of them"
+    )
+
+
+def _said(route: str, session: Session, body: SessionCall) -> str:
+    """What a retry of the call repeats: another seed asks for another sample. Its fields without effect are noted."""
+    session.note_fields([*body.sampling, *body.ignored])
+    return f"{route} {canonical({**body.sampling})} {body.model_dump_json(exclude={'stream', 'stream_options'})}"
 
 
 def _either(whole: Any) -> dict[int | str, dict[str, Any]]:
@@ -285,7 +328,8 @@ def _either(whole: Any) -> dict[int | str, dict[str, Any]]:
 def guest(sessions: Sessions, method: str, path: str, headers: RawHeaders) -> Caller | None:
     """The caller of a session's model by its key; None for another path or key: an agent does not score itself.
 
-    A key for another replica's session is passed on there unread, with nothing but this call.
+    A key for another replica's session is passed on there unread, with nothing but this call. A key whose session has
+    gone lets its caller know that, and opens nothing else.
     """
     if _MODEL_PATH.match(path) is None and (method != "HEAD" or _BASE.fullmatch(path) is None):
         return None
@@ -293,7 +337,6 @@ def guest(sessions: Sessions, method: str, path: str, headers: RawHeaders) -> Ca
     if session_id is None or key is None or not key.startswith(f"sk-{session_id}-"):
         return None
     caller = Caller(f"session {session_id}", frozenset())
-    try:
+    if session_id in sessions:
         return caller if sessions.find(session_id).owns(key) else None
-    except TrackwayError:
-        return caller if sessions.is_elsewhere(session_id) else None
+    return caller if session_of(key) == session_id else None

@@ -10,7 +10,7 @@ import contextvars
 import hashlib
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
@@ -59,6 +59,8 @@ _FOREIGN_IDS = ("session-id", "session_id", "session-affinity", "thread-id", "co
 """Endings of headers that are recorded as attributes."""
 _MAX_ATTRIBUTES = 32
 _MAX_ATTRIBUTE_CHARS = 256
+_MAX_FIELDS = 64
+_MAX_FIELD_CHARS = 64
 _BESIDE = 8
 """Retries and token counts that a session answers, for each of its `bounds.max_calls`."""
 
@@ -114,6 +116,7 @@ class Session:
         self.episode = episode
         self.graph = TokenGraph()
         self.attributes: dict[str, str] = {}
+        self.ignored_fields: set[str] = set()
         self.limit: StopReason | None = None
         """The bound that was reached first."""
         self.refused: TrackwayError | None = None
@@ -167,6 +170,11 @@ class Session:
             known = name in self.attributes or len(self.attributes) < _MAX_ATTRIBUTES
             if known and name.lower().endswith(_FOREIGN_IDS):
                 self.attributes[name.lower()] = value[:_MAX_ATTRIBUTE_CHARS]
+
+    def note_fields(self, names: Iterable[str]) -> None:
+        """Record fields of a call that had no effect, at most 64."""
+        short = {name[:_MAX_FIELD_CHARS] for name in names} - self.ignored_fields
+        self.ignored_fields.update(sorted(short)[: _MAX_FIELDS - len(self.ignored_fields)])
 
     async def count(self, chat: ChatRequest) -> int:
         """The tokens of a conversation as a prompt, of at most the session's context length; an auxiliary call."""
@@ -282,9 +290,8 @@ class Session:
         tools = chat.tools if chat.tool_choice != "none" else []
         conversation = Conversation.of(chat.messages, tools, chat.chat_template_kwargs)
         number, auxiliary = self._number(), is_auxiliary(chat)
+        self.graph.has_task |= not auxiliary
         place = self.graph.place(conversation)
-        if auxiliary:
-            place = Place(None, 0, None, place.key)
         placed = Placed(place, self.graph.ids(place.parent), await self._rendered(place, chat))
         max_tokens = await self._room(call, [placed], chat.n, chat.max_completion_tokens or chat.max_tokens)
         builder = build(chat, self.tokenizer, placed.ids)
@@ -315,6 +322,7 @@ class Session:
 
     async def _completion(self, call: CallInProgress, asked: CompletionRequest) -> Response:
         asked = self._forced(asked)
+        self.graph.has_task = True
         number = self._number()
         placed = [await self._continued(asked, prompt) for prompt in asked.prompts]
         max_tokens = await self._room(call, placed, asked.n, asked.max_tokens)

@@ -53,10 +53,6 @@ class Sessions:
     def __contains__(self, session_id: str) -> bool:
         return session_id in self._entries
 
-    def is_elsewhere(self, session_id: str) -> bool:
-        """Whether the id names another replica."""
-        return replica_of(session_id) not in (None, self.replica)
-
     def check_room(self) -> None:
         """Raise OVERLOADED when no further session can begin."""
         now = time.monotonic()

@@ -158,3 +158,69 @@ async def test_a_token_count_is_an_auxiliary_call(services: AgentServices) -> No
     prompt = "<|im_start|>user\n9+9?<|im_end|>\n<|im_start|>assistant\n"
     assert reply == {"input_tokens": len(services.model.encode(prompt))}
     assert [node.kind for node in (await state(services, access)).nodes] == [NodeKind.AUXILIARY]
+
+
+async def refused(services: AgentServices, access: SessionAccess, route: str, **body: Any) -> dict[str, Any]:
+    response = await services.client.post(f"/sessions/{access.session_id}/v1/{route}", json={"model": "any", **body})
+    assert response.status_code == 400
+    return response.json()["error"]
+
+
+async def test_a_format_of_the_text_is_refused_by_name_in_responses_and_messages(services: AgentServices) -> None:
+    access = await opened(services)
+    schema: dict[str, Any] = {"type": "json_schema", "name": "answer", "schema": {"type": "object"}}
+
+    of_response = await refused(services, access, "responses", input="9+9?", text={"format": schema})
+    question = {"role": "user", "content": "9+9?"}
+    of_message = await refused(
+        services, access, "messages", messages=[question], max_tokens=9, output_format={"type": "json_schema"}
+    )
+
+    for error, name in ((of_response, "format"), (of_message, "output_format")):
+        assert f"{name}: expected nothing" in error["message"]
+        assert "ask for it in the prompt, or use a tool" in error["message"]
+
+
+async def test_fields_without_effect_are_noted_in_every_format(services: AgentServices) -> None:
+    access = await opened(services, ANSWER, ANSWER, ANSWER)
+    question = {"role": "user", "content": "9+9?"}
+    reply = await post(services, access, "responses", input="9+9?", temperature=0.1, truncation="auto", one=1)
+    await post(services, access, "messages", messages=[question], max_tokens=9, top_k=7, metadata={}, two=2)
+    await post(services, access, "completions", prompt="9+9=", best_of=3, three=3)
+    await post(services, access, "messages/count_tokens", messages=[question], four=4)
+
+    names = ["best_of", "four", "metadata", "one", "temperature", "three", "top_k", "truncation", "two"]
+    assert (await state(services, access)).ignored_fields == names
+    assert reply["temperature"] == 1.0
+
+
+async def test_an_item_that_only_names_another_is_refused_with_the_remedy(services: AgentServices) -> None:
+    access = await opened(services)
+    items = [{"role": "user", "content": "9+9?"}, {"type": "item_reference", "id": "msg_1"}]
+
+    error = await refused(services, access, "responses", input=items)
+
+    assert error["param"] == "input"
+    assert "input[1]: expected message or function_call or" in error["message"]
+    assert "got item_reference; send the item itself (store: false), or previous_response_id" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "route", "kind"),
+    [
+        ("POST", "embeddings", "invalid_request_error"),
+        ("GET", "chat/completions", "invalid_request_error"),
+        ("POST", "messages/batches", "not_found_error"),
+    ],
+)
+async def test_an_unknown_route_is_refused_in_its_apis_format_with_the_routes(
+    services: AgentServices, method: str, route: str, kind: str
+) -> None:
+    access = await opened(services)
+
+    for path, headers in ((f"/sessions/{access.session_id}", {}), ("", {"x-api-key": access.api_key})):
+        response = await services.client.request(method, f"{path}/v1/{route}", headers=headers)
+        assert (response.status_code, response.json()["error"]["type"]) == (404, kind)
+        assert ("type" in response.json()) == (kind == "not_found_error")
+        message = response.json()["error"]["message"]
+        assert "POST /v1/responses" in message and f"got {method} /v1/{route};" in message

@@ -208,6 +208,49 @@ async def test_sampling_is_the_runs_whatever_the_agent_asks_for(services: AgentS
     assert (params.temperature, params.top_p, params.max_tokens, params.seed) == (0.7, 0.9, 32, None)
 
 
+async def test_sampling_of_the_agents_own_and_unknown_fields_are_noted_and_have_no_effect(
+    services: AgentServices,
+) -> None:
+    access = await opened(services, ANSWER)
+    own = {"presence_penalty": 0.1, "min_p": 0.2, "logit_bias": {"7": 5}, "top_k": 3.5, "repetition_penalty": 1.1}
+    answered = await chat(services, access, QUESTION, **own, thinking={"type": "x"}, store=True, user=None)
+
+    assert message_of(answered)["content"] == "#### 18"
+    [seen] = services.model.seen()
+    assert (seen.sampling_params.temperature, seen.sampling_params.top_k) == (1.0, -1)
+    assert (await state(services, access)).ignored_fields == sorted([*own, "store", "thinking"])
+
+
+async def test_the_names_of_ignored_fields_are_bounded(services: AgentServices) -> None:
+    access = await opened(services, ANSWER)
+    await chat(services, access, QUESTION, **{f"{number:02}{'x' * 99}": 1 for number in range(99)})
+
+    names = (await state(services, access)).ignored_fields
+    assert (len(names), names[-1]) == (64, "63" + "x" * 62)
+
+
+async def test_another_seed_of_the_agents_own_is_another_sample(services: AgentServices) -> None:
+    access = await opened(services, COUNT, ANSWER)
+    said = [message_of(await chat(services, access, QUESTION, seed=seed))["content"] for seed in (1, 2, 2)]
+
+    assert said[0] == COUNT.removesuffix(END) and said[1:] == ["#### 18", "#### 18"]
+    assert len(services.model.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("response_format", {"type": "json_object"}), ("guided_json", {}), ("top_logprobs", 3), ("modalities", ["audio"])],
+)
+async def test_a_field_that_changes_what_the_client_reads_is_refused_by_name(
+    services: AgentServices, field: str, value: object
+) -> None:
+    access = await opened(services)
+    refused = await chat(services, access, QUESTION, **{field: value})
+
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+    assert f"{field}: expected nothing" in refused.json()["error"]["message"]
+
+
 async def test_a_call_beyond_the_bound_is_refused_and_names_the_end(services: AgentServices) -> None:
     access = await opened(services, COUNT, bounds={"max_calls": 1})
     await chat(services, access, QUESTION)
@@ -423,6 +466,43 @@ async def test_a_title_is_answered_and_left_out_of_the_rows(services: AgentServi
     trajectory = await ended(services, access)
 
     assert [row.response_ids for row in trajectory.rows] == [services.model.encode(ANSWER)]
+
+
+async def test_a_task_of_titles_is_trained(services: AgentServices) -> None:
+    access = await opened(services, "A sum" + END, "Nine and nine" + END)
+    title = [{"role": "system", "content": "Generate a title for this article."}, *QUESTION]
+    await chat(services, access, title)
+    await chat(services, access, [title[0], {"role": "user", "content": "8+8?"}])
+
+    trajectory = await ended(services, access)
+
+    encode = services.model.encode
+    assert [row.response_ids for row in trajectory.rows] == [encode("A sum" + END), encode("Nine and nine" + END)]
+    seen = (await state(services, access)).nodes
+    assert [node.kind for node in seen] == [NodeKind.PROMPT, NodeKind.SAMPLED] * 2
+    assert [node.reason for node in seen][::2] == [RootReason.FIRST_CALL, RootReason.FIRST_CALL]
+
+
+async def test_a_title_that_is_talked_about_is_the_task(services: AgentServices) -> None:
+    access = await opened(services, "A sum" + END, "Sum" + END)
+    title = [{"role": "system", "content": "Generate a title for this article."}, *QUESTION]
+    first = message_of(await chat(services, access, title))
+    await chat(services, access, [*title, first, {"role": "user", "content": "Shorter."}])
+
+    trajectory = await ended(services, access)
+
+    assert trajectory.further_rows == [] and len(trajectory.turns) == 2
+    assert sum(trajectory.response_mask) == len(services.model.encode("A sum" + END + "Sum" + END))
+
+
+async def test_a_title_is_not_the_task_when_the_engine_refused_the_tasks_call(services: AgentServices) -> None:
+    full = {"error": {"code": "overloaded", "message": "full", "retryable": True, "detail": {"retry_after_s": 30.0}}}
+    access = await opened(services, "A sum" + END)
+    await chat(services, access, [{"role": "system", "content": "You are a title generator."}, *QUESTION])
+    services.rollout.faults = [answers(429, json=full)]
+    assert (await chat(services, access, QUESTION)).status_code == 429
+
+    assert (await ended(services, access)).response_ids == []
 
 
 async def test_foreign_session_headers_are_recorded_only(services: AgentServices) -> None:

@@ -161,3 +161,28 @@ async def test_the_oldest_ended_session_makes_room_for_another(
 
     assert [response.status_code for response in found] == [200, 200, 404]
     assert "made room" in found[2].json()["error"]["message"]
+
+
+async def test_the_key_of_a_session_that_is_gone_is_told_so_and_reaches_nothing_else(
+    guarded: AgentSettings, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    async with open_services(guarded, tokenizer) as services:
+        access, other = await guarded_session(services), await guarded_session(services)
+        own, key = f"/sessions/{access.session_id}", bearer(access.api_key)
+        assert (await services.client.delete(own, headers=bearer(TOKEN))).status_code == 200
+
+        for path in (f"{own}/v1/chat/completions", "/v1/chat/completions"):
+            response = await services.client.post(path, content=b"never read", headers=key)
+            assert response.status_code == 404
+            assert "it was deleted, made room, or is none; open another one" in response.json()["error"]["message"]
+        for path in (
+            own,
+            f"{own}/end",
+            f"{own}/reward",
+            "/sessions",
+            "/groups",
+            f"/sessions/{other.session_id}/v1/models",
+        ):
+            assert (await services.client.post(path, json={}, headers=key)).status_code == 401
+        assert (await services.client.get(f"{own}/trajectory", headers=key)).status_code == 401
+        assert (await services.client.get(f"{own}/v1/models", headers=bearer(access.api_key[:-1]))).status_code == 401

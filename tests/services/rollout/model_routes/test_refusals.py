@@ -33,7 +33,7 @@ def _speaks(engine: ScriptedEngine, tokenizer: PreTrainedTokenizerBase) -> None:
         (
             "response_format",
             {"type": "json_object"},
-            "no engine guides its sampling; describe the format in the prompt",
+            "no engine guides its sampling; ask for it in the prompt, or use a tool",
         ),
         ("top_logprobs", 2, "got 2: only the logprob of the sampled token is known; leave it out"),
         ("tempereture", 1, "Extra inputs are not permitted"),

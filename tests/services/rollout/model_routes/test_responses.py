@@ -146,7 +146,7 @@ def test_ids_are_sent_only_when_asked_for(scripted: OpenAI, says: ScriptedEngine
         ({"truncation": "auto"}, "truncation", "unsupported"),
         ({"text": {"format": {"type": "json_schema"}}}, "format", "no engine guides its sampling"),
         ({"input": []}, "input", "at least 1 item"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "expected tags: 'message', 'function_call'"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "got item_reference; send the item itself"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "content"),
         ({"temprature": 1}, "temprature", "Extra inputs are not permitted"),
         ({"model": "gpt"}, "model", "expected 'tiny', which is served here, got 'gpt'"),
