@@ -87,6 +87,13 @@ def test_services_of_this_machine_are_one_node(tmp_path: Path) -> None:
     [
         ([], None),
         (["trackway.learner_ranks=4"], "4 ranks on the trainer's machine"),
+        (["trackway.learner_ranks=8", "trainer.n_gpus_per_node=8"], "8 ranks on the trainer's machine"),
+        (
+            ["trainer.n_gpus_per_node=8"],
+            "1 rank on the trainer's machine; 1 of 8 GPUs trains; set trackway.learner_ranks=8, unless rollout engines "
+            "take the others",
+        ),
+        (["trainer.n_gpus_per_node=8", "trackway.device=cpu"], None),
         (
             ["trainer.nnodes=2", "trainer.n_gpus_per_node=8"],
             "2 nodes x 8 ranks: needs 1 Ray node besides the trainer's, offering trackway_learner 1, CPU 8, GPU 8",

@@ -55,7 +55,7 @@ def plan_report(plan: Forecast, rows: str, config: RunConfig, services: RunServi
             f"{_passes(plan, config)}",
         ),
         *([("value model", _value_model(plan, config))] if plan.value_updates else []),
-        *([("learner", _learner(config))] if config.placement.ranks > 1 else []),
+        *([("learner", _learner(config))] if config.placement.ranks > 1 or config.idle_gpus else []),
         ("rollout", _replicas(services)),
         ("overlap", _overlap(config)),
         ("correction", _correction(config)),
@@ -154,12 +154,12 @@ def _replicas(services: RunServices | None) -> str:
 
 
 def _learner(config: RunConfig) -> str:
-    placement = config.placement
+    placement, idle = config.placement, config.idle_gpus and f"; {config.idle_gpus}"
     if placement.nodes == 1:
-        return f"{placement.ranks} ranks on the trainer's machine"
+        return f"{placement.ranks} rank{'s' * (placement.ranks > 1)} on the trainer's machine{idle}"
     return (
         f"{placement.nodes} nodes x {placement.per_node} rank{'s' * (placement.per_node > 1)}: needs "
-        f"{placement.described(config.learner_needs_gpus)}"
+        f"{placement.described(config.learner_needs_gpus)}{idle}"
     )
 
 

@@ -591,6 +591,18 @@ class RunConfig(Section):
         return self.trackway.device == "cuda" or (self.trackway.device == "auto" and bool(self.trainer.n_gpus_per_node))
 
     @property
+    def idle_gpus(self) -> str:
+        """Which GPUs of the keys no rank of the learner has, in words; an empty string where each has a rank."""
+        ranks, of_node = self.placement.ranks, self.trainer.n_gpus_per_node or 0
+        gpus = of_node * (self.trainer.nnodes or 1)
+        if gpus <= ranks or not self.learner_needs_gpus:
+            return ""
+        return (
+            f"{ranks} of {gpus} GPUs train{'s' * (ranks == 1)}; set trackway.learner_ranks={gpus}, unless rollout "
+            "engines take the others"
+        )
+
+    @property
     def has_bfloat16_weights(self) -> bool:
         """Whether the weights of a model of the learner are bfloat16."""
         policy = self.actor_rollout_ref

@@ -187,6 +187,9 @@ class ShardingConfig(WeightsConfig):
     reshard_after_forward: bool = True
     """Free the gathered weights of a layer between its forward and its backward, which gathers them again; no effect
     in one process."""
+    forward_prefetch: bool = False
+    """Gather the weights of the next layer before a layer's forward rather than during it, as far as the CPU runs ahead
+    of the GPU; no effect in one process."""
     offload_policy: bool = False
     """Keep weights and moments in main memory, as `param_offload` and `optimizer_offload` do; a learner of several
     ranks then steps its optimizer there too."""

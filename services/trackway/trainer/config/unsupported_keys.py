@@ -21,11 +21,13 @@ _CRITIC_MICRO = "critic.ppo_micro_batch_size_per_gpu counts the trajectories of 
 _CRITIC_TOKENS = "the value model reads the policy's token ids"
 _REWARD = "scorers belong to the reward service's deployment"
 _AGENT = "the agent service's deployment decides"
-_FSDP = (
-    *("wrap_policy.*", "fsdp_size", "forward_prefetch", "use_orig_params"),
-    *("use_no_sync_for_gradient_accumulation", "turbo_config.*"),
-)
+_FSDP = ("use_orig_params", "use_no_sync_for_gradient_accumulation", "turbo_config.*")
 """Keys below `fsdp_config`."""
+_SHARDING = {
+    "fsdp_size": "weights are sharded over all ranks of the learner, as with -1; the numbers are the same",
+    "wrap_policy.*": "each decoder layer is sharded by itself, and the rest together; the numbers are the same",
+}
+"""The same, of how weights are sharded."""
 _DTYPE = "actor.fsdp_config.dtype decides"
 _NO_ENTROPY = "only the policy's entropy is computed; actor.use_torch_compile compiles it"
 _SAME_NUMBERS = "memory and speed only; the numbers are the same"
@@ -74,6 +76,7 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.model.trust_remote_code": "models are loaded without remote code",
     "actor_rollout_ref.model.enable_activation_offload": "activations stay on the device",
     **{f"actor_rollout_ref.actor.fsdp_config.{name}": _FSDP2 for name in _FSDP},
+    **{f"actor_rollout_ref.actor.fsdp_config.{name}": reason for name, reason in _SHARDING.items()},
     "actor_rollout_ref.actor.calculate_entropy": "the entropy is always computed and logged",
     "actor_rollout_ref.actor.checkpoint.strict": "a checkpoint of another model is always refused",
     "actor_rollout_ref.actor.checkpoint.mbridge_config.*": "only Megatron reads it",
@@ -103,7 +106,9 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size": _SEQUENCES,
     "actor_rollout_ref.ref.log_prob_micro_batch_size": _REF_MICRO,
     **{f"actor_rollout_ref.ref.fsdp_config.{name}": _FSDP2 for name in _FSDP},
+    **{f"actor_rollout_ref.ref.fsdp_config.{name}": reason for name, reason in _SHARDING.items()},
     "actor_rollout_ref.ref.fsdp_config.reshard_after_forward": "the reference is sharded as the actor is",
+    "actor_rollout_ref.ref.fsdp_config.forward_prefetch": "the reference is sharded as the actor is",
     "actor_rollout_ref.ref.fsdp_config.offload_policy": "ref.fsdp_config.param_offload decides",
     "algorithm.filter_groups.max_inflight_gen_batches": "trackway.max_inflight_groups bounds concurrent prompts",
     "async_training.compute_advantage_in_rollout": "the learner computes advantages",
@@ -113,6 +118,7 @@ NO_EFFECT: dict[str, str] = {
     **{f"async_training.dynamic_schedule_{name}": _NOT_LENT for name in _SCHEDULING},
     "async_training.concurrent_samples_per_replica": "actor_rollout_ref.rollout.max_num_seqs bounds a replica",
     **{f"critic.fsdp.{name}": _FSDP2 for name in _FSDP},
+    **{f"critic.fsdp.{name}": reason for name, reason in _SHARDING.items()},
     **{f"critic.fsdp.{name}": _SAME_NUMBERS for name in (*_LOGITS, *_PADDING)},
     "critic.fsdp.use_torch_compile": _NO_ENTROPY,
     **{f"{section}.mixed_precision.*": _DTYPE for section in _FSDP_SECTIONS},
@@ -360,7 +366,10 @@ MOVED: dict[str, str] = (
     }
     | {
         f"critic.model.fsdp_config.{name}": f"critic.fsdp.{name}"
-        for name in ("param_offload", "optimizer_offload", "offload_policy", "reshard_after_forward", "model_dtype")
+        for name in (
+            *("param_offload", "optimizer_offload", "offload_policy", "reshard_after_forward", "forward_prefetch"),
+            "model_dtype",
+        )
     }
 )
 """A verl release's spelling of a key -> the key that it sets here; null means the default. verl's releases accept

@@ -179,6 +179,7 @@ class Learner:
             offload=fsdp.param_offload or fsdp.offload_policy,
             ranks=ranks,
             reshard_after_forward=fsdp.reshard_after_forward,
+            forward_prefetch=fsdp.forward_prefetch,
             lora=config.lora,
             bfloat16_weights=fsdp.is_bfloat16,
             head_in_chunks=model.use_fused_kernels,
@@ -217,6 +218,7 @@ class Learner:
             ranks=self.ranks,
             bfloat16_weights=config.ref.fsdp_config.is_bfloat16,
             reshard_after_forward=config.actor.fsdp_config.reshard_after_forward,
+            forward_prefetch=config.actor.fsdp_config.forward_prefetch,
             head_in_chunks=config.model.use_fused_kernels,
             head_chunk_size=config.actor.fsdp_config.entropy_from_logits_chunk_size,
         )

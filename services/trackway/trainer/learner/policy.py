@@ -128,6 +128,7 @@ class Policy:
         frozen: bool = False,
         ranks: Ranks = ALONE,
         reshard_after_forward: bool = True,
+        forward_prefetch: bool = False,
         lora: LoraSettings | None = None,
         bfloat16_weights: bool = False,
         head_in_chunks: bool | None = None,
@@ -163,7 +164,13 @@ class Policy:
         if ranks.sequences is not None:
             require_divisible(self.model, ranks.sequences.size, packs=self.packs)
         if ranks.mesh is not None:
-            shard(self.model, ranks.mesh, reshard_after_forward=reshard_after_forward, offload=offload)
+            shard(
+                self.model,
+                ranks.mesh,
+                reshard_after_forward=reshard_after_forward,
+                forward_prefetch=forward_prefetch,
+                offload=offload,
+            )
         self.is_offloaded_by_fsdp = offload and ranks.mesh is not None
         """Whether the weights, and so the moments of their optimizer, stay in main memory."""
         offload = offload and not self.is_offloaded_by_fsdp

@@ -17,7 +17,7 @@ from trackway.trainer.data.name_check import check_names
 from trackway.trainer.data.prompt_filter import prompt_filter
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner
-from trackway.trainer.learner.ranks.group import LeadingLearner, RankGroup
+from trackway.trainer.learner.ranks.group import LeadingLearner, RankGroup, require_shared
 from trackway.trainer.learner.ranks.publication import RankWriters
 from trackway.trainer.loop.build_traces import open_traces, run_target, weave_url
 from trackway.trainer.loop.colocation import open_engines
@@ -71,6 +71,8 @@ async def build(
     config, services, settings = folder.config(), folder.services(), taken_over()
     for key, reason in no_effect(config.trackway.ignored_keys):
         logger.info("%s has no effect here: %s", key, reason)
+    if config.idle_gpus:
+        logger.warning("%s", config.idle_gpus)
     with waits(RUN, "its rows to be read"):
         keep = await prompt_filter(config, services.tools_url)
         rows, held_out = await asyncio.to_thread(load_data, config, keep)
@@ -116,7 +118,7 @@ def _training(
     schedule = plan(config, prompts.steps_per_epoch)
     nodes = config.placement.described(config.learner_needs_gpus) + ", and " if config.placement.nodes > 1 else ""
     with waits(RUN, f"{nodes}its model to be loaded"):
-        learner = _learner(config, schedule.total_steps, folder.info().threads)
+        learner = _learner(folder, config, schedule.total_steps)
     folder.update(threads=learner.threads)
     with waits(RUN, "its checkpoint to be loaded"):
         beginning = begin(folder, config, learner, skip_damaged)
@@ -173,14 +175,15 @@ def _training(
     )
 
 
-def _learner(config: RunConfig, total_steps: int, threads: int | None) -> Learner:
-    """`threads` is the number at the run's first start: another one would round differently."""
+def _learner(folder: RunFolder, config: RunConfig, total_steps: int) -> Learner:
     settings = learner_config(config, total_steps)
+    # The number at the run's first start: another one would round differently.
+    threads = folder.info().threads
     code_path = config.trackway.code_path
     try:
         if code_path and any(":" in name for name in (settings.algorithm.adv_estimator, settings.loss_mode)):
             add_to_path(Path(code_path))
-        return _started(replace(settings, threads=threads or settings.threads), config)
+        return _started(replace(settings, threads=threads or settings.threads), config, folder.path)
     except (OSError, ValueError) as error:  # no such model, or not one that can be trained as asked
         model = config.actor_rollout_ref.model.path
         raise TrackwayError(ErrorCode.INVALID_REQUEST, f"no learner for the model {model!r}: {error}") from error
@@ -194,14 +197,17 @@ def _generations(folder: str | None, config: RunConfig, rows: Rows) -> Generatio
     return Generations(Path(folder), lambda ids: tokenizer.decode(ids, skip_special_tokens=True), truths)
 
 
-def _started(settings: LearnerConfig, config: RunConfig) -> Learner:
+def _started(settings: LearnerConfig, config: RunConfig, folder: Path) -> Learner:
     """The learner in this process, or the first rank of one in several."""
     placement, own = config.placement, config.trackway
     if placement.ranks == 1:
         return Learner(settings)
     group = RankGroup(settings, placement, own.rank_timeout_s, own.placement_timeout_s)
     try:
-        return LeadingLearner(settings, group)
+        learner = LeadingLearner(settings, group)
+        if placement.nodes > 1:
+            require_shared(learner, folder)
+        return learner
     except BaseException:
         group.close()
         raise

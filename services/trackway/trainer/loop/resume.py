@@ -19,6 +19,7 @@ from trackway.trainer.run_state.checkpoint import (
     finished_trajectories,
     load_checkpoint,
     named_checkpoint,
+    not_loaded,
     set_aside_damaged,
 )
 from trackway.trainer.run_state.folder import RunFolder
@@ -149,7 +150,6 @@ def _loaded(checkpoint: Path, learner: Learner) -> Progress:
     try:
         progress = Progress.model_validate(state)
     except ValueError as error:  # another version's
-        message = f"the checkpoint {checkpoint} cannot be loaded: {error}"
-        raise TrackwayError(ErrorCode.INVALID_REQUEST, message) from error
+        raise not_loaded(checkpoint, error) from error
     logger.info("begins at %s, after step %d", checkpoint, progress.step)
     return progress

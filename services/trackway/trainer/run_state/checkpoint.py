@@ -5,7 +5,7 @@
                        actor/huggingface/  a Hugging Face folder, with `checkpoint.save_contents=[..., hf_model]`
                        state.json          the loop's state: position in the data, counters
                        finished.parquet    trajectories that are not trained yet; absent when there are none
-                       manifest.json       sha256 of every other file
+                       manifest.json       sha256 of every other file, and the release that wrote them
 <root>/latest_checkpointed_iteration.txt   N, written last
 <root>/damaged_global_step_<N>/            a damaged checkpoint, kept for inspection
 
@@ -21,6 +21,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
 
@@ -46,13 +47,20 @@ DAMAGED = "damaged_"
 MAKING = ".making_"
 REPLACED = ".replaced_"
 
+FORMAT = 1
+"""Of checkpoints; raised when a release writes what earlier ones cannot read."""
+RELEASE = version("trackway")
+
 logger = logging.getLogger("trackway.trainer")
 
 
 class Manifest(BaseModel):
-    """The files of a checkpoint, with their digests."""
+    """The files of a checkpoint, with their digests, and what wrote them."""
 
     files: list[FileDigest]
+    release: str | None = None
+    """Of Trackway; None in checkpoints from before releases were recorded."""
+    format: int | None = None
 
 
 class Loadable(Protocol):
@@ -162,9 +170,24 @@ def load_checkpoint(path: Path, learner: Loadable) -> dict[str, JsonValue]:
     except (OSError, ValueError, SafetensorError) as error:
         if not is_checked and isinstance(error, OSError | SafetensorError | json.JSONDecodeError):
             raise _corrupt(path, f"it cannot be loaded ({error})") from error
-        message = f"the checkpoint {path} cannot be loaded: {error}"
-        raise TrackwayError(ErrorCode.INVALID_REQUEST, message) from error
+        raise not_loaded(path, error) from error
     return state
+
+
+def not_loaded(path: Path, error: Exception) -> TrackwayError:
+    """The error for an intact checkpoint that cannot be loaded; names the release that saved it if it is another."""
+    try:
+        saved = Manifest.model_validate_json((path / MANIFEST).read_bytes())
+    except (OSError, ValidationError):
+        saved = Manifest(files=[])
+    message = f"the checkpoint {path} cannot be loaded: {error}"
+    if (saved.release, saved.format) != (RELEASE, FORMAT):
+        by = f"release {saved.release} (format {saved.format})" if saved.release else "a release that recorded none"
+        message += (
+            f"; it was saved by {by}, and this is release {RELEASE} (format {FORMAT}): resume it with the release that "
+            "saved it, or export it there (trackway export) and start a run from that model"
+        )
+    return TrackwayError(ErrorCode.INVALID_REQUEST, message)
 
 
 def finished_trajectories(path: Path) -> tuple[Trajectory, ...]:
@@ -233,7 +256,8 @@ def _write_latest(root: Path, step: int) -> None:
 
 
 def _manifest(folder: Path) -> Manifest:
-    return Manifest(files=digests(folder, [path for path in folder.rglob("*") if path.is_file()]))
+    files = digests(folder, [path for path in folder.rglob("*") if path.is_file()])
+    return Manifest(files=files, release=RELEASE, format=FORMAT)
 
 
 def _steps(root: Path) -> list[int]:

@@ -161,6 +161,7 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     f"{ACTOR}.fsdp_config.optimizer_offload": (True, {"learner.actor.fsdp_config.optimizer_offload": True}),
     f"{ACTOR}.fsdp_config.offload_policy": (True, {"learner.actor.fsdp_config.offload_policy": True}),
     f"{ACTOR}.fsdp_config.reshard_after_forward": (False, {"learner.actor.fsdp_config.reshard_after_forward": False}),
+    f"{ACTOR}.fsdp_config.forward_prefetch": (True, {"learner.actor.fsdp_config.forward_prefetch": True}),
     f"{ACTOR}.fsdp_config.entropy_from_logits_chunk_size": (
         64,
         {"learner.actor.fsdp_config.entropy_from_logits_chunk_size": 64},
@@ -602,7 +603,7 @@ _CRITIC_OPTIM: Keys = {
     **{"num_cycles": 2.0, "lr_scheduler_type": "cosine", "zero_indexed_step": False},
 }
 _CRITIC_FSDP: Keys = {"optimizer_offload": True, "offload_policy": True, "reshard_after_forward": False}
-_CRITIC_FSDP |= {"model_dtype": "bf16", "full_determinism": True}
+_CRITIC_FSDP |= {"forward_prefetch": True, "model_dtype": "bf16", "full_determinism": True}
 OF_VALUE_MODEL: list[tuple[Keys, Fields]] = [
     ({f"{MODEL}.path": "m"}, {"model_path": "m"}),
     ({f"{MODEL}.path": "m", "critic.model.path": "v"}, {"model_path": "v"}),

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -211,6 +212,37 @@ def test_a_checkpoint_of_an_earlier_version_is_loaded_unchecked_and_that_is_logg
     assert load_checkpoint(saved, learner) == {"step": 1}
     assert learner.count == 1
     assert f"the checkpoint {saved} has no digests (it was saved by an earlier version)" in caplog.text
+
+
+class OfAnotherModel(Counter):
+    def load(self, folder: Path) -> None:
+        raise ValueError("expected the weights of m, got other names")
+
+
+def test_a_checkpoint_that_cannot_be_loaded_names_the_release_that_saved_it_and_the_way_on(tmp_path: Path):
+    def refusal() -> str:
+        with pytest.raises(TrackwayError, match="cannot be loaded") as caught:
+            load_checkpoint(saved, OfAnotherModel())
+        assert caught.value.code is ErrorCode.INVALID_REQUEST
+        return caught.value.message
+
+    saved = save_checkpoint(tmp_path, 1, Counter(1).save, {"step": 1})
+    manifest, own = saved / "manifest.json", version("trackway")
+    fields = json.loads(manifest.read_text())
+    plain = f"the checkpoint {saved} cannot be loaded: expected the weights of m, got other names"
+    way_on = (
+        f", and this is release {own} (format 1): resume it with the release that saved it, or export it there "
+        "(trackway export) and start a run from that model"
+    )
+
+    assert (fields["release"], fields["format"]) == (own, 1)
+    assert refusal() == plain
+    manifest.write_text(json.dumps({**fields, "release": "9.1.0", "format": 2}))
+    assert refusal() == f"{plain}; it was saved by release 9.1.0 (format 2){way_on}"
+    manifest.write_text(json.dumps({"files": fields["files"]}))  # as releases wrote it that recorded none
+    assert refusal() == f"{plain}; it was saved by a release that recorded none{way_on}"
+    assert load_checkpoint(saved, learner := Counter()) == {"step": 1}
+    assert learner.count == 1
 
 
 def test_damaged_checkpoints_are_kept_under_names_of_their_own(tmp_path: Path):

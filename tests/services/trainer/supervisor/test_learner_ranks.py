@@ -39,8 +39,9 @@ def ranks_left_by(pids: set[int]) -> list[list[bytes]]:
     return [line for line in commands if b"trackway.trainer.learner.ranks.process" in line and line[-1] in parents]
 
 
+@pytest.mark.parametrize("victim", ["its own process", "another"])
 async def test_a_run_whose_rank_was_killed_goes_on_from_its_checkpoint_and_leaves_no_process(
-    runs: RunManager, agent, tiny_model: Path, sample, tmp_path: Path
+    runs: RunManager, agent, tiny_model: Path, sample, tmp_path: Path, victim: str
 ):
     agent.holding_at = 3
     await runs.start(run_request(tiny_model, tmp_path, sample, "sharded", "trackway.learner_ranks=2"))
@@ -48,14 +49,17 @@ async def test_a_run_whose_rank_was_killed_goes_on_from_its_checkpoint_and_leave
     first = pid_of(runs, "sharded")
     (rank,) = ranks_of(first)
 
-    os.kill(rank, signal.SIGKILL)
+    os.kill(first if victim == "its own process" else rank, signal.SIGKILL)
+    if victim == "its own process":
+        await until(lambda: ranks_left_by({first}) == [])
     agent.released.set()
     await until(lambda: runs.registry.info("sharded").restarts == 1)
     info = await ended(runs, "sharded")
 
     assert (info.state, info.step, info.restarts) == (RunState.FINISHED, STEPS, 1)
     log = (Path(info.folder) / "worker.log").read_text()
-    assert "RankError: rank 1 of the learner ended by SIGKILL during 'update'" in log
+    died = "RankError: rank 1 of the learner ended by SIGKILL during 'update'" in log
+    assert died == (victim == "another")
     assert "did not exit" not in log
     assert [row.step async for row in runs.registry.rows("sharded", follow=False) if "actor/grad_norm" in row.data] == [
         *range(1, STEPS + 1)

@@ -47,6 +47,7 @@ class Critic:
             offload=fsdp.param_offload or fsdp.offload_policy,
             ranks=ranks,
             reshard_after_forward=fsdp.reshard_after_forward,
+            forward_prefetch=fsdp.forward_prefetch,
             lora=settings.lora,
             bfloat16_weights=fsdp.is_bfloat16,
             head_in_chunks=False,

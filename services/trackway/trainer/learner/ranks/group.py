@@ -25,6 +25,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
+from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError
@@ -53,6 +54,8 @@ NOTICE_S = 5.0
 """Longest wait, after a collective has failed, for the process that caused it to end."""
 STOP_S = 10.0
 """Longest wait for the ranks to exit before they are killed."""
+SHARED_S = 60.0
+"""Longest wait for a file of the first rank to be seen by the others; clients of NFS cache folders for so long."""
 SHARED_ERRORS = (ValueError, OSError, SafetensorError)
 """Errors that every rank meets alike, such as a damaged checkpoint, or only the first, as when it writes: the group is
 as good as before."""
@@ -283,6 +286,30 @@ class LeadingLearner(Learner):
     def close(self) -> None:
         """Stops the other ranks; they are killed when they do not exit."""
         self._group.close()
+
+
+def require_shared(learner: LeadingLearner, folder: Path, deadline_s: float = SHARED_S) -> None:
+    """Raises ValueError unless every rank sees a file that is written to the folder, within `deadline_s`."""
+    name = f".seen_by_ranks_{uuid4().hex}"
+    (folder / name).touch()
+    try:
+        seen = learner.publish_share(partial(_sees, folder, name, deadline_s))
+    finally:
+        (folder / name).unlink()
+    blind = [str(rank) for rank, sees in enumerate(seen) if not sees]
+    if blind:
+        raise ValueError(
+            f"expected every rank of the learner to see the files of {folder}, got none in rank {', '.join(blind)} "
+            f"after {deadline_s:g} s; checkpoints and versions need one volume, mounted there on each node of "
+            "trainer.nnodes"
+        )
+
+
+def _sees(folder: Path, name: str, deadline_s: float, ranks: Ranks) -> bool:
+    end = time.monotonic() + deadline_s
+    while not (found := (folder / name).exists()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
 
 
 def serve(index: int, host: str, port: int) -> None:

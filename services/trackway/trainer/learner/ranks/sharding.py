@@ -9,6 +9,7 @@ nothing is sharded, and nothing is sent.
 
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from itertools import pairwise
 from typing import TypeVar, cast
 
 import torch
@@ -129,26 +130,33 @@ def join(store: Store, index: int, placement: Placement, device: str, deadline_s
     return Ranks(init_device_mesh(device, (count,)), timeout, writers=writers, per_node=placement.per_node)
 
 
-def shard(model: PreTrainedModel, mesh: DeviceMesh, *, reshard_after_forward: bool, offload: bool) -> None:
+def shard(
+    model: PreTrainedModel,
+    mesh: DeviceMesh,
+    *,
+    reshard_after_forward: bool,
+    offload: bool,
+    forward_prefetch: bool = False,
+) -> None:
     """Shards the weights over the mesh, by layers; what is left, tied weights among it, is the root's.
 
-    `reshard_after_forward` frees the gathered weights of a layer until its backward; `offload` keeps the shards in main
-    memory, and has no effect on CPUs.
+    `reshard_after_forward` frees the gathered weights of a layer until its backward; `forward_prefetch` begins to
+    gather those of the next layer before a layer's forward; `offload` keeps the shards in main memory, and has no
+    effect on CPUs.
     """
     policy = CPUOffloadPolicy() if offload and mesh.device_type != "cpu" else OffloadPolicy()
     # Gradients of bfloat16 weights are added up in float32.
     reduce = torch.float32 if any(p.dtype == torch.bfloat16 for p in model.parameters()) else None
     precision = MixedPrecisionPolicy(reduce_dtype=reduce)
-    layers = set(model._no_split_modules or ())
-    for module in model.modules():
-        if type(module).__name__ in layers:
-            fully_shard(
-                module,
-                mesh=mesh,
-                reshard_after_forward=reshard_after_forward,
-                mp_policy=precision,
-                offload_policy=policy,
-            )
+    names = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    for layer in layers:
+        fully_shard(
+            layer, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=precision, offload_policy=policy
+        )
+    if forward_prefetch:
+        for layer, following in pairwise(cast(list[FSDPModule], layers)):
+            layer.set_modules_to_forward_prefetch([following])
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):

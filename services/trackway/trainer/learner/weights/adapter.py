@@ -1,8 +1,9 @@
 """LoRA: low-rank matrices beside the linear layers, which alone are trained (Hu et al., 2021, arXiv 2106.09685).
 
 An adapted layer computes W x + s B A x with s = alpha / rank. A is random and B zero at first, so that training starts
-at the base model, which is also the reference model. PEFT makes the layers and names them. Engines get the whole
-weights W + s B A, so every engine serves them, and none has to scale or to name an adapter.
+at the base model, which is also the reference model. PEFT makes the layers and names them. vLLM and
+SGLang get the adapter alone, as PEFT writes it; the embedded engine, and every engine with `lora.merge`, gets the whole
+weights W + s B A.
 """
 
 from collections.abc import Iterator, Mapping

@@ -14,7 +14,7 @@ from trackway.clients.weights import WeightStore
 from trackway.trainer.config.placement import Placement
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner
-from trackway.trainer.learner.ranks.group import LeadingLearner, RankError, RankGroup
+from trackway.trainer.learner.ranks.group import LeadingLearner, RankError, RankGroup, require_shared
 from trackway.trainer.learner.ranks.publication import RankWriters
 from trackway.trainer.learner.ranks.sharding import Ranks
 from trackway.wire.errors import TrackwayError
@@ -61,6 +61,10 @@ def test_a_learner_of_two_ranks_does_what_one_process_does_until_a_command_fails
             learner.update([])
         with pytest.raises(FileNotFoundError):
             learner.load(tmp_path / "nowhere")
+        require_shared(learner, tmp_path)
+        with pytest.raises(ValueError, match=r"to see the files of .*, got none in rank 1 after 0\.1 s; .* one volume"):
+            require_shared(learner, OnlyInTheFirst(tmp_path), 0.1)  # pyright: ignore[reportArgumentType]
+        assert list(tmp_path.glob(".*")) == []
         metrics.append(learner.update(batch).metrics)
         learner.export(tmp_path / "several")
         learner.proof(tmp_path / "several", 1)

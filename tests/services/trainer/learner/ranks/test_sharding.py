@@ -7,11 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.services.trainer.learner_settings import learner_config
@@ -21,10 +26,11 @@ from trackway.trainer.config import resolve
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.optimizer import state_tensors
+from trackway.trainer.learner.policy import load_model
 from trackway.trainer.learner.ranks.group import LeadingLearner
 from trackway.trainer.learner.ranks.launch import RankError
 from trackway.trainer.learner.ranks.publication import INDEX, RankWriters
-from trackway.trainer.learner.ranks.sharding import ALONE, Ranks, gathered, local
+from trackway.trainer.learner.ranks.sharding import ALONE, Ranks, gathered, local, shard
 from trackway.trainer.learner.ranks.snapshot import Snapshot
 from trackway.trainer.learner.weights.peft_folder import WEIGHTS
 from trackway.trainer.loop.weight_publisher import Publisher
@@ -62,6 +68,12 @@ VARIANTS = {
     "packed by tokens": {"remove_padding": True, "use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 40},
     "whole mini-batch": {"micro_batch_size": 8, "reshard_after_forward": False},
     "checkpointed": {"gradient_checkpointing": True, "micro_batch_size": 3, "offload_policy": True},
+    "next layer prefetched": {
+        "forward_prefetch": True,
+        "remove_padding": True,
+        **CRITIC,
+        "critic.fsdp.forward_prefetch": True,
+    },
     "LoRA": {"lora_rank": 3, "lr": 1e-2},
     "LoRA, never resharded": {"lora_rank": 3, "reshard_after_forward": False, "kl_loss_type": "full"},
     "LoRA, head in chunks": {"lora_rank": 3, "use_fused_kernels": True, "chunk_size": 4, "remove_padding": True},
@@ -202,12 +214,12 @@ def test_updates_of_two_ranks_are_those_of_one_process_with(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_float32_they_are_so_within_its_rounding(
-    two_ranks: RankProcesses, tiny_model: Path, batches: list[list[Trajectory]], tmp_path: Path, layout: str
+    ranks: RankProcesses, tiny_model: Path, batches: list[list[Trajectory]], tmp_path: Path, layout: str
 ):
     config = learner_config(tiny_model, **EVERYTHING | LAYOUTS[layout] | {"lr": 1e-4})
     expected = trained(ALONE, config, batches, tmp_path / "one")
 
-    outcomes = two_ranks.run(trained, config, batches, tmp_path / "several")
+    outcomes = ranks.run(trained, config, batches, tmp_path / "several")
 
     assert_same(outcomes, expected, TOLERANCE["float32"])
 
@@ -233,6 +245,62 @@ def per_node(ranks: Ranks) -> tuple[int, int]:
 def test_ranks_know_how_many_of_them_share_the_cores_of_a_node(two_ranks: RankProcesses, four_ranks: RankProcesses):
     assert two_ranks.run(per_node) == [(2, 2)] * 2
     assert four_ranks.run(per_node) == [(2, 2)] * 4
+
+
+class Gathers(TorchDispatchMode):
+    """Counts the collectives by which FSDP2 gathers weights."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += "_allgather_base_" in str(func)
+        return func(*args, **kwargs or {})
+
+
+def gathered_before(ranks: Ranks, config: LearnerConfig) -> list[int]:
+    """How many times weights have been gathered when each layer computes."""
+    policy, counts = Learner(config, ranks).policy, list[int]()
+    with Gathers() as gathers:
+        for layer in policy.model.model.layers:
+            layer.register_forward_pre_hook(lambda *_: counts.append(gathers.count))
+        policy.sequence_logprobs([1, 2, 3])
+    return counts
+
+
+def test_the_weights_of_the_next_layer_are_gathered_ahead_only_with_forward_prefetch(
+    two_ranks: RankProcesses, untied_model: Path
+):
+    def counts(*, prefetch: bool) -> list[int]:
+        config = learner_config(untied_model, forward_prefetch=prefetch)
+        ours, theirs = two_ranks.run(gathered_before, config)
+        assert ours == theirs
+        return ours
+
+    assert counts(prefetch=False) == [2, 3, 4]  # the root's, then one for each layer
+    assert counts(prefetch=True) == [3, 4, 4]
+
+
+def test_on_gpus_offload_is_that_of_fsdp2_and_each_layer_has_it(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+    policies: list[OffloadPolicy] = []
+
+    def keep(module: torch.nn.Module, *, offload_policy: OffloadPolicy, **_: object) -> None:
+        policies.append(offload_policy)
+
+    monkeypatch.setattr("trackway.trainer.learner.ranks.sharding.fully_shard", keep)
+    model = load_model(tiny_model, torch.float32)
+
+    def given(device: str, *, offload: bool) -> list[type]:
+        policies.clear()
+        mesh = cast(DeviceMesh, SimpleNamespace(device_type=device))
+        shard(model, mesh, reshard_after_forward=True, offload=offload)
+        return [type(policy) for policy in policies]
+
+    count = model.config.num_hidden_layers + 1
+    assert given("cuda", offload=True) == [CPUOffloadPolicy] * count
+    assert given("cuda", offload=False) == [OffloadPolicy] * count
+    assert given("cpu", offload=True) == [OffloadPolicy] * count
 
 
 def snapshotted(ranks: Ranks, config: LearnerConfig, batches: list[list[Trajectory]], folder: Path) -> None:
@@ -476,21 +544,21 @@ def test_ranks_that_divide_the_tokens_of_a_row_update_as_one_process_does(
     settings = EVERYTHING | {"remove_padding": True} | settings
     ranks = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[count])
     config = learner_config(four_heads, dtype="float64", ulysses_size=size, **settings)
-    expected = trained(ALONE, config, batches[:3], tmp_path / "one")
+    expected = trained(ALONE, config, batches, tmp_path / "one")
 
-    outcomes = ranks.run(trained, config, batches[:3], tmp_path / "several")
+    outcomes = ranks.run(trained, config, batches, tmp_path / "several")
 
     assert_same(outcomes, expected, TOLERANCE["float64"])
 
 
 def test_they_do_so_within_the_rounding_of_float32(
-    four_ranks: RankProcesses, four_heads: Path, batches: list[list[Trajectory]], tmp_path: Path
+    ranks: RankProcesses, four_heads: Path, batches: list[list[Trajectory]], tmp_path: Path
 ):
     settings = EVERYTHING | {"remove_padding": True, "micro_batch_size": 2, "lr": 1e-4}
     config = learner_config(four_heads, ulysses_size=2, **settings)
     expected = trained(ALONE, config, batches, tmp_path / "one")
 
-    outcomes = four_ranks.run(trained, config, batches, tmp_path / "several")
+    outcomes = ranks.run(trained, config, batches, tmp_path / "several")
 
     assert_same(outcomes, expected, TOLERANCE["float32"])
 
