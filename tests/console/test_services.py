@@ -10,6 +10,8 @@ from pydantic import SecretStr
 from tests.console import accessibility
 from tests.console.browser import Browser
 from tests.console.conftest import Serve
+from tests.console.example_run import rollout
+from tests.console.walk import walk
 from trackway.console.app import create_app
 from trackway.reward.app import create_app as reward_app
 from trackway.serving import AuthSettings, ServiceSettings
@@ -157,6 +159,22 @@ def test_the_pages_of_services_errors_and_the_token_fit_both_sizes_and_colour_sc
     ):
         fits(view, text)
     assert [address for address in browser.requests if not address.startswith((url, "data:"))] == []
+
+
+@pytest.mark.slow
+@pytest.mark.program("chromium")
+def test_a_browser_goes_through_every_page_of_a_run_beside_its_services(
+    outputs: Path, http: httpx.AsyncClient, serve: Serve, browser: Browser
+) -> None:
+    answering = {service: url for service, url in URLS.items() if service != "rollout"}
+    url = serve(outputs, services=answering, http=http)
+    browser.open(f"{url}#/")
+    browser.evaluate(f"sessionStorage.setItem('trackway-token', {SECRET!r})")
+
+    said = walk(browser, url, "tidy", rollout("tidy", 1, 7, 0).tags, rollout("tidy", 2, 7, 1).tags)
+
+    assert "all ready" in said["system"] and "A score" in said["try"]
+    assert said["compare"].startswith("2 trajectories") and "Failures" in said["failures"]
 
 
 def test_a_console_alone_has_no_services(tmp_path: Path) -> None:
