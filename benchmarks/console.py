@@ -1,8 +1,10 @@
 """The console on a large run: first answer and paint, each kind of click, searches and what cancels them, memory.
 
     .venv/bin/python -m benchmarks.console write --steps 1000 --prompts 512     # once, 2.5 GB; outputs/bench-console
+    .venv/bin/python -m benchmarks.console write --chars 8000 --steps 100       # rows of 8 KB
     .venv/bin/python -m benchmarks.console measure
-    .venv/bin/python -m benchmarks.console beside       # steps of the demo, with an open page and without
+    .venv/bin/python -m benchmarks.console values       # what trackway.save_token_values writes for a step
+    .venv/bin/python -m benchmarks.console beside       # steps of the demo, alone and with its page open in Chromium
 
 `write` uses the trainer's writer: 8 rollouts for each prompt, two turns with a tool call, texts of some hundred bytes.
 `measure` clicks in Chromium and asks the searches over HTTP: over 102,400 trajectories (25 steps) and over the run.
@@ -31,7 +33,7 @@ from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectory_dump import write_trajectories
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.chat import FunctionCall, Message, ToolCall
-from trackway.wire.trainer import MetricsRow, RunState
+from trackway.wire.trainer import MetricsRow, RunInfo, RunState
 from trackway.wire.trajectory import Reward, StopReason, Tags, Timings, ToolCallRecord, Trajectory, Turn, WeightSpan
 
 OUTPUTS = Path("outputs/bench-console")
@@ -41,8 +43,8 @@ NEEDLE = "zyzzyva"
 """A word that one trajectory of each tenth step has."""
 
 
-def write(steps: int, prompts: int) -> None:
-    """Write the run."""
+def write(steps: int, prompts: int, chars: int) -> None:
+    """Write the run; `chars` of text a trajectory, and no fewer than some hundred."""
     folder = RunFolder(OUTPUTS / RUN)
     urls = ServiceUrls(agent_url="http://a", tools_url="http://t", weights_url="w")
     folder.create(compose([f"trainer.experiment_name={RUN}"]), urls, total_steps=steps)
@@ -50,7 +52,7 @@ def write(steps: int, prompts: int) -> None:
     draw = random.Random(0)
     started = time.monotonic()
     for step in range(1, steps + 1):
-        rollouts = [_rollout(draw, step, prompt, n) for prompt in range(prompts) for n in range(ROLLOUTS)]
+        rollouts = [_rollout(draw, step, prompt, n, chars) for prompt in range(prompts) for n in range(ROLLOUTS)]
         if step % 10 == 0:
             rollouts[draw.randrange(len(rollouts))].prompt_messages[0].content += f" {NEEDLE}"
         write_trajectories(folder.path / f"trajectories/step_{step}.parquet", rollouts)
@@ -65,11 +67,16 @@ def write(steps: int, prompts: int) -> None:
     print(f"{count} trajectories in {steps} files, {size / 1e6:.0f} MB, {time.monotonic() - started:.0f} s")
 
 
-def _rollout(draw: random.Random, step: int, prompt: int, n: int) -> Trajectory:
+WORDS = ("so", "we", "add", "take", "both", "numbers", "carry", "one", "check")
+WORD_CHARS = 4.7
+"""Mean length of a word and its space."""
+
+
+def _rollout(draw: random.Random, step: int, prompt: int, n: int, chars: int = 0) -> Trajectory:
     a, b = draw.randrange(1000), draw.randrange(1000)
     score = float(draw.random() < 0.2 + 0.6 * min(1, step / 100))
     answer = a + b if score else a - b
-    words = " ".join(draw.choices(("so", "we", "add", "take", "both", "numbers", "carry", "one", "check"), k=30))
+    words = " ".join(draw.choices(WORDS, k=max(30, round(chars / WORD_CHARS))))
     call = ToolCall(id="c0", function=FunctionCall(name="calculator", arguments=json.dumps({"expression": f"{a}+{b}"})))
     tags = Tags(experiment_name=RUN, step=step, sample_index=prompt, rollout_n=n)
     logprobs = [-draw.expovariate(3) for _ in range(40)]
@@ -238,6 +245,9 @@ def _searches(url: str, steps: int) -> None:
         _print(f"{name}, all: to the end", list(whole))
     for name, asked in {"word": {"text": "carry"}, "expression": {"text": COMMON_REGEX, "regex": True}}.items():
         _print(f"a common {name}, 50 hits", [_search(url, asked, 50)[1] for _ in range(3)])
+    for name in ("prompt", "failures"):
+        asked = {"sample": str(steps % 512)} if name == "prompt" else {}
+        _print(f"{name} of the whole run, to the end", [_seconds(lambda n=name, a=asked: _to_the_end(url, n, a))])
     for name, query in SQL.items():
         text = query.format(steps - HUNDRED_THOUSAND)
         _print(f"SQL: {name}", [_seconds(lambda text=text: _ask(url, "sql", query=text)) for _ in range(3)])
@@ -255,6 +265,12 @@ def _search(url: str, asked: dict, most: int | None = None) -> tuple[float, floa
         if cursor is None or (most is not None and found >= most):
             ended = time.monotonic() - started
             return ended if first is None else first, ended
+
+
+def _to_the_end(url: str, path: str, asked: dict) -> None:
+    """Asks as the page does, until no file is left."""
+    while _ask(url, path, **asked)["files_left"]:
+        pass
 
 
 def _cancelled(url: str) -> float:
@@ -288,33 +304,83 @@ def _print(name: str, taken: list[float]) -> None:
     print(f"{name:48} median {statistics.median(taken):.2f} s, p95 {p95:.2f} s, n {len(taken)}", flush=True)
 
 
-POLL_S = 2.0
-"""Seconds between two polls of an open page: POLL_MS of app.js."""
+def values(prompts: int, tokens: int) -> None:
+    """Print the bytes and seconds of the learner's values of a step with so many response tokens a rollout."""
+    import torch
+
+    from trackway.trainer.learner.batch import TokenValues
+    from trackway.trainer.learner.filtering import FilteredBatch, TrainStatus
+    from trackway.trainer.run_state.token_values import write_token_values
+
+    draw = random.Random(0)
+    rollouts = [_rollout(draw, 1, prompt, n) for prompt in range(prompts) for n in range(ROLLOUTS)]
+    batch = FilteredBatch(rollouts, [TrainStatus.USED] * len(rollouts))
+    torch.manual_seed(0)
+    count = len(rollouts) * tokens
+    made = TokenValues(
+        lengths=[tokens] * len(rollouts),
+        logprobs=-torch.empty(count).exponential_(3.0),
+        entropies=torch.empty(count).exponential_(2.0),
+        advantages=torch.randn(len(rollouts)).repeat_interleave(tokens),
+        clipped=torch.rand(count) < 0.02,
+        kept=torch.rand(count) < 0.99,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        taken, written = [], 0
+        for _ in range(5):
+            started = time.monotonic()
+            written = write_token_values(Path(folder, "step_1.parquet"), 1, batch, made)
+            taken.append(time.monotonic() - started)
+    print(f"{len(rollouts)} rollouts of {tokens} tokens: {written / 1e6:.1f} MB, {written / count:.1f} bytes a token")
+    _print("seconds of a step", taken)
+
+
+SEARCH_S = 2.0
+"""Seconds between two searches beside a training."""
 RUNS = ("alone", "open")
+SERVICE_PAGES = {"System": "system", "Try": "try"}
 
 
 def beside(rounds: int) -> None:
-    """Print what a training step takes alone, and while a page of the run is open in a console on the same cores."""
+    """Print what a training step takes alone, and with the run's page open in Chromium and searches on the same cores.
+
+    Before that, the seconds of the pages over running services.
+    """
     from benchmarks.tracing_run import STEPS, TRACED, Cpu, deployed, train
+
+    from tests.console.browser import Browser
 
     steps: dict[str, list[float]] = {name: [] for name in RUNS}
     cpu: dict[str, list[float]] = {name: [] for name in RUNS}
     own: list[float] = []
-    with deployed("torch") as deployment:
+    with (
+        deployed("torch") as deployment,
+        _console(deployment.outputs) as (url, server),
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile,
+        Browser(Path(profile)) as browser,
+    ):
+        for page, view in SERVICE_PAGES.items():
+            _print(page, [_seconds(lambda view=view: browser.open(f"{url}?{view}#/{view}")) for _ in range(5)])
         for number in range(rounds):
             for name in RUNS if number % 2 else reversed(RUNS):
-                run = f"{name}{number}"
-                with _open_page(deployment.outputs, run) if name == "open" else nullcontext() as console:
-                    before, used = Cpu.now(deployment), _cpu_s(console)
-                    steps[name] += train(deployment, run, number, TRACED["sampled"])
-                    used = (_cpu_s(console) - used) / STEPS
+                run, page = f"{name}{number}", f"{url}#/run?run={name}{number}"
+
+                def show(info: RunInfo, page: str = page, name: str = name) -> None:
+                    if name == "open" and info.step and browser.evaluate("location.href") != page:
+                        browser.open(page)
+
+                browser.call("Page.navigate", url="about:blank")
+                with _searching(url, run) if name == "open" else nullcontext():
+                    before, used = Cpu.now(deployment), _cpu_s(server)
+                    steps[name] += train(deployment, run, number, TRACED["sampled"], show)
+                    used = (_cpu_s(server) - used) / STEPS
                     cpu[name].append(Cpu.now(deployment).since(before).others - used)
-                if console is not None:
+                if name == "open":
                     own.append(used)
     for name in RUNS:
         print(
             f"{name:6} {statistics.median(steps[name]):.2f} s a step (mean {statistics.mean(steps[name]):.2f}), "
-            f"CPU of all programs but MLflow and the console {statistics.mean(cpu[name]):.2f} s"
+            f"CPU of all programs but MLflow and the console {statistics.mean(cpu[name]):.2f} s, Chromium's included"
         )
     pairs = [there / alone for there, alone in zip(steps["open"], steps["alone"], strict=True)]
     low, middle, high = statistics.quantiles(pairs, n=4)
@@ -322,55 +388,59 @@ def beside(rounds: int) -> None:
     print(f"CPU of the console {statistics.mean(own):.3f} s a step")
 
 
-def _cpu_s(process: psutil.Process | None) -> float:
-    return 0.0 if process is None else sum(process.cpu_times()[:2])
+def _cpu_s(process: psutil.Process) -> float:
+    return sum(process.cpu_times()[:2])
 
 
 @contextmanager
-def _open_page(outputs: Path, run: str) -> Iterator[psutil.Process]:
-    """A console, and a thread that asks it what an open page of the run asks, until the block ends."""
+def _console(outputs: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """A console of the folder: its address and its process, until the block ends."""
     port = free_port()
-    url, closed = f"http://127.0.0.1:{port}/", threading.Event()
+    url = f"http://127.0.0.1:{port}/"
     command = [sys.executable, "-m", "trackway.deploy.cli", "console", "--outputs", str(outputs), "--port", str(port)]
     server = subprocess.Popen(command)
-    page = threading.Thread(target=_follow, args=(url, run, closed))
     try:
         _first_answer(url)
-        page.start()
-        try:
-            yield psutil.Process(server.pid)
-        finally:
-            closed.set()
-            page.join(30)
+        yield url, psutil.Process(server.pid)
     finally:
         server.terminate()
         server.wait(30)
 
 
-def _follow(url: str, run: str, closed: threading.Event) -> None:
-    """The requests of the page of a run: the run, and its metrics each time it has changed."""
-    tag = ""
-    with httpx.Client(base_url=f"{url}api/", timeout=60) as http:
-        while not closed.wait(POLL_S):
-            reply = http.get("run", params={"run": run}, headers={"if-none-match": tag})
-            if reply.status_code == 200:
-                tag = reply.headers["etag"]
-                names = [name for name in reply.json()["metrics"] if name.startswith(("timing_s/", "actor/"))]
-                if names:  # none before the first step has ended
-                    http.get("metrics", params={"run": run, "name": names[:40]}).raise_for_status()
+@contextmanager
+def _searching(url: str, run: str) -> Iterator[None]:
+    """Searches the run for a word that no rollout has, every SEARCH_S, until the block ends."""
+    closed = threading.Event()
+
+    def search() -> None:
+        with httpx.Client(base_url=f"{url}api/", timeout=60) as http:
+            while not closed.wait(SEARCH_S):
+                http.get("search", params={"run": run, "text": "absent-word"})  # 404 until the run has its folder
+
+    thread = threading.Thread(target=search)
+    thread.start()
+    try:
+        yield
+    finally:
+        closed.set()
+        thread.join(60)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("write", "measure", "beside"))
+    parser.add_argument("what", choices=("write", "measure", "beside", "values"))
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--prompts", type=int, default=512)
+    parser.add_argument("--chars", type=int, default=0)
+    parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--clicks", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=4)
     options = parser.parse_args()
     if options.what == "write":
-        write(options.steps, options.prompts)
+        write(options.steps, options.prompts, options.chars)
     elif options.what == "measure":
         measure(options.clicks)
+    elif options.what == "values":
+        values(options.prompts, options.tokens)
     else:
         beside(options.rounds)
