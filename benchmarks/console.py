@@ -360,7 +360,8 @@ def beside(rounds: int) -> None:
         Browser(Path(profile)) as browser,
     ):
         for page, view in SERVICE_PAGES.items():
-            _print(page, [_seconds(lambda view=view: browser.open(f"{url}?{view}#/{view}")) for _ in range(5)])
+            fresh = [f"{url}?{view}{number}#/{view}" for number in range(5)]
+            _print(page, [_seconds(lambda address=address: browser.open(address)) for address in fresh])
         for number in range(rounds):
             for name in RUNS if number % 2 else reversed(RUNS):
                 run, page = f"{name}{number}", f"{url}#/run?run={name}{number}"

@@ -298,6 +298,9 @@ def test_what_is_missing_says_what_to_do(browser: Browser, url: str, outputs: Pa
     assert "Open the run" in browser.text()
     browser.open(f"{url}#/nonsense")
     assert "There is no view nonsense" in browser.text()
+    for view in ("system", "try"):
+        browser.open(f"{url}#/{view}")
+        assert "expected running services beside this console, got none; start them with" in browser.text()
 
 
 def test_folders_that_are_dead_empty_broken_or_of_another_kind_say_so(

@@ -77,6 +77,8 @@ async function show() {
     check(view, parameters);
     services ??= visit.get("console").then((about) => about.services.length > 0);
     services.catch(() => (services = null)); // asked again with the next page
+    if (["system", "try"].includes(view) && !(await services))
+      throw new ApiError(404, "expected running services beside this console, got none; start them with `trackway up`, or start the console with `--services-url`");
     const drawn = import(`./views/${view}.js`).then((module) => module.default(visit));
     [content, hasServices] = await busy(Promise.all([drawn, services]));
   } catch (error) {
