@@ -50,7 +50,7 @@ def token() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def started(deployment: Deployment) -> Train:
     """Start a small run of the demo's kind; every training trajectory is traced."""
 

@@ -14,6 +14,13 @@ from fastapi.testclient import TestClient
 from mlflow import MlflowClient
 from mlflow.entities import Trace
 
+from tests.console.browser import Browser
+from tests.console.conftest import Serve
+from tests.console.conftest import browser as browser
+from tests.console.conftest import chromium as chromium
+from tests.console.conftest import serve as serve
+from tests.console.walk import walk
+from tests.e2e.access_tokens import OPERATOR
 from tests.e2e.small_runs import small_run
 from trackway import traces
 from trackway.clients import TrainerClient, run
@@ -56,8 +63,14 @@ def runs(deployment: Deployment) -> list[RunInfo]:
     return run(TrainerClient(f"{deployment.base_url}/trainer").runs())
 
 
-def test_a_run_leaves_a_whole_trace_for_each_traced_trajectory(deployment: Deployment, started) -> None:
-    info = launch.follow(deployment, started("whole", 2, "trackway.save_token_values=true").run, quiet)
+@pytest.fixture(scope="module")
+def whole_run(deployment: Deployment, started) -> RunInfo:
+    """A finished run of two steps, all of whose training trajectories are traced."""
+    return launch.follow(deployment, started("whole", 2, "trackway.save_token_values=true").run, quiet)
+
+
+def test_a_run_leaves_a_whole_trace_for_each_traced_trajectory(deployment: Deployment, whole_run: RunInfo) -> None:
+    info = whole_run
     made = trajectories_of(info)
     assert_learner_values(deployment, info, made)
     traced = {f"tr-{trajectory.trace_id}": trajectory for trajectory in made if trajectory.trace_id}
@@ -103,6 +116,22 @@ def assert_learner_values(deployment: Deployment, info: RunInfo, made: list[Traj
         pairs = zip(page["logprobs"], learner["logprobs"], strict=True)
         assert all(abs(sampler - value) < 1e-4 for sampler, value in pairs if value is not None)
     assert len(trained) == 32
+
+
+@pytest.mark.program("chromium")
+def test_a_browser_goes_through_every_page_of_the_console_on_a_run(
+    deployment: Deployment, whole_run: RunInfo, serve: Serve, browser: Browser
+) -> None:
+    tags = [trajectory.tags for trajectory in trajectories_of(whole_run) if not trajectory.tags.validation]
+    services = {service: deployment.url(service) for service in deployment.services}
+    url = serve(deployment.outputs, services=services)
+    browser.open(f"{url}#/")
+    browser.evaluate(f"sessionStorage.setItem('trackway-token', {OPERATOR!r})")
+
+    said = walk(browser, url, whole_run.run, tags[0], tags[-1])
+
+    assert "Nothing failed" in said["failures"] and "all ready" in said["system"]
+    assert said["compare"].startswith("2 trajectories") and "A prompt" in said["try"]
 
 
 def of_the_run(client: MlflowClient, info: RunInfo) -> list[Trace]:
