@@ -151,8 +151,7 @@ def resolve(tree: Tree) -> RunConfig:
         raise together(problems)
     unknown = {str(problem.detail["key"]) for problem in not_known}
     kept = {key: value for key, value in given.items() if key not in ignored and key not in unknown}
-    unset = {key for key in MOVED.values() if key in kept and kept[key] is None}
-    kept = {key: value for key, value in kept.items() if key not in unset}
+    kept = {key: value for key, value in kept.items() if value is not None or key not in MOVED.values()}
     if kept.get(TRACE_BACKEND) in ("dummy", ["dummy"]):
         kept |= {TRACE_BACKEND: None, **NO_TRACES}
     kept = _noted(problems, translate, kept) or kept
