@@ -10,7 +10,8 @@ machine only ever makes a round slower, and its ratio to padded rows.
 
 `--memory` trains a random Qwen3 of 54 million parameters with a vocabulary of 49,152 on 12 trajectories of 256 tokens
 in one pass, each contender in processes of its own with one thread each. Peaks are of resident memory, less what a rank
-has before it loads the model.
+has before it loads the model; that of loading includes one forward pass of one token. A snapshot is the copy that an
+asynchronous checkpoint makes while training waits; its write goes on beside training.
 """
 
 import argparse
@@ -155,14 +156,19 @@ CONTENDERS: dict[str, tuple[int, dict[str, JsonValue]]] = {
     "1 rank": (1, {}),
     "2 ranks": (2, {}),
     "2 ranks, rows divided": (2, {"actor.ulysses_sequence_parallel_size": 2}),
+    "4 ranks": (4, {}),
 }
 
 
 class Measured(NamedTuple):
-    """Of one contender: the second update, a checkpoint, and the memory of each rank."""
+    """Of one contender: loading, the second update, checkpoints, and the memory of each rank."""
 
+    load_s: float
     update_s: float
     save_s: float
+    snapshot_s: float
+    write_s: float
+    load_peaks_mb: list[float]
     update_peaks_mb: list[float]
     save_peaks_mb: list[float]
 
@@ -194,8 +200,13 @@ def measure(folder: Path, name: str) -> Measured:
     batch = [trajectory(row, ids[:16], ids[16:], [1] * 240) for row, ids in enumerate(tokens)]
     group = RankGroup(config, Placement(count), 600.0) if count > 1 else None
     processes = [os.getpid(), *(group.pids if group else ())]
+    for pid in processes:
+        forget_peak(pid)
     before = [peak_mb(pid) for pid in processes]
+    start = time.perf_counter()
     learner = LeadingLearner(config, group) if group else Learner(config)
+    load_s = time.perf_counter() - start
+    load_peaks = [peak_mb(pid) for pid in processes]
     try:
         learner.update(batch)
         for pid in processes:
@@ -206,15 +217,22 @@ def measure(folder: Path, name: str) -> Measured:
             forget_peak(pid)
         save = cost(lambda: learner.save(folder / "checkpoint"))
         save_peaks = [peak_mb(pid) for pid in processes]
+        start = time.perf_counter()
+        snapshot = learner.snapshot()
+        snapshot_s = time.perf_counter() - start
+        write = cost(lambda: snapshot.write(folder / "asynchronous"))
+        snapshot.close()
     finally:
         learner.close()
-    peaks = [[peak - own for peak, own in zip(of, before, strict=True)] for of in (update_peaks, save_peaks)]
-    return Measured(update.wall_s, save.wall_s, *peaks)
+    of_each = (load_peaks, update_peaks, save_peaks)
+    peaks = [[peak - own for peak, own in zip(of, before, strict=True)] for of in of_each]
+    return Measured(load_s, update.wall_s, save.wall_s, snapshot_s, write.wall_s, *peaks)
 
 
 def print_memory() -> None:
     """Print a row for each contender."""
-    print(f"{'':24} | update s | peak MB of each rank | save s | peak MB of each rank")
+    peaks = "peak MB of each rank"
+    print(f"{'':22} | load s | {peaks} | update s | {peaks} | save s | {peaks} | snapshot s | its write s")
     with tempfile.TemporaryDirectory() as name:
         torch.manual_seed(0)
         Qwen3ForCausalLM(Qwen3Config(**LARGE, **HEADS)).save_pretrained(name)
@@ -223,8 +241,12 @@ def print_memory() -> None:
             command = [sys.executable, __file__, "--contender", contender, "--folder", name]
             last_line = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
             made = Measured(**json.loads(last_line))
-            update, save = (" ".join(f"{mb:.0f}" for mb in mbs) for mbs in (made.update_peaks_mb, made.save_peaks_mb))
-            print(f"{contender:24} | {made.update_s:8.1f} | {update:20} | {made.save_s:6.1f} | {save}", flush=True)
+            of_each = (made.load_peaks_mb, made.update_peaks_mb, made.save_peaks_mb)
+            load, update, save = (" ".join(f"{mb:.0f}" for mb in mbs).ljust(len(peaks)) for mbs in of_each)
+            times = f"{made.save_s:6.1f} | {save} | {made.snapshot_s:10.2f} | {made.write_s:11.1f}"
+            print(
+                f"{contender:22} | {made.load_s:6.1f} | {load} | {made.update_s:8.1f} | {update} | {times}", flush=True
+            )
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from huggingface_hub import snapshot_download
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from trackway.trainer.learner.algorithm import check_known
@@ -44,6 +44,7 @@ from trackway.trainer.learner.ranks.sequence_parallel import require_divisible
 from trackway.trainer.learner.ranks.sharding import ALONE, Ranks, gathered, local, reshard, shard
 from trackway.trainer.learner.weight_proof import LONGEST, ScoredSequence, rounded
 from trackway.trainer.learner.weights.adapter import Adapter, base_names
+from trackway.trainer.learner.weights.loading import ShareLoader, load_model
 from trackway.trainer.learner.weights.offload import CpuOffload
 from trackway.trainer.learner.weights.peft_folder import WEIGHTS, AdapterConfig, folder_names, layers_of, write_config
 from trackway.trainer.learner.weights.sharded_files import read_shards, saved_tensors
@@ -67,15 +68,6 @@ def model_folder(path: str) -> Path:
     """A local folder as it is, any other name as a Hugging Face id (downloaded once, then from its cache)."""
     folder = Path(path)
     return folder if folder.is_dir() else Path(snapshot_download(path, allow_patterns=MODEL_FILES))
-
-
-def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The causal language model of a folder, without dropout."""
-    config = AutoConfig.from_pretrained(folder)
-    # Dropout would make the ratio to the sampler's logprobs differ from 1 under equal weights.
-    for name in [key for key in config.to_dict() if key.endswith(("dropout", "pdrop"))]:
-        setattr(config, name, 0.0)
-    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype)
 
 
 class MicroBatch(NamedTuple):
@@ -112,8 +104,8 @@ class Policy:
     offloaded model is on the device only inside `cpu_offload.on_device()`; a frozen model has no gradients.
     `remove_padding` packs the batches of a model that can be packed. Among several ranks every method but
     `token_values` and `ref_inputs` gives each of them the same result, and is a collective. With `lora` an adapter is
-    trained, and the model's own weights stay as they were loaded. `loader` loads the model of a folder.
-    `head_in_chunks` and `head_chunk_size` are those of HeadChunks.
+    trained, and the model's own weights stay as they were loaded. `exchange_head` gives the model of a folder another
+    head. `head_in_chunks` and `head_chunk_size` are those of HeadChunks.
     """
 
     def __init__(
@@ -133,7 +125,7 @@ class Policy:
         bfloat16_weights: bool = False,
         head_in_chunks: bool | None = None,
         head_chunk_size: int = 1024,
-        loader: Callable[[Path, torch.dtype], PreTrainedModel] = load_model,
+        exchange_head: Callable[[PreTrainedModel, Path], None] | None = None,
     ) -> None:
         disable_progress_bar()  # or transformers draws one at every publication
         self.folder = model_folder(path)
@@ -146,9 +138,15 @@ class Policy:
         self.adapter: Adapter | None = None
         """What is trained, instead of the model's own weights."""
         self.weights_dtype = torch.bfloat16 if bfloat16_weights else self.master_dtype
-        self.model = loader(self.folder, self.weights_dtype)
-        require_finite(self.tensors())
-        self.chunks = HeadChunks.of(self.model, head_in_chunks, head_chunk_size)
+        shares = None if ranks.mesh is None else ShareLoader(self.folder, self.weights_dtype, ranks)
+        if shares is None:
+            self.model = load_model(self.folder, self.weights_dtype, needs_head=exchange_head is None)
+        else:
+            self.model = shares.model
+        if exchange_head is not None:
+            exchange_head(self.model, self.folder)
+        if shares is None:
+            require_finite(self.tensors())
         self.model.requires_grad_(not frozen)
         if lora is not None:
             start = None if lora.adapter_path is None else model_folder(lora.adapter_path)
@@ -163,7 +161,9 @@ class Policy:
             self.model.set_attn_implementation(ATTENTION)
         if ranks.sequences is not None:
             require_divisible(self.model, ranks.sequences.size, packs=self.packs)
-        if ranks.mesh is not None:
+        self._writes_whole = True
+        """Whether no rank can write a share of the weights as transformers does."""
+        if ranks.mesh is not None and shares is not None:
             shard(
                 self.model,
                 ranks.mesh,
@@ -171,12 +171,14 @@ class Policy:
                 forward_prefetch=forward_prefetch,
                 offload=offload,
             )
+            shares.load(torch.device("cpu") if offload else self.device)
+            self._writes_whole = shares.writes_whole
         self.is_offloaded_by_fsdp = offload and ranks.mesh is not None
         """Whether the weights, and so the moments of their optimizer, stay in main memory."""
         offload = offload and not self.is_offloaded_by_fsdp
         self.cpu_offload = CpuOffload(self._memory, self.device, offload=offload, frozen=frozen)
-        with self.cpu_offload.on_device():
-            pass
+        with self._inference():
+            self.chunks = HeadChunks.of(self.model, head_in_chunks, head_chunk_size, self.device)
 
     def token_values(
         self, batch: TrainingBatch, temperature: float, *measures: Measure, ref: RefInputs | None = None
@@ -387,8 +389,7 @@ class Policy:
 
     def export_shares(self, folder: Path) -> None:
         """As `export`, but each rank writes a file with its share of the weights."""
-        # transformers writes the weights of some models by other names, and may need several tensors for one.
-        if self.ranks.mesh is None or getattr(self.model, "_weight_conversions", None):
+        if self._writes_whole:
             self.export(folder)
             return
         with self._merged():

@@ -15,7 +15,7 @@ from trackway.trainer.learner.algorithm import Aggregation
 from trackway.trainer.learner.batch import TrainingBatch, mini_batches
 from trackway.trainer.learner.config import CriticSettings, LearnerConfig
 from trackway.trainer.learner.critic.value_loss import value_loss
-from trackway.trainer.learner.critic.value_model import load_value_model
+from trackway.trainer.learner.critic.value_model import exchange_head
 from trackway.trainer.learner.loss import at_mask
 from trackway.trainer.learner.metrics import mean_metrics
 from trackway.trainer.learner.passes.head import TokenLogits
@@ -51,7 +51,7 @@ class Critic:
             lora=settings.lora,
             bfloat16_weights=fsdp.is_bfloat16,
             head_in_chunks=False,
-            loader=load_value_model,
+            exchange_head=exchange_head,
         )
         """The value model; its logits are values, [N, 1]."""
         self.optimizer = adamw.new_optimizer(self.model.model, settings.optim)

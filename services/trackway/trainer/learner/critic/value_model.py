@@ -10,29 +10,25 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
-from trackway.trainer.learner.policy import load_model
+from trackway.trainer.learner.passes.head import head_of
 
 WEIGHT, BIAS = "score.weight", "score.bias"
 """The head in a folder's safetensors: transformers' name in models for token classification, which verl's are."""
 
 
-def load_value_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a folder with a head of one number, [N, H] -> [N, 1], in place of its vocabulary head.
+def exchange_head(model: PreTrainedModel, folder: Path) -> None:
+    """Gives the model of a folder a head of one number, [N, H] -> [N, 1], in place of its vocabulary head.
 
     Without a head in the folder, as in that of a policy, it is zero: values start at 0, whatever the model, and the
     first advantages are those of the rewards to go. Raises ValueError for a head of another size.
     """
-    model = load_model(folder, dtype)
-    vocabulary_head = model.get_output_embeddings()
-    if vocabulary_head is None:
-        raise ValueError(f"expected a causal language model with a vocabulary head, got {type(model).__name__}")
-    head = nn.Linear(vocabulary_head.weight.shape[1], 1, dtype=dtype)
+    vocabulary_head = head_of(model).get_parameter("weight")
+    head = nn.Linear(vocabulary_head.shape[1], 1, dtype=vocabulary_head.dtype)
     for parameter in head.parameters():
         nn.init.zeros_(parameter)
     _read(folder, dict(zip((WEIGHT, BIAS), head.parameters(), strict=True)))
     model.config.tie_word_embeddings = False
     model.set_output_embeddings(head)
-    return model
 
 
 def _read(folder: Path, head: dict[str, nn.Parameter]) -> None:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from trackway.trainer.learner.algorithm import exact_kl
 
+CPU = torch.device("cpu")
 WHOLE_LOGITS = 2**26
 """Values of the logits of a pass up to which they are computed whole by default: 256 MiB in float32. Computing the head
 twice costs time, which only larger logits are worth."""
@@ -87,12 +88,13 @@ class HeadChunks:
     """Tokens whose logits are computed whole, at most, if that is more than `size`."""
 
     @classmethod
-    def of(cls, model: PreTrainedModel, wanted: bool | None, size: int) -> Self:
+    def of(cls, model: PreTrainedModel, wanted: bool | None, size: int, device: torch.device = CPU) -> Self:
         """Chunks of `size` tokens of the model's head; with None only for logits of more than WHOLE_LOGITS values.
 
-        Raises ValueError where they are wanted and not possible.
+        `device` is where the model computes. Of a sharded model a collective. Raises ValueError where they are wanted
+        and not possible.
         """
-        are_possible, width = _probed(model)
+        are_possible, width = _probed(model, device)
         if wanted and not are_possible:
             raise ValueError(
                 f"expected a model whose logits are what its head computes, got {type(model).__name__}, which changes "
@@ -152,7 +154,7 @@ def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     return type(head).forward(head, hidden)
 
 
-def _probed(model: PreTrainedModel) -> tuple[bool, int]:
+def _probed(model: PreTrainedModel, device: torch.device) -> tuple[bool, int]:
     """Whether the model's logits are what its head computes, and how many there are of a token."""
     computed: list[Tensor] = []
 
@@ -162,7 +164,7 @@ def _probed(model: PreTrainedModel) -> tuple[bool, int]:
     handle = head_of(model).register_forward_hook(keep)
     try:
         with torch.no_grad():
-            logits = model(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False).logits
+            logits = model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False).logits
     finally:
         handle.remove()
     return computed[0] is logits, logits.shape[-1]

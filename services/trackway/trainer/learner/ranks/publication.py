@@ -2,7 +2,8 @@
 
 Weights are divided by tensors, about as many bytes for each rank, and in every version alike, so that the changes of a
 rank's file are those since its file of the version before. All other files, such as the configuration, are the first
-rank's. No rank ever holds more of the model than its share.
+rank's. Beside its share a rank holds one tensor at a time, while it is gathered. A model whose weights transformers
+converts, as those of experts, is exported by the first rank alone, which then holds all of it (policy.py).
 """
 
 import json

@@ -205,6 +205,26 @@ def gathered_in(rank: int, tensor: Tensor, ranks: Ranks, dtype: torch.dtype) -> 
     return complete[: tensor.shape[0]].to("cpu")
 
 
+def scatter_into(target: Tensor, complete: Tensor | None, ranks: Ranks) -> None:
+    """Copies the first rank's whole tensor, or this rank's rows of it if `target` is sharded. A collective."""
+    with torch.no_grad():
+        own = target.to_local() if isinstance(target, DTensor) else target
+    if not isinstance(target, DTensor):
+        if complete is not None:
+            own.copy_(complete)
+        distributed.broadcast(own, src=0)
+        return
+    rows = -(-target.shape[0] // ranks.count)
+    received = torch.empty((rows, *target.shape[1:]), dtype=target.dtype, device=own.device)
+    parts: list[Tensor] | None = None
+    if complete is not None:
+        padded = torch.zeros((rows * ranks.count, *target.shape[1:]), dtype=target.dtype, device=own.device)
+        padded[: target.shape[0]] = complete
+        parts = list(padded.split(rows))
+    distributed.scatter(received, parts, src=0)
+    own.copy_(received[: len(own)])
+
+
 def require_finite_shards(tensors: Mapping[str, Tensor], ranks: "Ranks") -> None:
     """Raises NotFiniteError in every rank unless all values of the tensors are finite. A collective."""
     counts = torch.tensor([not_finite(tensor) for tensor in local(tensors.values())])

@@ -66,7 +66,7 @@ class Adapter:
         )
         head = model.get_output_embeddings()
         # Every rank draws the same matrices, and training draws what it would without an adapter.
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), _stand_ins(model):
             torch.manual_seed(settings.seed)
             inject_adapter_in_model(config, model)
         adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
@@ -117,6 +117,29 @@ class Adapter:
             with torch.no_grad():
                 for layer, original in zip(self._layers, originals, strict=False):
                     layer.base.weight.copy_(original)
+
+
+@contextmanager
+def _stand_ins(model: PreTrainedModel) -> Iterator[None]:
+    """A context in which weights on the meta device appear to be on the CPU, with the memory of one element.
+
+    PEFT puts an adapter on the device of the weights, and on the meta device it would lose what was drawn.
+    """
+    on_meta = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.is_meta
+    ]
+    for module, name, parameter in on_meta:
+        one = torch.empty(1, dtype=parameter.dtype).expand(parameter.shape)
+        setattr(module, name, nn.Parameter(one, requires_grad=parameter.requires_grad))
+    try:
+        yield
+    finally:
+        for module, name, parameter in on_meta:
+            parameter.requires_grad_(module.get_parameter(name).requires_grad)  # PEFT freezes what it adapts
+            setattr(module, name, parameter)
 
 
 def _load(model: PreTrainedModel, folder: Path, settings: LoraSettings) -> None:

@@ -7,7 +7,7 @@ HuggingFaceStorageWriter.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -64,7 +64,12 @@ def write_shards(stem: Path, tensors: Mapping[str, Tensor], group: ProcessGroup 
 
 def read_shards(stem: Path, targets: Mapping[str, Tensor]) -> None:
     """Reads the parts of the saved tensors that this rank's targets hold, into them. Not a collective."""
-    reader, planner = _Reader(stem), DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    read_files(_existing(stem), targets)
+
+
+def read_files(files: Sequence[Path], targets: Mapping[str, Tensor]) -> None:
+    """As `read_shards`, from these safetensors files; of each tensor, memory holds only what is copied of it."""
+    reader, planner = _Reader(files), DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     planner.set_up_planner(dict(targets), metadata, is_coordinator=True)
@@ -82,7 +87,12 @@ def read_whole(stem: Path) -> dict[str, Tensor]:
 
 def saved_tensors(stem: Path) -> dict[str, TensorStorageMetadata]:
     """Shapes and types of the saved tensors. Raises FileNotFoundError without a file."""
-    return cast(dict[str, TensorStorageMetadata], _Reader(stem).read_metadata().state_dict_metadata)
+    return tensors_in(_existing(stem))
+
+
+def tensors_in(files: Sequence[Path]) -> dict[str, TensorStorageMetadata]:
+    """Shapes and types of the tensors in these safetensors files."""
+    return cast(dict[str, TensorStorageMetadata], _Reader(files).read_metadata().state_dict_metadata)
 
 
 def is_saved(stem: Path) -> bool:
@@ -93,6 +103,13 @@ def is_saved(stem: Path) -> bool:
 def _files(stem: Path) -> list[Path]:
     whole = stem.with_name(stem.name + SUFFIX)
     return [whole] if whole.exists() else sorted(stem.parent.glob(f"{stem.name}-?????-of-?????{SUFFIX}"))
+
+
+def _existing(stem: Path) -> list[Path]:
+    files = _files(stem)
+    if not files:
+        raise FileNotFoundError(f"expected {stem.name}{SUFFIX} or its shards in {stem.parent}, got none")
+    return files
 
 
 @dataclass(frozen=True)
@@ -152,22 +169,17 @@ class _Writer(StorageWriter):
 
 
 class _Reader(StorageReader):
-    def __init__(self, stem: Path) -> None:
-        self._stem = stem
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
         self._places: dict[MetadataIndex, Path] = {}
 
     def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
         pass
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        files = _files(self._stem)
-        if not files:
-            raise FileNotFoundError(
-                f"expected {self._stem.name}{SUFFIX} or its shards in {self._stem.parent}, got none"
-            )
         tensors: dict[str, TensorStorageMetadata] = {}
         places: dict[MetadataIndex, Path] = {}
-        for path in files:
+        for path in self._files:
             with safe_open(path, framework="pt") as file:
                 shards = json.loads((file.metadata() or {}).get(SHARDS, "{}"))
                 for name in file.keys():  # noqa: SIM118  # it is no mapping
@@ -194,20 +206,17 @@ class _Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[Path, list[int]] = {}
-        for number, item in enumerate(plan.items):
-            by_file.setdefault(self._places[item.storage_index], []).append(number)
-        for path, numbers in by_file.items():
-            with safe_open(path, framework="pt") as file:
-                for item in (plan.items[number] for number in numbers):
-                    target = planner.resolve_tensor(item).detach()
-                    start, size = item.storage_offsets, item.lengths
-                    if size:
-                        part = file.get_slice(item.storage_index.fqn)
-                        target.copy_(part[tuple(slice(s, s + n) for s, n in zip(start, size, strict=True))])
-                    else:
-                        target.copy_(file.get_tensor(item.storage_index.fqn))
-                    planner.commit_tensor(item, target)
+        for item in plan.items:
+            target = planner.resolve_tensor(item).detach()
+            start, size = item.storage_offsets, item.lengths
+            # Opened for each tensor: what has been read of an open file stays in memory, as it is mapped.
+            with safe_open(self._places[item.storage_index], framework="pt") as file:
+                if size:
+                    part = file.get_slice(item.storage_index.fqn)
+                    target.copy_(part[tuple(slice(s, s + n) for s, n in zip(start, size, strict=True))])
+                else:
+                    target.copy_(file.get_tensor(item.storage_index.fqn))
+            planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done

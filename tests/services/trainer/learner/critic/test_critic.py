@@ -15,8 +15,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from tests.services.trainer.learner.test_learner_resume import ragged
 from tests.services.trainer.learner_settings import learner_config
 from trackway.trainer.learner.batch import TrainingBatch
-from trackway.trainer.learner.critic.value_model import WEIGHT, load_value_model
+from trackway.trainer.learner.critic.value_model import WEIGHT, exchange_head
 from trackway.trainer.learner.learner import Learner
+from trackway.trainer.learner.weights.loading import load_model
 from trackway.wire.trajectory import TokenRow, Trajectory
 
 pytestmark = pytest.mark.slow
@@ -203,7 +204,7 @@ def test_a_head_of_several_labels_is_refused(small_vocabulary: Path):
     save_file(weights, small_vocabulary / "model.safetensors", {"format": "pt"})
 
     with pytest.raises(ValueError, match=r"expected score.weight of shape \[1, 8\], got \[3, 8\]"):
-        load_value_model(small_vocabulary, torch.float32)
+        exchange_head(load_model(small_vocabulary, torch.float32), small_vocabulary)
 
 
 def test_a_value_model_with_lora_trains_and_saves_its_adapter_and_its_head_alone(
