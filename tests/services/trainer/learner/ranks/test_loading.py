@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,8 @@ def saved(model: PreTrainedModel, folder: Path, max_shard_size: str = "5GB") -> 
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3)
+    assert model.generation_config is not None
+    model.generation_config.max_length = 33
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     (folder / "tokenizer_config.json").write_text("{}")
     return folder
@@ -120,10 +123,11 @@ def held(learner: Learner) -> dict[str, Tensor]:
 
 
 def loaded(ranks: Ranks, config: LearnerConfig, folder: Path | None = None) -> dict[str, Tensor]:
-    """What a learner starts with; exported to the folder."""
+    """What a learner starts with; exported to the folder, and beside it as shares."""
     learner = Learner(config, ranks)
     if folder is not None:
         learner.export(folder)
+        learner.policy.export_shares(folder.with_suffix(".shares"))
     return held(learner)
 
 
@@ -141,6 +145,9 @@ def test_ranks_load_what_one_process_loads_and_export_the_same_folder(ranks: Ran
 
     files = [{path.name: path.read_bytes() for path in (tmp_path / of).iterdir()} for of in ("several", "one")]
     assert files[0] == files[1]
+    shares = [load_file(path) for path in (tmp_path / "several.shares").glob("*.safetensors")]
+    whole = load_file(tmp_path / "one" / "model.safetensors")
+    torch.testing.assert_close(dict(ChainMap(*shares)), whole, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
