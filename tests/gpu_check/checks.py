@@ -183,19 +183,21 @@ def check_proof(subject: Subject, folder: Path) -> list[Finding]:
 
 
 def check_ranks(subject: Subject) -> list[Finding]:
-    """A learner whose weights FSDP2 shards over one rank gives the results of one without."""
+    """A learner whose weights FSDP2 shards over one rank gives the results of one without, offloaded by FSDP2 too."""
     logprobs, expected = _trained(subject, "float32")
     store = TCPStore("127.0.0.1", 0, is_master=True)
+    found: list[Finding] = []
     try:
-        sharded, metrics = _trained(subject, "float32", ranks=join(store, 0, Placement(), subject.device.type, 60.0))
+        ranks = join(store, 0, Placement(), subject.device.type, 60.0)
+        for name, offload in {"": False, " with weights in main memory": True}.items():
+            sharded, metrics = _trained(subject, "float32", ranks=ranks, offload=offload)
+            off = [abs(ours - theirs) for ours, theirs in zip(_flat(sharded), _flat(logprobs), strict=True)]
+            apart = abs(metrics["actor/grad_norm"] / expected["actor/grad_norm"] - 1)
+            found.append(Finding.below(f"logprobs{name}, largest difference", _largest(off), FLOAT32))
+            found.append(Finding.below(f"actor/grad_norm{name}, relative", apart, FLOAT32))
     finally:
         distributed.destroy_process_group()
-    off = [abs(ours - theirs) for ours, theirs in zip(_flat(sharded), _flat(logprobs), strict=True)]
-    apart = abs(metrics["actor/grad_norm"] / expected["actor/grad_norm"] - 1)
-    return [
-        Finding.below("logprobs, largest difference", _largest(off), FLOAT32),
-        Finding.below("actor/grad_norm, relative", apart, FLOAT32),
-    ]
+    return found
 
 
 CHECKS: dict[str, Callable[[Subject, Path], list[Finding]]] = {
@@ -209,7 +211,7 @@ CHECKS: dict[str, Callable[[Subject, Path], list[Finding]]] = {
 
 
 def _trained(
-    subject: Subject, dtype: str, packed: bool = False, ranks: Ranks = ALONE
+    subject: Subject, dtype: str, packed: bool = False, ranks: Ranks = ALONE, offload: bool = False
 ) -> tuple[list[list[float]], dict[str, float]]:
     """The logprobs of the batch before an update, and the update's metrics."""
     config = learner_config(
@@ -220,6 +222,7 @@ def _trained(
         remove_padding=packed,
         micro_batch_size=4,
         calculate_entropy=True,
+        offload_policy=offload,
     )
     learner = Learner(config, ranks)
     return learner.log_probs(subject.trajectories), learner.update(subject.trajectories).metrics

@@ -1,5 +1,7 @@
 """The checks hold on the CPU, and a property that does not hold, or a check that fails, ends in exit status 1."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,18 @@ def test_every_check_holds_on_the_cpu(tmp_path: Path) -> None:
     assert status == 0
     assert {line.split(":")[0].removeprefix("| ") for line in lines if line.endswith("| ok |")} == set(CHECKS)
     assert any("learner, of that product" in line for line in lines)
+
+
+def test_it_needs_neither_ray_nor_a_backend_of_traces() -> None:
+    hidden = "".join(
+        f"sys.modules[{name!r}] = None; " for name in ("ray", "mlflow", "wandb", "weave", "vllm", "sglang")
+    )
+    command = [sys.executable, "-c", f"import sys; {hidden}from tests.gpu_check.__main__ import main; main(['--help'])"]
+
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: ")
 
 
 def test_what_does_not_hold_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
