@@ -36,7 +36,12 @@ SQL = "sql?run=tidy&query=SELECT%20step%2C%20count(*)%20AS%20n%20FROM%20trajecto
             5,
             "step,rollout,score,is_baseline,stop_reason,error,seconds,answer",
         ),
-        ("failures?run=tidy", "tidy-failures.csv", 4, "kind,code,tool,service,infrastructure,count,validation,message"),
+        (
+            "failures?run=tidy",
+            "tidy-failures.csv",
+            4,
+            "kind,code,tool,service,infrastructure,count,rollouts,validation,message",
+        ),
         (SQL, "query.csv", 5, "step,n"),
         (
             "step?run=tidy&step=2",

@@ -161,6 +161,7 @@ class Policy:
             self.model.set_attn_implementation(ATTENTION)
         if ranks.sequences is not None:
             require_divisible(self.model, ranks.sequences.size, packs=self.packs)
+        self.chunks = HeadChunks.of(self.model, head_in_chunks, head_chunk_size)
         self._writes_whole = True
         """Whether no rank can write a share of the weights as transformers does."""
         if ranks.mesh is not None and shares is not None:
@@ -177,8 +178,8 @@ class Policy:
         """Whether the weights, and so the moments of their optimizer, stay in main memory."""
         offload = offload and not self.is_offloaded_by_fsdp
         self.cpu_offload = CpuOffload(self._memory, self.device, offload=offload, frozen=frozen)
-        with self._inference():
-            self.chunks = HeadChunks.of(self.model, head_in_chunks, head_chunk_size, self.device)
+        with self.cpu_offload.on_device():
+            pass
 
     def token_values(
         self, batch: TrainingBatch, temperature: float, *measures: Measure, ref: RefInputs | None = None

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 
 from trackway.trainer.learner.algorithm import exact_kl
 
-CPU = torch.device("cpu")
 WHOLE_LOGITS = 2**26
 """Values of the logits of a pass up to which they are computed whole by default: 256 MiB in float32. Computing the head
 twice costs time, which only larger logits are worth."""
@@ -88,13 +87,12 @@ class HeadChunks:
     """Tokens whose logits are computed whole, at most, if that is more than `size`."""
 
     @classmethod
-    def of(cls, model: PreTrainedModel, wanted: bool | None, size: int, device: torch.device = CPU) -> Self:
+    def of(cls, model: PreTrainedModel, wanted: bool | None, size: int) -> Self:
         """Chunks of `size` tokens of the model's head; with None only for logits of more than WHOLE_LOGITS values.
 
-        `device` is where the model computes. Of a sharded model a collective. Raises ValueError where they are wanted
-        and not possible.
+        The weights of the model may be on the meta device. Raises ValueError where they are wanted and not possible.
         """
-        are_possible, width = _probed(model, device)
+        are_possible, width = _probed(model)
         if wanted and not are_possible:
             raise ValueError(
                 f"expected a model whose logits are what its head computes, got {type(model).__name__}, which changes "
@@ -154,18 +152,38 @@ def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     return type(head).forward(head, hidden)
 
 
-def _probed(model: PreTrainedModel, device: torch.device) -> tuple[bool, int]:
-    """Whether the model's logits are what its head computes, and how many there are of a token."""
-    computed: list[Tensor] = []
+class _BaseOutput:
+    """What a model without its head returns: its hidden states, [B, T, H], and None for everything optional."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _probed(model: PreTrainedModel) -> tuple[bool, int]:
+    """Whether the model's logits are what its head computes, and how many there are of a token.
+
+    The layers below the head are not computed: the head gets zeros for their hidden states.
+    """
+    head, computed = head_of(model), list[Tensor]()
+    weight = next(head.parameters())
+    hidden = torch.zeros(1, 1, weight.shape[-1], dtype=weight.dtype, device=weight.device)
 
     def keep(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         computed.append(output)
 
-    handle = head_of(model).register_forward_hook(keep)
+    handle = head.register_forward_hook(keep)
+    model.base_model.forward = lambda *_, **__: _BaseOutput(hidden)
     try:
         with torch.no_grad():
-            logits = model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False).logits
+            logits = model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=weight.device), use_cache=False).logits
     finally:
+        del model.base_model.forward
         handle.remove()
     return computed[0] is logits, logits.shape[-1]
 

@@ -47,7 +47,7 @@ def test_a_lone_request_takes_its_prefill_and_one_step_per_token() -> None:
     core.add(only)
     assert endings(core, 100) == [(7.0, only.request_id)]
     assert only.result is not None and only.result.token_ids == [3, 4, 5, 6, 7]
-    assert core.stats() == (0, 0, 7, 5, 8, 0)
+    assert core.stats() == (0, 0, 7, 5, 8, 0, 0, 0)
 
 
 def test_a_fuller_batch_steps_slower_for_all_its_members() -> None:

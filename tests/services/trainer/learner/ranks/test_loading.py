@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -213,18 +212,16 @@ def test_weights_that_do_not_fit_the_model_are_refused_by_name(two_ranks: RankPr
 
 
 def peak_of_loading(ranks: Ranks, config: LearnerConfig) -> int:
-    """Bytes by which a policy raises the peak of the memory of this process until its first forward pass."""
-    status, peaks = Path("/proc/self/status"), list[int]()
+    """Bytes by which making a policy raises the peak of the memory of this process."""
+    status = Path("/proc/self/status")
 
-    def keep_peak(*_: object) -> None:
-        peaks.append(1024 * int(status.read_text().split("VmHWM:")[1].split()[0]))
+    def peak() -> int:
+        return 1024 * int(status.read_text().split("VmHWM:")[1].split()[0])
 
     Path("/proc/self/clear_refs").write_text("5")  # starts the peak again
-    keep_peak()
-    handle = register_module_forward_pre_hook(keep_peak)
+    before = peak()
     Policy(config.model_path, ranks=ranks)
-    handle.remove()
-    return peaks[1] - peaks[0]
+    return peak() - before
 
 
 @pytest.mark.parametrize("count", PEAK_SHARE)
