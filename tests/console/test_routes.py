@@ -536,8 +536,15 @@ def test_incidents_are_infrastructure_by_their_name_and_no_failure_is_listed_twi
     found = get(outputs, "failures", run="tidy")["failures"]
 
     assert sorted(
-        (each["kind"], each["code"], each["tool"], each["infrastructure"], each["service"], each["count"])
-        for each in found
+        (
+            failure["kind"],
+            failure["code"],
+            failure["tool"],
+            failure["infrastructure"],
+            failure["service"],
+            failure["count"],
+        )
+        for failure in found
     ) == [
         ("call", "invalid_request", "calculator", False, "tools", 1),
         ("call", "tool_timeout", "calculator", False, "tools", 1),

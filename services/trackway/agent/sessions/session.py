@@ -120,7 +120,7 @@ class Session:
         self.limit: StopReason | None = None
         """The bound that was reached first."""
         self.refused: TrackwayError | None = None
-        """What the call beyond it was told."""
+        """The error of the call that exceeded it."""
         self.ended = asyncio.Event()
         """Set when the agent has ended; no call is taken then."""
         self._loop = loop

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from trackway.clients import RolloutClient
 from trackway.clients.weights import WeightStore
 from trackway.trainer.learner.learner import Learner
+from trackway.trainer.learner.weights.sharded_files import tensors_in
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.weights import OfferedTensors, SharedMemory, TransportName, WeightOffer
@@ -166,12 +166,8 @@ class _Kind(NamedTuple):
 
 def _published(folder: Path) -> dict[str, _Kind]:
     """The tensors of the folder's safetensors, all of one type."""
-    kinds: dict[str, _Kind] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                tensor = file.get_tensor(name)
-                kinds[name] = _Kind(tensor.dtype, tuple(tensor.shape))
+    saved = tensors_in(sorted(folder.glob("*.safetensors")))
+    kinds = {name: _Kind(tensor.properties.dtype, tuple(tensor.size)) for name, tensor in saved.items()}
     types = sorted({str(kind.dtype) for kind in kinds.values()})
     if len(types) != 1:
         raise ValueError(f"expected tensors of one type in {folder}, got {types}")

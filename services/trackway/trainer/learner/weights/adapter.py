@@ -132,8 +132,8 @@ def _stand_ins(model: PreTrainedModel) -> Iterator[None]:
         if parameter.is_meta
     ]
     for module, name, parameter in on_meta:
-        one = torch.empty(1, dtype=parameter.dtype).expand(parameter.shape)
-        setattr(module, name, nn.Parameter(one, requires_grad=parameter.requires_grad))
+        stand_in = torch.empty(1, dtype=parameter.dtype).expand(parameter.shape)
+        setattr(module, name, nn.Parameter(stand_in, requires_grad=parameter.requires_grad))
     try:
         yield
     finally:

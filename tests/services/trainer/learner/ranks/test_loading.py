@@ -93,7 +93,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankProcesses]:
 
 
 def saved(model: PreTrainedModel, folder: Path, max_shard_size: str = "5GB") -> Path:
-    """The folder of a model, with its weights drawn anew, so that none is what a module starts with."""
+    """Saves a model with random weights, so that none has its initial value, and returns the folder."""
     torch.manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -122,7 +122,7 @@ def held(learner: Learner) -> dict[str, Tensor]:
 
 
 def loaded(ranks: Ranks, config: LearnerConfig, folder: Path | None = None) -> dict[str, Tensor]:
-    """What a learner starts with; exported to the folder, and beside it as shares."""
+    """The weights and buffers of a new learner; they are also exported to the folder, and as shares beside it."""
     learner = Learner(config, ranks)
     if folder is not None:
         learner.export(folder)
