@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from fastapi import Request, Response
 from opentelemetry import trace
-from starlette.types import Message as AsgiMessage
-from starlette.types import Receive, Scope, Send
 
 from trackway.agent.episode import Episode
+from trackway.agent.sessions.delivery import DeliveredResponse, Recorded
 from trackway.agent.sessions.graph import Conversation, Place, Sampled, TokenGraph
 from trackway.agent.sessions.messages import is_auxiliary, joined_turns, meaning
 from trackway.agent.sessions.token_budget import TokenBudget
@@ -63,16 +62,6 @@ _MAX_FIELDS = 64
 _MAX_FIELD_CHARS = 64
 _BESIDE = 8
 """Retries and token counts that a session answers, for each of its `bounds.max_calls`."""
-
-
-class Recorded(NamedTuple):
-    """An answered call."""
-
-    number: int
-    deltas: list[Delta]
-    nodes: list[GraphNode]
-    conversation: Conversation | None
-    """None for a text completion."""
 
 
 class Placed(NamedTuple):
@@ -262,7 +251,7 @@ class Session:
                 call.answer.set_result(None)
 
         try:
-            return _Delivered(await first(call), call.answer, left)
+            return DeliveredResponse(await first(call), call.answer, left)
         except BaseException:
             left()
             raise
@@ -420,7 +409,7 @@ class Session:
         answer.set_result(recorded)
         self._sampled_nodes[builder.id] = recorded.nodes
         response = await respond_again(builder, recorded.deltas, stream=stream)
-        return _Delivered(response, answer, lambda: None, before_send)
+        return DeliveredResponse(response, answer, lambda: None, before_send)
 
     async def _rendered(self, place: Place, chat: ChatRequest) -> list[int]:
         """The ids that the call adds behind its parent, or the whole prompt."""
@@ -588,38 +577,6 @@ class SessionModel:
         finally:
             generating.cancel()
             await asyncio.gather(generating, return_exceptions=True)
-
-
-class _Delivered(Response):
-    """Sends a response, and marks its nodes as delivered when the client was sent the end."""
-
-    def __init__(
-        self,
-        response: Response,
-        answer: "asyncio.Future[Recorded | None]",
-        left: Callable[[], None],
-        before_send: Callable[[], None] = lambda: None,
-    ) -> None:
-        super().__init__()
-        self._response, self._answer, self._left, self._before_send = response, answer, left, before_send
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def watched(message: AsgiMessage) -> None:
-            if message["type"] == "http.response.body":
-                self._before_send()
-                if not message.get("more_body", False):
-                    self._deliver()
-            await send(message)
-
-        try:
-            await self._response(scope, receive, watched)
-        finally:
-            self._left()
-
-    def _deliver(self) -> None:
-        recorded = self._answer.result() if self._answer.done() else None
-        for node in recorded.nodes if recorded is not None else []:
-            node.delivered = True
 
 
 def _reply(request: GenerateRequest, part: Episode, reason: str) -> GenerateReply:
