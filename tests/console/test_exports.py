@@ -1,8 +1,10 @@
 """Each button that saves a file, and what is in it."""
 
+import io
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.console.browser import Browser
 from tests.console.conftest import Serve
@@ -78,20 +80,24 @@ def test_a_histogram_and_a_grid_are_saved_as_pictures(browser: Browser, url: str
         width, height = (int.from_bytes(picture[start : start + 4]) for start in (16, 20))
         box = f"(({{width, height}}) => [width, height])(document.querySelector('{shown}').getBoundingClientRect())"
         assert picture.startswith(b"\x89PNG") and [width, height] == [int(2 * side) for side in browser.evaluate(box)]
-        colours = f"""new Promise((done) => {{
-          const image = new Image();
-          image.onload = () => {{
-            const canvas = document.createElement('canvas');
-            [canvas.width, canvas.height] = [image.width, image.height];
-            const context = canvas.getContext('2d');
-            context.drawImage(image, 0, 0);
-            const pixels = new Uint32Array(context.getImageData(0, 0, canvas.width, canvas.height).data.buffer);
-            done(new Set(pixels).size);
-          }};
-          image.src = URL.createObjectURL(new Blob([new Uint8Array({list(picture)})], {{type: 'image/png'}}));
-        }})"""
-        assert browser.evaluate(colours) > 3  # background, boxes and texts
+        with Image.open(io.BytesIO(picture)) as image:
+            assert len(image.getcolors(1 << 20) or []) > 3  # background, boxes and texts
+            if shown == ".groups":
+                assert large_colours(image, browser, ".cell.error") == {(251, 233, 221), (240, 242, 239)}  # its stripes
+                assert len(large_colours(image, browser, ".cell:not(.error)")) == 1
     assert browser.problems == []
+
+
+def large_colours(image: Image.Image, browser: Browser, cell: str) -> set[tuple[int, ...]]:
+    """Colours of at least a tenth of a cell's pixels in the picture of a grid."""
+    left, top, right, bottom = browser.evaluate(f"""(() => {{
+      const box = (name) => document.querySelector(name).getBoundingClientRect();
+      const [at, whole] = [box('.rollouts {cell}'), box('.groups')];
+      return [at.left - whole.left, at.top - whole.top, at.right - whole.left, at.bottom - whole.top];
+    }})()""")
+    part = image.convert("RGB").crop((round(2 * left), round(2 * top), round(2 * right), round(2 * bottom)))
+    counts = part.getcolors(1 << 20) or []
+    return {colour for count, colour in counts if isinstance(colour, tuple) and count >= part.width * part.height / 10}
 
 
 def saved(browser: Browser, folder: Path, name: str, selector: str = "") -> bytes:

@@ -58,6 +58,10 @@ def test_rollouts_of_a_grid_are_chosen_by_a_key_and_compared(browser: Browser, u
     assert browser.evaluate("document.querySelectorAll('.cell.chosen').length") == 2
     assert accessibility.faults(browser) == []
 
+    browser.settled(lambda: browser.click(".histogram button:last-child"))  # the page is drawn again
+    assert browser.evaluate("document.querySelectorAll('.cell.chosen').length") == 2
+    browser.open(f"{url}#/step?run=tidy&step=1")
+    assert browser.evaluate("document.querySelectorAll('.cell.chosen').length") == 0 and "2 chosen" in browser.text()
     browser.settled(lambda: browser.click(".chosen a.button"))
     browser.wait("location.hash === '#/compare?run=tidy&of=2%2F7%2F0%2C2%2F7%2F1'")
 

@@ -283,6 +283,10 @@ def test_each_page_fits_a_screen_and_a_phone_in_both_colour_schemes(browser: Bro
             assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
             assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == background
             assert accessibility.faults(browser) == [], view
+            if view.startswith("failures"):  # all of a failure can be seen without scrolling to the side
+                panels = "[...document.querySelectorAll('.panel.scroll')]"
+                assert browser.evaluate(f"{panels}.length === 3"), browser.text()
+                assert browser.evaluate(f"{panels}.every((panel) => panel.scrollWidth <= panel.clientWidth)")
 
 
 def test_what_is_missing_says_what_to_do(browser: Browser, url: str, outputs: Path) -> None:

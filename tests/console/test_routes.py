@@ -22,7 +22,7 @@ from tests.console.example_run import (
     write_step,
     write_values,
 )
-from trackway.console import file_results, over_steps, spans, trajectory_files
+from trackway.console import export, file_results, over_steps, spans, trajectory_files
 from trackway.console.app import create_app
 from trackway.console.trajectory_files import ParquetReader
 from trackway.serving import AuthSettings, ServiceSettings
@@ -215,9 +215,31 @@ def test_a_step_has_its_rollouts_by_column_in_the_order_of_numbers(outputs: Path
         "is_baseline": [False] * 4,
         "prompts": {"7": "How much is 7 x 6?", "10": "How much is 7 x 6?"},
     }
-    part = get(outputs, "step", run="tidy", step=2, offset=1, limit=2)
-    assert (part["total"], part["sample_index"], part["rollout_n"]) == (4, ["7", "10"], [1, 0])
+    part = get(outputs, "step", run="tidy", step=2, offset=2, limit=2)
+    assert (part["total"], part["sample_index"], part["rollout_n"]) == (4, ["10", "10"], [0, 1])
     assert get(outputs, "step", run="tidy", step=0, validation=True)["sample_index"] == ["7"]
+
+
+def test_the_pages_of_a_step_have_whole_groups_and_each_rollout_once(
+    outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(outputs)
+    groups = [rollout("tidy", 3, sample, n) for sample in (1, 2, 3) for n in range(3)]
+    write_trajectories(folder.path / "trajectories/step_3.parquet", groups)
+
+    def page(offset: int, limit: int) -> tuple[int, list[str]]:
+        reply = get(outputs, "step", run="tidy", step=3, offset=offset, limit=limit)
+        return reply["offset"], [
+            f"{sample}/{n}" for sample, n in zip(reply["sample_index"], reply["rollout_n"], strict=True)
+        ]
+
+    assert page(0, 4) == (0, ["1/0", "1/1", "1/2", "2/0", "2/1", "2/2"])
+    assert page(4, 4) == (6, ["3/0", "3/1", "3/2"])
+    assert page(8, 4) == (8, [])
+    assert page(2, 2) == (2, ["1/2", "2/0"])  # groups of more than a page are cut
+    monkeypatch.setattr(export, "MOST_ROLLOUTS", 4)
+    table = client_of(outputs).get("/api/export", params={"run": "tidy", "step": 3, "format": "csv"}).text
+    assert [line.split(",")[2:4] for line in table.splitlines()[1:]] == [[sample, n] for sample in "123" for n in "012"]
 
 
 def test_the_greedy_baselines_of_a_group_are_marked(outputs: Path) -> None:
@@ -396,12 +418,18 @@ def test_search_finds_texts_tools_errors_and_rewards_the_newest_step_first(outpu
 
 
 def test_search_takes_a_regular_expression_over_each_text(outputs: Path) -> None:
-    write_run(outputs)
+    folder = write_run(outputs)
     every = {"run": "tidy", "regex": True, "first_step": 2}
 
     [hit] = get(outputs, "search", **every, text=r"^#+ 4\d$")["hits"]
     assert (hit["address"]["rollout"], hit["snippet"]) == (1, "#### 42")
     assert len(found(get(outputs, "search", **every, text=r'"EXPRESSION": "7.6"'))) == 4
+    long = rollout("tidy", 3, 7, 0, text="x" * 5000)
+    write_trajectories(folder.path / "trajectories/step_3.parquet", [long])
+    [hit, *_] = get(outputs, "search", **every, text=".*")["hits"]
+    assert (hit["match"], hit["snippet"]) == ("x" * 200, f"{'x' * 260}…")
+    [hit] = get(outputs, "search", run="tidy", text="X" * 1000)["hits"]
+    assert (hit["match"], hit["snippet"]) == ("x" * 200, f"{'x' * 260}…")
     assert found(get(outputs, "search", **every, text="(?-i)HOW MUCH")) == []
     assert found(get(outputs, "search", **every, text=r"took \d+ s$")) == [(2, False, "10", 0)]
     status, code, message = refused(outputs, "search", **every, text="4[")
@@ -743,6 +771,31 @@ def test_a_torn_file_is_named_and_the_others_are_searched(outputs: Path) -> None
     assert message.startswith(f"expected trajectories in {file}, got a file that cannot be read (")
     page = get(outputs, "search", run="tidy", text="#### 42")
     assert found(page) == [(1, False, "7", 1)] and len(page["unreadable"]) == 1
+
+
+def test_a_file_that_goes_while_the_folder_is_read_is_left_out(outputs: Path) -> None:
+    folder = write_run(outputs)
+    write_values(folder, 2)
+    for kind in ("trajectories", "token_values"):  # what is listed, and is gone when it is looked at
+        (folder.path / kind / "step_3.parquet").symlink_to(outputs / "gone")
+
+    assert [file["step"] for file in get(outputs, "run", run="tidy")["files"]] == [0, 1, 2]
+    assert refused(outputs, "step", run="tidy", step=3)[:2] == (404, "not_found")
+    (folder.path / "trajectories/step_3.parquet").unlink()
+    write_step(folder, 3)
+    assert get(outputs, "tokens", run="tidy", step=3, sample="7", rollout=0)["learner"] is None
+
+
+def test_the_routes_are_listed_where_refusals_say(outputs: Path) -> None:
+    write_run(outputs)
+    client = client_of(outputs)
+
+    assert client.get("/api/nothing").json()["error"]["message"].endswith("the routes are listed at /docs")
+    assert client.get("/api/step?run=tidy").json()["error"]["message"] == (
+        "the request does not fit the schema at /docs: query.step: Field required"
+    )
+    assert "openapi.json" in client.get("/docs").text
+    assert "/api/step" in client.get("/openapi.json").json()["paths"]
 
 
 def test_what_a_run_lacks_is_refused_with_what_it_has(outputs: Path) -> None:

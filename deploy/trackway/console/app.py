@@ -129,7 +129,7 @@ def _routes(runs: Runs, services: list[str]) -> APIRouter:
         offset: Offset = 0,
         limit: Annotated[int, Query(ge=1, le=MOST_ROLLOUTS)] = MOST_ROLLOUTS,
     ) -> StepPage:
-        """The rollouts of a step, in the order of prompts and rollouts."""
+        """The rollouts of a step in the order of prompts and rollouts, in whole groups: their first is in the range."""
         return step_page(reader, runs.find(run), step, validation, offset, limit)
 
     @router.get("/api/trajectory", response_model=TrajectoryPage)

@@ -97,6 +97,7 @@ class StepPage(WireReply):
     total: int
     """Rollouts of the step; the lists may hold fewer."""
     offset: int
+    """Rollouts of the step before the first one of the lists."""
     sample_index: list[str]
     rollout_n: list[int]
     score: list[float | None]

@@ -22,6 +22,8 @@ _CHUNK = 256
 """Candidates read at once from a file."""
 _AROUND = 60
 """Characters of a snippet before and after a match."""
+_MOST_MATCH = 200
+"""Characters of a match; a longer one loses its end."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def _has_step(query: Query, file: File) -> bool:
 def _hits(reader: ParquetReader, file: File, query: Query, start: int) -> Iterator[tuple[int, Hit]]:
     """The matching trajectories from a row of the file on, each with the number of its row."""
     where, values = _conditions(query)
-    match = f"regexp_extract({_MATCHING}[1], $regex)" if query.is_regex else "''"
+    match = f"left(regexp_extract({_MATCHING}[1], $regex), {_MOST_MATCH})" if query.is_regex else "''"
     answers = _right_answers(reader, file) if query.tool_was_right else {}
     while True:
         rows = reader.records(
@@ -301,7 +303,8 @@ def _snippet(texts: list[str], text: str) -> tuple[str, str] | None:
     for found in texts:
         at = found.lower().find(text)
         if at >= 0:
-            start, end = max(0, at - _AROUND), at + len(text) + _AROUND
+            match = found[at : at + min(len(text), _MOST_MATCH)]
+            start, end = max(0, at - _AROUND), at + len(match) + _AROUND
             around = f"{'…' * (start > 0)}{found[start:end]}{'…' * (end < len(found))}"
-            return around, found[at : at + len(text)]
+            return around, match
     return None

@@ -9,7 +9,7 @@ from trackway.console.trajectory_files import ParquetReader, file_of
 from trackway.trainer.run_state.folder import RunFolder
 
 MOST_ROLLOUTS = 8192
-"""Rollouts of one reply."""
+"""Rollouts of one reply, whose last group is whole."""
 _PROMPT_CHARS = 160
 
 COLUMNS = {
@@ -45,7 +45,10 @@ _DEFAULTS = {
 def step_page(
     reader: ParquetReader, folder: RunFolder, step: int, validation: bool, offset: int, limit: int
 ) -> StepPage:
-    """The rollouts of a step, in the order of prompts and rollouts. Raises TrackwayError."""
+    """The groups whose first rollout is one of `limit` after `offset`, in the order of prompts and rollouts.
+
+    A group of more than `limit` is cut. Raises TrackwayError.
+    """
     file = file_of(folder, step, validation)
     present = reader.columns(file)
     selected = ", ".join(
@@ -53,7 +56,9 @@ def step_page(
         for name, sql in COLUMNS.items()
     )
     rows = reader.records(
-        f"SELECT {selected} FROM read_parquet($file) ORDER BY {order(present)} LIMIT $limit OFFSET $offset",
+        f"SELECT {selected}, place FROM (SELECT *, {_first(present)} AS first FROM (SELECT *, "
+        f"row_number() OVER (ORDER BY {order(present)}) - 1 AS place FROM read_parquet($file))) "
+        "WHERE first >= $offset AND first < $offset + $limit ORDER BY place",
         file,
         limit=limit,
         offset=offset,
@@ -62,7 +67,16 @@ def step_page(
     columns: dict[str, list[Any]] = {name: [row[name] for row in rows] for name in COLUMNS}
     columns["score"] = [None if score is None else finite(score) for score in columns["score"]]
     texts = _prompts(reader, folder, step, validation, present, set(columns["sample_index"]))
-    return StepPage(step=step, validation=validation, total=total, offset=offset, prompts=texts, **columns)
+    first = rows[0]["place"] if rows else offset
+    return StepPage(step=step, validation=validation, total=total, offset=first, prompts=texts, **columns)
+
+
+def _first(present: set[str]) -> str:
+    """SQL of the place of the first rollout of a row's group, or of the row itself if the group is too long."""
+    if "sample_index" not in present:
+        return "place"
+    group = "OVER (PARTITION BY sample_index)"
+    return f"CASE WHEN count(*) {group} > $limit THEN place ELSE min(place) {group} END"
 
 
 def order(present: set[str]) -> str:

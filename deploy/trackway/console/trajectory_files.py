@@ -42,8 +42,9 @@ def trajectory_files(folder: RunFolder) -> list[File]:
         return []
     for path in paths:
         named = _NAME.fullmatch(path.name)
-        if named is not None:
-            found.append(_file(path, int(named[2]), named[1] is not None))
+        file = named and _file(path, int(named[2]), named[1] is not None)
+        if file is not None:
+            found.append(file)
     return sorted(found, key=lambda file: (file.step, file.validation))
 
 
@@ -54,12 +55,15 @@ def token_value_files(folder: RunFolder) -> list[Path]:
 
 def token_values_of(folder: RunFolder, step: int) -> File | None:
     """The file of a step's token values; None without one."""
-    path = folder.path / TOKEN_VALUES / f"step_{step}.parquet"
-    return _file(path, step, False) if path.is_file() else None
+    return _file(folder.path / TOKEN_VALUES / f"step_{step}.parquet", step, False)
 
 
-def _file(path: Path, step: int, validation: bool) -> File:
-    known = path.stat()
+def _file(path: Path, step: int, validation: bool) -> File | None:
+    """None for a file that is gone."""
+    try:
+        known = path.stat()
+    except OSError:
+        return None
     return File(path, step, validation, known.st_size, known.st_mtime_ns)
 
 

@@ -79,8 +79,19 @@ function paint(context, node, whole) {
   context.save();
   context.translate(-whole.left, -whole.top);
   context.globalAlpha = Number(style.opacity);
+  const radius = parseFloat(style.borderTopLeftRadius) || 0, border = parseFloat(style.borderTopWidth);
+  context.beginPath();
+  context.roundRect(at.left, at.top, at.width, at.height, radius);
   context.fillStyle = style.backgroundColor;
-  context.fillRect(at.left, at.top, at.width, at.height);
+  context.fill();
+  if (style.backgroundImage.startsWith("repeating-linear-gradient")) stripes(context, at, style.backgroundImage);
+  if (border) {
+    context.beginPath();
+    context.roundRect(at.left + border / 2, at.top + border / 2, at.width - border, at.height - border, Math.max(0, radius - border / 2));
+    [context.strokeStyle, context.lineWidth] = [style.borderTopColor, border];
+    context.setLineDash(style.borderTopStyle === "dashed" ? [3 * border, 3 * border] : []);
+    context.stroke();
+  }
   context.fillStyle = style.color;
   context.font = style.font;
   context.textBaseline = "middle";
@@ -95,6 +106,27 @@ function paint(context, node, whole) {
     range.selectNodeContents(text);
     const box = range.getBoundingClientRect();
     context.fillText(text.data, box.left, box.top + box.height / 2);
+  }
+  context.restore();
+}
+
+const STRIPE = 4;
+/** CSS pixels of a stripe, as in the style sheet. */
+
+/** The stripes of a box in the two colours of its gradient, within the path that was begun. */
+function stripes(context, at, gradient) {
+  const [first, second] = gradient.match(/(?:rgba?|color|oklab)\([^)]*\)/g).filter((colour, index, all) => all.indexOf(colour) === index);
+  context.save();
+  context.clip();
+  context.fillStyle = first;
+  context.fillRect(at.left, at.top, at.width, at.height);
+  context.strokeStyle = second;
+  context.lineWidth = STRIPE;
+  for (let along = 1.5 * STRIPE * Math.SQRT2; along < at.width + at.height; along += 2 * STRIPE * Math.SQRT2) {
+    context.beginPath();
+    context.moveTo(at.left + along + STRIPE, at.top - STRIPE);
+    context.lineTo(at.left + along - at.height - STRIPE, at.bottom + STRIPE);
+    context.stroke();
   }
   context.restore();
 }

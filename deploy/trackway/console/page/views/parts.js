@@ -112,22 +112,27 @@ function save(blob, name) {
 /** Parameters of a file of one trajectory. */
 export const exported = (run, { step, validation, sample, rollout }) => ({ run, step, validation: validation || undefined, sample, rollout, format: "jsonl" });
 
+const CHOSEN = new Map();
+/** By run, the trajectories that are chosen to be compared, until the page is closed. */
+
 /** Trajectories that are chosen to be compared: `toggle(address)`, `has(address)`, and a row that shows how many there are. */
 export function chooser(run, changed) {
-  const chosen = new Map();
+  const chosen = CHOSEN.get(run) ?? new Map();
+  CHOSEN.set(run, chosen);
   const row = h("p", { class: "row chosen", role: "status", hidden: true });
   const name = ({ step, validation, sample, rollout }) => JSON.stringify([step, Boolean(validation), sample, rollout]);
   const draw = () => {
     row.hidden = !chosen.size;
     row.replaceChildren(`${chosen.size} chosen`, chosen.size > 1 ? h("a", { class: "button", href: compareLink(run, [...chosen.values()]) }, "Compare chosen") : h("span", { class: "dim" }, "choose another one to compare"),
-      h("button", { type: "button", onclick: () => { chosen.clear(); draw(); } }, "Clear"));
-    changed();
+      h("button", { type: "button", onclick: () => { chosen.clear(); draw(); changed(); } }, "Clear"));
   };
   const toggle = (address) => {
     if (!chosen.delete(name(address))) chosen.set(name(address), address);
     if (chosen.size > MOST_COMPARED) chosen.delete([...chosen.keys()][0]);
     draw();
+    changed();
   };
+  draw();
   return { row, toggle, has: (address) => chosen.has(name(address)) };
 }
 

@@ -111,7 +111,7 @@ async function read(visit, asked, results) {
 function row(run, hit, choice) {
   const { address } = hit;
   return h("tr", { class: "click", onclick: (event) => { if (!event.target.closest("a, input")) location.hash = trajectoryLink("trajectory", run, address); } },
-    h("td", {}, h("input", { type: "checkbox", "aria-label": `choose step ${address.step}, ${visible(address.sample)} · ${address.rollout} to compare`, onchange: () => choice.toggle(address) })),
+    h("td", {}, h("input", { type: "checkbox", "aria-label": `choose step ${address.step}, ${visible(address.sample)} · ${address.rollout} to compare`, checked: choice.has(address), onchange: () => choice.toggle(address) })),
     h("td", {}, `${address.validation ? "v" : ""}${address.step}`),
     h("td", { class: "nowrap" }, h("a", { class: "open strong", href: trajectoryLink("trajectory", run, address) }, visible(`${address.sample} · ${address.rollout}`))),
     h("td", { class: "nowrap" }, scoreChip(hit.score)),

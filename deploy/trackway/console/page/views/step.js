@@ -6,7 +6,7 @@ import { deviation, empty, h, mean, number, panel, plural, roving, seconds, visi
 import { cell, chooser, download, fileName, pager, range, scoreChip, stepLinks } from "./parts.js";
 
 const PAGE = 8192;
-/** Rollouts of one reply of the console. */
+/** Rollouts of one reply of the console, and those that its last group has beyond them. */
 const BINS = 12;
 const SLOWEST = 6;
 const SORTS = { order: "as trained", low: "lowest mean first", high: "highest mean first", spread: "widest spread first" };
@@ -55,8 +55,8 @@ export default async function step(visit) {
         : empty(past ? `No prompt of this step is in step ${since} too.` : "No rollout fits.", h("a", { href: to({ bin: null, show: "", since: null }) }, "Show all rollouts of the step"))),
     rollouts.length > 0 && page.total > rollouts.length && h("p", { class: "row" },
       offset > 0 && h("a", { class: "button", href: to({ offset: offset > PAGE ? offset - PAGE : null, bin: null }) }, "← earlier"),
-      h("span", { class: "dim" }, `rollouts ${number(offset + 1)} to ${number(offset + rollouts.length)} of ${number(page.total)}`),
-      offset + rollouts.length < page.total && h("a", { class: "button", href: to({ offset: offset + rollouts.length, bin: null }) }, "later →")));
+      h("span", { class: "dim" }, `rollouts ${number(page.offset + 1)} to ${number(page.offset + rollouts.length)} of ${number(page.total)}`),
+      page.offset + rollouts.length < page.total && h("a", { class: "button", href: to({ offset: offset + PAGE, bin: null }) }, "later →")));
 }
 
 /** Bins of equal width; one for each value where there are few. */
@@ -171,6 +171,7 @@ function grid(run, groups, matches, scale, single, prompts, choice, cells) {
     const node = cell(run, rollout.address, { ...rollout, title: words(rollout, single ? prompts : {}) }, scale);
     if (!matches(rollout)) node.classList.add("faded");
     cells.set(node, rollout.address);
+    node.classList.toggle("chosen", choice.has(rollout.address));
     return node;
   };
   const choose = (event) => {
