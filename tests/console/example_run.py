@@ -149,6 +149,7 @@ def rollout(
         trace_id=TRACE_ID if right else None,
         span_id=SPAN_ID if right else None,
         incidents=[Incident.RETRIED] if right else [],
+        incident_services={Incident.RETRIED: ["tools"]} if right else {},
         error=ErrorBody(code=ErrorCode.TOOL_TIMEOUT, message=MESSAGE, retryable=False) if fails else None,
     )
 

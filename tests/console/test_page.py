@@ -245,6 +245,14 @@ def test_failures_are_shown_as_files_are_read_and_reading_can_be_cancelled(
 
     browser.settled(lambda: browser.click(".segments a[href*='own']"))
     assert "failed tool calls, which the model saw" in browser.text()
+    browser.open(f"{url}#/failures?run=tidy&service=rollout")
+    assert (
+        browser.text().startswith("Failures\n0 failures\n")
+        and "None of the failures is of this kind." in browser.text()
+    )
+    browser.open(f"{url}#/failures?run=tidy&only=infrastructure&service=tools")
+    assert browser.evaluate("[...document.querySelectorAll('.causes td b')].map((b) => b.innerText)") == ["retried"]
+    assert browser.evaluate("document.querySelector('select').value") == "tools"
     assert browser.problems == []
 
 
@@ -403,7 +411,7 @@ def test_the_times_of_a_trajectory_are_lanes_with_the_spans_of_its_trace_below(
     browser.open(f"{url}#/trajectory?run=tidy&step=2&sample=7&rollout=1")
     lanes = "[...document.querySelectorAll('.lanes > span, .lanes > b')].map((node) => node.innerText)"
     assert browser.evaluate(lanes) == ["generate", "0.75 s", "tool", "0.25 s", "reward", "0.13 s", "queue", "1.38 s"]
-    assert "retried" in browser.text() and "correct\n1" in browser.text()
+    assert "retried: tools" in browser.text() and "correct\n1" in browser.text()
 
     browser.click(".spans button")
     browser.wait("document.querySelectorAll('.spans li').length === 2")

@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import httpx
+import pyarrow.parquet as pq
 import pytest
 from fastapi.testclient import TestClient
 from pydantic import SecretStr
@@ -287,6 +288,7 @@ def test_a_trajectory_has_its_turns_its_group_its_neighbours_and_its_trace(outpu
     assert page["trace"] == f"http://127.0.0.1:5000/#/experiments/3/traces?selectedEvaluationId=tr-{TRACE_ID}"
     assert page["weave"] == f"https://wandb.ai/team/own/r/call/{SPAN_ID}"
     assert (page["incidents"], page["error"], page["shortened"]) == (["retried"], None, False)
+    assert page["incident_services"] == {"retried": ["tools"]}
     last = get(outputs, "trajectory", run="tidy", step=1, sample="10", rollout=1)
     assert (last["next"], last["trace"], last["weave"], last["previous"]["rollout"]) == (None, None, None, 0)
 
@@ -518,7 +520,7 @@ def test_failures_are_grouped_by_cause_and_a_torn_file_is_named(outputs: Path) -
     assert page["failures"][0].pop("pattern") == MESSAGE.replace("30", "N")
     assert message in (MESSAGE, MESSAGE.replace("30", "31.5"))
     assert page["failures"] == [
-        {"kind": "trajectory", "tool": None, "infrastructure": False, "service": "tools", **timeout},
+        {"kind": "trajectory", "tool": None, "infrastructure": False, "service": "tools", "called": "", **timeout},
         {
             "kind": "call",
             "tool": "calculator",
@@ -526,6 +528,7 @@ def test_failures_are_grouped_by_cause_and_a_torn_file_is_named(outputs: Path) -
             "pattern": "",
             "infrastructure": False,
             "service": "tools",
+            "called": "",
             **timeout,
         },
         {
@@ -535,7 +538,8 @@ def test_failures_are_grouped_by_cause_and_a_torn_file_is_named(outputs: Path) -
             "message": "",
             "pattern": "",
             "infrastructure": True,
-            "service": "rollout, tools or reward",
+            "service": "tools",
+            "called": "tools",
             "count": 1,
             "rollouts": 1,
             "steps": {"steps": [1], "values": [1.0]},
@@ -586,6 +590,27 @@ def test_incidents_are_infrastructure_by_their_name_and_no_failure_is_listed_twi
         ("incident", "weights_behind", None, True, "rollout", 1),
         ("trajectory", "instance_lost", "calculator", True, "tools", 1),
     ]
+
+
+def test_incidents_of_calls_are_grouped_by_the_called_service_which_search_takes(outputs: Path) -> None:
+    folder = write_run(outputs, steps=0)
+    made = [rollout("tidy", 1, 1, n) for n in range(3)]
+    for one, services in zip(made, (["tools"], ["rollout", "tools"], []), strict=True):
+        one.incidents, one.turns[0].calls = [Incident.RETRIED], []
+        one.incident_services = {Incident.RETRIED: services} if services else {}
+    write_trajectories(folder.path / "trajectories/step_1.parquet", made)
+    older = folder.path / "trajectories/step_2.parquet"
+    write_trajectories(older, [rollout("tidy", 2, 7, 1)])
+    pq.write_table(pq.read_table(older).drop_columns(["incident_services"]), older)
+
+    failures = get(outputs, "failures", run="tidy")["failures"]
+    assert [(failure["called"], failure["service"], failure["count"]) for failure in failures] == [
+        ("", "rollout, tools or reward", 2),
+        ("tools", "tools", 2),
+        ("rollout", "rollout", 1),
+    ]
+    page = get(outputs, "search", run="tidy", incident="retried", service="tools")
+    assert (found(page), page["unreadable"]) == ([(1, False, "1", 0), (1, False, "1", 1)], [])
 
 
 def test_search_finds_the_rollouts_of_each_group_of_failures(outputs: Path) -> None:
@@ -814,8 +839,6 @@ def test_what_a_run_lacks_is_refused_with_what_it_has(outputs: Path) -> None:
 
 
 def test_a_file_of_an_older_version_lacks_columns(outputs: Path) -> None:
-    import pyarrow.parquet as pq
-
     folder = write_run(outputs)
     file = folder.path / "trajectories/step_2.parquet"
     pq.write_table(pq.read_table(file).drop_columns(["incidents", "trace_id", "further_rows", "is_baseline"]), file)

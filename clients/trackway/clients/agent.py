@@ -14,6 +14,8 @@ _WAITS = '{"waits":'
 class AgentClient(ServiceClient):
     """Requests trajectories; every method raises TrackwayError."""
 
+    service = "agent"
+
     async def group(
         self,
         request: GroupRequest,

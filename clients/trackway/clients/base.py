@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Self, TypeVar
+from typing import ClassVar, Self, TypeVar
 
 import httpx
 from pydantic import BaseModel, SecretStr, ValidationError
@@ -32,7 +32,7 @@ from trackway.tracing import add_incident, current_trace_stats, inject
 from trackway.wire.batch import BatchRequest, ReplyT, RequestT
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.headers import IDEMPOTENCY_KEY, REQUEST_DEADLINE, SESSION_ID, TRACE_RECEIPT, header_text
-from trackway.wire.health import Health, ReplicaList
+from trackway.wire.health import Health, ReplicaList, ServiceName
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -85,6 +85,9 @@ class ServiceClient:
     batches: send the generations or scores that are requested for a session at the same moment in one request.
     """
 
+    service: ClassVar[ServiceName | None] = None
+    """None for a client of any service."""
+
     def __init__(
         self,
         base_url: str,
@@ -106,6 +109,11 @@ class ServiceClient:
     def http(self) -> httpx.AsyncClient:
         """The HTTP client passed in, or the process's shared one."""
         return self._http or shared_http()
+
+    @property
+    def called(self) -> str:
+        """The service, as an incident of a call names it; the host of another's."""
+        return self.service or _parsed(self.base_url).host
 
     @property
     def spilled(self) -> int:
@@ -205,7 +213,8 @@ class ServiceClient:
         ) -> AbstractAsyncContextManager[AsyncIterator[str]]:
             return self.stream("POST", path, body=body, session_id=session_id, deadline=deadline)
 
-        return Batches(open_batch, self.base_url + path, request, reply, size) if self._in_batches else None
+        url = self.base_url + path
+        return Batches(open_batch, url, self.called, request, reply, size) if self._in_batches else None
 
     def _holder(self, path: str) -> str | None:
         """The only replica that can answer a request, or None."""
@@ -284,7 +293,8 @@ class ServiceClient:
         error = state.outcome.exception() if state.outcome else None
         note_problem(reason_of(error))
         if state.attempt_number.bit_count() == 1:
-            add_incident(incident_of(error), url=url, attempt=state.attempt_number, reason=reason_of(error))
+            attempt, reason = state.attempt_number, reason_of(error)
+            add_incident(incident_of(error), called=self.called, url=url, attempt=attempt, reason=reason)
 
     def _unavailable(self, method: str, path: str, error: Exception) -> TrackwayError:
         if isinstance(error, ForeignServerError) and error.status == 429:

@@ -49,6 +49,7 @@ class Batches(Generic[RequestT, ReplyT]):
 
     open_batch: sends a batch of a group before a deadline, and gives the lines of its answer; raises TrackwayError.
     url: of the route, for messages.
+    called: the service.
     request, reply: types of the request and of its reply.
     size: size of a request, in tokens or characters.
     """
@@ -57,12 +58,14 @@ class Batches(Generic[RequestT, ReplyT]):
         self,
         open_batch: "Callable[[BatchRequest[RequestT], str, Deadline], _Lines]",
         url: str,
+        called: str,
         request: type[RequestT],
         reply: type[ReplyT],
         size: Callable[[RequestT], int],
     ) -> None:
         self._open_batch = open_batch
         self._url = url
+        self._called = called
         self._batch_type, self._entry_type, self._result_type = (
             BatchRequest[request],
             BatchEntry[request],
@@ -111,7 +114,8 @@ class Batches(Generic[RequestT, ReplyT]):
             result = error
         if result is not None:
             note_problem(reason_of(result))
-            add_incident(incident_of(result), url=self._url, attempt=1, reason=reason_of(result))
+            reason = reason_of(result)
+            add_incident(incident_of(result), called=self._called, url=self._url, attempt=1, reason=reason)
         return None
 
     def _start(self, group: str) -> None:

@@ -13,6 +13,8 @@ from trackway.wire.trajectory import Reward
 class RewardClient(ServiceClient):
     """Scores solutions; every method raises TrackwayError."""
 
+    service = "reward"
+
     @cached_property
     def _scores(self) -> Batches[ScoreRequest, Reward] | None:
         return self._batches("/score_batch", ScoreRequest, Reward, _characters)

@@ -32,6 +32,8 @@ _NO_SUCH_ROUTE = (ErrorCode.NOT_FOUND, ErrorCode.INVALID_REQUEST)
 class RolloutClient(ServiceClient):
     """Token ids in, token ids and logprobs out; every method raises TrackwayError."""
 
+    service = "rollout"
+
     @cached_property
     def _generations(self) -> Batches[GenerateRequest, GenerateReply] | None:
         return self._batches("/generate_batch", GenerateRequest, GenerateReply, _prompt_tokens)
@@ -81,7 +83,8 @@ class RolloutClient(ServiceClient):
             if not ended and isinstance(error, TrackwayError) and _is_final(error, bool(count)):
                 raise
             note_problem(reason_of(error))
-            add_incident(incident_of(error), url=self.base_url + _STREAM, attempt=1, reason=reason_of(error))
+            url, reason = self.base_url + _STREAM, reason_of(error)
+            add_incident(incident_of(error), called=self.called, url=url, attempt=1, reason=reason)
         if ended:
             return
         if count:

@@ -26,6 +26,8 @@ from trackway.wire.tools import (
 class ToolsClient(ServiceClient):
     """Create, execute, reward, release; every method raises TrackwayError."""
 
+    service = "tools"
+
     def _holder(self, path: str) -> str | None:
         """The replica that created the instance in a path; instance ids begin with its name."""
         _, _, instance_id = path.partition("/instances/")

@@ -11,6 +11,8 @@ from trackway.wire.trainer import MetricsRow, RunInfo, RunList, RunRequest
 class TrainerClient(ServiceClient):
     """Starts, watches and stops runs; every method raises TrackwayError."""
 
+    service = "trainer"
+
     async def start(self, request: RunRequest) -> RunInfo:
         """Start a run and return at once."""
         return await self.call("POST", "/runs", reply=RunInfo, body=request)

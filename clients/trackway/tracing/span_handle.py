@@ -110,9 +110,12 @@ def add_event(name: str, **attributes: Scalar) -> None:
     _event(trace.get_current_span(), name, attributes)
 
 
-def add_incident(incident: Incident, **attributes: Scalar) -> None:
-    """Record a recovered problem: as an event on the span, and in the trace stats even without a trace."""
-    note(incident)
+def add_incident(incident: Incident, *, called: str = "", **attributes: Scalar) -> None:
+    """Record a recovered problem: as an event on the span, and in the trace stats even without a trace.
+
+    called: of a call's problem, the service.
+    """
+    note(incident, called)
     add_event(incident.value, **attributes)
 
 

@@ -4,6 +4,7 @@ A service collects them for each request and returns them in a header of the ans
 When a trajectory ends, the agent therefore has the size of its trace and its incidents in all processes.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 
 from trackway.wire.tracing import Incident
 
+_SERVICE = re.compile("[A-Za-z0-9._-]{1,100}")
 _current: ContextVar["TraceStats | None"] = ContextVar("trackway_ledger", default=None)
 
 
@@ -21,12 +23,24 @@ class TraceStats:
     bytes: int = 0
     """Bytes of the ended spans, before compression."""
     incidents: set[Incident] = field(default_factory=set)
+    called: set[tuple[Incident, str]] = field(default_factory=set)
+    """Of incidents of calls, the services that were called."""
+
+    @property
+    def incident_services(self) -> dict[Incident, list[str]]:
+        """The called services by incident, both in the order of their names."""
+        services: dict[Incident, list[str]] = {}
+        for incident, service in sorted(self.called):
+            services.setdefault(incident, []).append(service)
+        return services
 
     def receipt(self) -> str:
         """The value of the header `x-trackway-trace`; empty without spans and incidents."""
         parts = [f"bytes={self.bytes}"] if self.bytes else []
         if self.incidents:
             parts.append("incidents=" + "+".join(sorted(self.incidents)))
+        if self.called:
+            parts.append("called=" + "+".join(f"{incident}@{service}" for incident, service in sorted(self.called)))
         return ",".join(parts)
 
     def add_receipt(self, receipt: str) -> None:
@@ -37,6 +51,10 @@ class TraceStats:
         self.bytes += int(size) if size.isdecimal() else 0
         known = {incident.value for incident in Incident}
         self.incidents |= {Incident(name) for name in fields.get("incidents", "").split("+") if name in known}
+        pairs = [pair.partition("@") for pair in fields.get("called", "").split("+")]
+        self.called |= {
+            (Incident(name), service) for name, _, service in pairs if name in known and _SERVICE.fullmatch(service)
+        }
 
 
 @contextmanager
@@ -56,8 +74,11 @@ def current_trace_stats() -> TraceStats | None:
     return _current.get()
 
 
-def note(incident: Incident) -> None:
-    """Record a recovered problem in the current trace stats."""
+def note(incident: Incident, service: str = "") -> None:
+    """Record a recovered problem in the current trace stats; that of a call with the service that was called."""
     stats = current_trace_stats()
-    if stats is not None:
-        stats.incidents.add(incident)
+    if stats is None:
+        return
+    stats.incidents.add(incident)
+    if _SERVICE.fullmatch(service):
+        stats.called.add((incident, service))

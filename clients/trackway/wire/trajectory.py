@@ -182,6 +182,8 @@ class Trajectory(WireReply):
     """Bytes of its spans in all processes, before compression; counted against `trace_bytes_per_day`."""
     incidents: list[Incident] = Field(default_factory=list[Incident], fail_fast=True)
     """Problems from which the trajectory recovered, whether it is traced or not."""
+    incident_services: dict[Incident, list[str]] = Field(default_factory=dict[Incident, list[str]])
+    """Of incidents of calls: the services that were called, or the hosts of others, such as a judge."""
     error: ErrorBody | None = None
 
     @model_validator(mode="after")

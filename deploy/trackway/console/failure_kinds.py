@@ -23,22 +23,24 @@ IS_INCIDENT = (
     f"'{Incident.TOOL_FAILED}' AND len([code FOR code IN {_CALL_CODES} IF code <> '{Incident.TOOL_TIMEOUT}']) > 0)"
 )
 """Whether an `incident` of a row is no failure of one of its calls or of the rollout."""
+CALLED = "CAST(CAST(incident_services AS JSON) AS MAP(VARCHAR, VARCHAR[]))[incident]"
+"""Services that were called at an `incident` of a row; null where the row does not say."""
 FAILURES = {
     "trajectory": (
-        f"{_CODE} AS code, {_ENDED_BY} AS tool, json_extract_string(error, '$.message') AS message",
+        f"{_CODE} AS code, {_ENDED_BY} AS tool, json_extract_string(error, '$.message') AS message, '' AS called",
         _FAILED,
     ),
     "call": (
-        f"{_CALL_CODE} AS code, json_extract_string(call, '$.tool') AS tool, '' AS message",
+        f"{_CALL_CODE} AS code, json_extract_string(call, '$.tool') AS tool, '' AS message, '' AS called",
         f"{_CALL_CODE} IS NOT NULL AND NOT ({_FAILED} AND {_CALL_CODE} = {_CODE} AND {_CALL_CODE} NOT IN ({_SEEN}))",
     ),
     "incident": (
-        "incident AS code, NULL AS tool, '' AS message",
+        "incident AS code, NULL AS tool, '' AS message, service AS called",
         IS_INCIDENT,
     ),
 }
-"""Code, tool and message of each kind of failure, and its condition. A failure has one kind: a call that ended its
-rollout is the rollout's, and what a call or a rollout failed by is no incident of it."""
+"""Code, tool, message and called service of each kind of failure, and its condition. A failure has one kind: a call
+that ended its rollout is the rollout's, and what a call or a rollout failed by is no incident of it."""
 
 
 def pattern_of(message: str) -> str:
@@ -60,7 +62,7 @@ _BY_CODE = {
     "reward": (ErrorCode.UNKNOWN_DATA_SOURCE,),
 }
 _CALLED = "rollout, tools or reward"
-"""A row has the name of an incident, and not of the service that was called."""
+"""A row of an older version has the name of an incident, and not of the service that was called."""
 _INCIDENTS: dict[str, str] = {
     Incident.RETRIED: _CALLED,
     Incident.GENERATION_CUT: "rollout",
@@ -82,10 +84,10 @@ def is_infrastructure(kind: str, code: str) -> bool:
     return code in (_INFRASTRUCTURE_INCIDENTS if kind == "incident" else INFRASTRUCTURE)
 
 
-def service_of(kind: str, code: str, tool: str | None, message: str) -> str:
-    """The service that failed: by the code where it says so, else the first one that the message names."""
+def service_of(kind: str, code: str, tool: str | None, message: str, called: str) -> str:
+    """The service that failed: the called one, or by the code if it says so, else the first that the message names."""
     if kind == "incident":
-        return _INCIDENTS.get(code, "")
+        return called or _INCIDENTS.get(code, "")
     if tool is not None:
         return "tools"
     for service, codes in _BY_CODE.items():

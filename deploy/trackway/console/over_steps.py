@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from trackway.console.failure_kinds import FAILURES, is_infrastructure, pattern_of, service_of
+from trackway.console.failure_kinds import CALLED, FAILURES, is_infrastructure, pattern_of, service_of
 from trackway.console.file_results import FileResults, Row
 from trackway.console.replies import Failure, FailuresPage, PromptPage, PromptRollout, Series, TrajectoryAddress
 from trackway.console.runs import finite
@@ -19,7 +19,8 @@ MOST_GROUPS = 200
 _ANSWER_CHARS = 200
 _FROM = (
     "FROM (SELECT * FROM read_parquet($files, union_by_name = true, filename = true) UNION ALL BY NAME "
-    "SELECT NULL::VARCHAR[] AS incidents, NULL::BOOLEAN AS is_baseline WHERE false)"
+    "SELECT NULL::VARCHAR[] AS incidents, NULL::VARCHAR AS incident_services, NULL::BOOLEAN AS is_baseline "
+    "WHERE false)"
 )
 """The rows of the files; files of an older version lack some columns."""
 
@@ -79,23 +80,26 @@ def _answer(turns: str) -> str:
     return next((text for text in reversed(texts) if text.strip()), "")[:_ANSWER_CHARS]
 
 
+_COUNT = 5
+"""Place of the number of failures in a row of them."""
 _ROWS = {
     "trajectory": _FROM,
     "call": f"FROM (SELECT *, unnest(json_extract(turns, '$[*].calls[*]')) AS call {_FROM} "
     'WHERE contains(turns, \'"error":"\'))',
-    "incident": f"FROM (SELECT *, unnest(incidents) AS incident {_FROM} WHERE len(incidents) > 0)",
+    "incident": f"FROM (SELECT *, unnest(coalesce({CALLED}, [''])) AS service "
+    f"FROM (SELECT *, unnest(incidents) AS incident {_FROM} WHERE len(incidents) > 0))",
 }
 
 
 def failures_page(reader: ParquetReader, results: FileResults, folder: RunFolder) -> FailuresPage:
-    """Failures of the run, as far as it was read, by kind, code and message; numbers in messages may differ."""
+    """Failures of the run, as far as it was read, by kind, code, service and message, whose numbers may differ."""
 
     def read(some: Sequence[File]) -> tuple[list[tuple[File, Row]], dict[File, str]]:
         found: list[tuple[File, Row]] = []
         unreadable: dict[File, str] = {}
         for kind, (selected, condition) in FAILURES.items():
             rows, damaged = reader.across(
-                f"SELECT filename, code, tool, {pattern_of('message')}, any_value(message), count(*), "
+                f"SELECT filename, code, tool, called, {pattern_of('message')}, any_value(message), count(*), "
                 "max_by(CAST(sample_index AS VARCHAR), rollout_n), max(rollout_n), "
                 "count(DISTINCT (sample_index, rollout_n)) "
                 f"FROM (SELECT filename, sample_index, rollout_n, {selected} {_ROWS[kind]} WHERE {condition}) "
@@ -111,9 +115,8 @@ def failures_page(reader: ParquetReader, results: FileResults, folder: RunFolder
     failures: list[Failure] = []
     for kind in FAILURES:
         rows = [(file, row[1:]) for file, row in found.rows if row[0] == kind]
-        rows.sort(key=lambda item: (*(part or "" for part in item[1][:3]), item[0].step, item[0].validation))
-        for (code, tool, _), group in groupby(rows, key=lambda item: item[1][:3]):
-            failures.append(_failure(kind, code, tool, list(group)))
+        rows.sort(key=lambda item: (*(part or "" for part in item[1][:4]), item[0].step, item[0].validation))
+        failures += [_failure(kind, list(group)) for _, group in groupby(rows, key=lambda item: item[1][:4])]
     failures.sort(key=lambda failure: -failure.count)
     return FailuresPage(
         failures=failures[:MOST_GROUPS],
@@ -123,9 +126,9 @@ def failures_page(reader: ParquetReader, results: FileResults, folder: RunFolder
     )
 
 
-def _failure(kind: str, code: str, tool: str | None, rows: list[tuple[File, tuple]]) -> Failure:
+def _failure(kind: str, rows: list[tuple[File, tuple]]) -> Failure:
     newest, last = rows[-1]
-    _, _, pattern, message, _, sample, rollout, _ = last
+    code, tool, called, pattern, message, _, sample, rollout, _ = last
     return Failure(
         kind=kind,
         code=code,
@@ -133,12 +136,13 @@ def _failure(kind: str, code: str, tool: str | None, rows: list[tuple[File, tupl
         message=message[:2000],
         pattern=pattern,
         infrastructure=is_infrastructure(kind, code),
-        service=service_of(kind, code, tool, message),
+        service=service_of(kind, code, tool, message, called),
+        called=called,
         count=_count(rows),
         rollouts=sum(row[-1] for _, row in rows),
         steps=Series(
             steps=[file.step for file, _ in rows if not file.validation],
-            values=[float(row[4]) for file, row in rows if not file.validation],
+            values=[float(row[_COUNT]) for file, row in rows if not file.validation],
         ),
         validation=_count(item for item in rows if item[0].validation),
         example=TrajectoryAddress(step=newest.step, validation=newest.validation, sample=sample, rollout=rollout),
@@ -146,4 +150,4 @@ def _failure(kind: str, code: str, tool: str | None, rows: list[tuple[File, tupl
 
 
 def _count(rows: Iterable[tuple[File, tuple]]) -> int:
-    return sum(row[4] for _, row in rows)
+    return sum(row[_COUNT] for _, row in rows)

@@ -160,6 +160,8 @@ class TrajectoryPage(WireReply):
     tool_rewards: list[float]
     timings: Timings
     incidents: list[str]
+    incident_services: dict[str, list[str]]
+    """Of incidents of calls, the services that were called."""
     weight_versions: list[WeightSpan]
     error: ErrorBody | None
     log: str
@@ -308,7 +310,7 @@ class PromptPage(WireReply):
 
 
 class Failure(WireReply):
-    """Failures with one kind, code and message; numbers in the message may differ."""
+    """Failures with one kind, code, service and message; numbers in the message may differ."""
 
     kind: str
     """`trajectory` for an error that ended a rollout, `call` for a failed tool call, `incident` for a problem from
@@ -322,7 +324,9 @@ class Failure(WireReply):
     infrastructure: bool
     """Whether a service, a machine or the network failed, and not the row, the agent loop or the tool itself."""
     service: str
-    """Where it failed, as its code or message says; several where a row does not say which, empty for none."""
+    """Where it failed, as its row, code or message says; several where none says which, empty for none."""
+    called: str
+    """For an incident of a call the service as its rows have it, which search takes as `service`; empty for others."""
     count: int
     rollouts: int
     """Rollouts that have one; a rollout may have several failed calls."""

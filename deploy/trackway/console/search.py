@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trackway.console.failure_kinds import IS_INCIDENT, pattern_of
+from trackway.console.failure_kinds import CALLED, IS_INCIDENT, pattern_of
 from trackway.console.replies import Hit, SearchPage, TrajectoryAddress
 from trackway.console.runs import finite
 from trackway.console.trajectory_files import File, ParquetReader, trajectory_files
@@ -42,6 +42,8 @@ class Query:
     """What the message of the error that ended the rollout begins with, N for each number: a group of Failures."""
     incident: str = ""
     """A problem from which the rollout recovered, and which is no failure of one of its calls."""
+    service: str = ""
+    """With `incident`: the service that was called."""
     tool_was_right: bool = False
     """A call got a reward from its tool, or its result is the answer of a rollout of the same prompt with a higher
     score, above 0."""
@@ -89,7 +91,8 @@ def _matching(reader: ParquetReader, files: list[File], query: Query) -> tuple[l
     """The files that may have a hit, read in parallel, and why others cannot be read."""
     where, values = _conditions(query)
     rows, unreadable = reader.across(
-        f"SELECT DISTINCT filename FROM read_parquet($files, union_by_name = true, filename = true) WHERE true{where}",
+        f"SELECT DISTINCT filename FROM {_source('$files, union_by_name = true, filename = true', query)} "
+        f"WHERE true{where}",
         files,
         **values,
     )
@@ -140,7 +143,7 @@ def _hits(reader: ParquetReader, file: File, query: Query, start: int) -> Iterat
         rows = reader.records(
             "SELECT file_row_number AS number, CAST(sample_index AS VARCHAR) AS sample, rollout_n AS rollout, score, "
             f"stop_reason, error, turns, prompt_messages, log, {match} AS match "
-            "FROM read_parquet($file, file_row_number = true) "
+            f"FROM {_source('$file, file_row_number = true', query)} "
             f"WHERE file_row_number >= $start{where} ORDER BY number LIMIT {_CHUNK}",
             file,
             start=start,
@@ -155,6 +158,14 @@ def _hits(reader: ParquetReader, file: File, query: Query, start: int) -> Iterat
         if len(rows) < _CHUNK:
             return
         start = rows[-1]["number"] + 1
+
+
+def _source(read: str, query: Query) -> str:
+    """SQL of the rows of files; those of an older version lack the called services."""
+    rows = f"read_parquet({read})"
+    if not query.service:
+        return rows
+    return f"(SELECT * FROM {rows} UNION ALL BY NAME SELECT NULL::VARCHAR AS incident_services WHERE false)"
 
 
 _TEXTS = (
@@ -216,9 +227,11 @@ def _conditions(query: Query) -> tuple[str, dict[str, object]]:
     if query.message:
         add(f"{pattern_of(_MESSAGE)} = $message", message=query.message)
     if query.incident:
+        called = f" AND list_contains({CALLED}, $service)" if query.service else ""
         add(
-            f"len([incident FOR incident IN incidents IF incident = $incident AND {IS_INCIDENT}]) > 0",
+            f"len([incident FOR incident IN incidents IF incident = $incident AND {IS_INCIDENT}{called}]) > 0",
             incident=query.incident,
+            **({"service": query.service} if query.service else {}),
         )
     if query.stop_reason:
         add("stop_reason = $stop_reason", stop_reason=query.stop_reason)

@@ -103,6 +103,7 @@ def trajectory_page(reader: ParquetReader, folder: RunFolder, address: Trajector
         tool_rewards=trajectory.tool_rewards,
         timings=trajectory.timings,
         incidents=[incident.value for incident in trajectory.incidents],
+        incident_services={incident.value: names for incident, names in trajectory.incident_services.items()},
         weight_versions=trajectory.weight_versions,
         error=trajectory.error,
         log=messages.text(trajectory.log),

@@ -292,7 +292,8 @@ def _with_trace(trajectory: Trajectory, root: SpanHandle) -> Trajectory:
     """The trajectory with its trace counts, once the root span has ended."""
     sums = root.trace_stats
     trace = {"trace_id": root.trace_id, "span_id": root.span_id, "trace_bytes": sums.bytes}
-    return trajectory.model_copy(update={**trace, "incidents": sorted(sums.incidents)})
+    recovered = {"incidents": sorted(sums.incidents), "incident_services": sums.incident_services}
+    return trajectory.model_copy(update={**trace, **recovered})
 
 
 def _named(error: Exception, episode: Episode) -> TrackwayError:

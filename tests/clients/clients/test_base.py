@@ -260,6 +260,7 @@ async def test_a_retry_is_an_incident_that_says_why_on_the_span_that_waited(
     tracing.flush(5)
     [event] = exporter.get_finished_spans()[0].events
     assert (event.name, root.trace_stats.incidents) == (incident.value, {incident})
+    assert root.trace_stats.called == {(incident, "s")}  # the host, as it is no service of ours
     assert event.attributes == {"url": "http://s/x/y", "attempt": 1, "reason": reason}
 
 

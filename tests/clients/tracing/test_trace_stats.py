@@ -34,16 +34,31 @@ TAGS = Tags(experiment_name="gsm8k", step=3, sample_index=17, rollout_n=2)
         (TraceStats(120), "bytes=120"),
         (TraceStats(0, {Incident.RETRIED}), "incidents=retried"),
         (TraceStats(7, {Incident.TOOL_TIMEOUT, Incident.RETRIED}), "bytes=7,incidents=retried+tool_timeout"),
+        (
+            TraceStats(0, {Incident.RETRIED}, {(Incident.RETRIED, "tools"), (Incident.RETRIED, "judge.example")}),
+            "incidents=retried,called=retried@judge.example+retried@tools",
+        ),
     ],
 )
 def test_a_receipt_carries_the_sums_to_the_caller(sums: TraceStats, receipt: str) -> None:
     assert sums.receipt() == receipt
     caller = TraceStats(1000, {Incident.WEIGHTS_BEHIND})
     caller.add_receipt(receipt)
-    assert caller == TraceStats(1000 + sums.bytes, {Incident.WEIGHTS_BEHIND, *sums.incidents})
+    assert caller == TraceStats(1000 + sums.bytes, {Incident.WEIGHTS_BEHIND, *sums.incidents}, sums.called)
 
 
-@pytest.mark.parametrize("receipt", ["bytes=-5", "bytes=x", "nonsense", "incidents=nosuch+", "=,=", "bytes=²"])
+@pytest.mark.parametrize(
+    "receipt",
+    [
+        "bytes=-5",
+        "bytes=x",
+        "nonsense",
+        "incidents=nosuch+",
+        "=,=",
+        "bytes=²",
+        "called=nosuch@tools+retried@+retried@a b",
+    ],
+)
 def test_a_receipt_that_is_not_understood_changes_nothing(receipt: str) -> None:
     caller = TraceStats(10)
     caller.add_receipt(receipt)
@@ -61,6 +76,15 @@ async def test_work_in_tasks_counts_for_the_ledger_that_was_open_when_they_began
         pass
     assert (first.incidents, second.incidents) == ({Incident.RETRIED, Incident.TOOL_FAILED}, set())
     assert current_trace_stats() is None
+
+
+def test_the_services_that_were_called_are_kept_by_incident() -> None:
+    with collect_trace_stats() as stats:
+        add_incident(Incident.RETRIED, called="tools")
+        add_incident(Incident.RETRIED, called="rollout")
+        add_incident(Incident.REPLICA_LOST, called="reward")
+        add_incident(Incident.PROMPT_CUT)
+    assert stats.incident_services == {Incident.REPLICA_LOST: ["reward"], Incident.RETRIED: ["rollout", "tools"]}
 
 
 def test_the_weight_of_a_span_is_about_its_size_in_otlp() -> None:

@@ -147,6 +147,7 @@ async def test_an_answer_that_was_lost_on_its_way_counts_once(services: AgentSer
     assert services.tools.paths == ["GET tools", "POST execute", "POST execute"]
     assert [span.name for span in spans].count("execute_tool calculator") == 1
     assert (trajectory.trace_bytes, trajectory.incidents) == (weighed(spans), [Incident.REPLICA_LOST])
+    assert trajectory.incident_services == {Incident.REPLICA_LOST: ["tools"]}
 
 
 @pytest.mark.anyio
@@ -159,6 +160,7 @@ async def test_both_tries_count_when_the_first_was_refused(services: AgentServic
     spans = services.spans()
     assert [span.name for span in spans].count("chat tiny") == 2
     assert (trajectory.trace_bytes, trajectory.incidents) == (weighed(spans), [Incident.RETRIED])
+    assert trajectory.incident_services == {Incident.RETRIED: ["rollout"]}
 
 
 @register("unreadable_agent")

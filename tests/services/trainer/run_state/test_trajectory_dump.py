@@ -10,6 +10,7 @@ from trackway.wire.trajectory import StopReason, ToolCallRecord, Turn
 def test_trajectories_read_back_as_they_were_written(sample, scripted, tmp_path):
     request = GroupRequest(run="r", experiment_name="e", step=3, sample=sample(7), n=2, trace=True)
     trace = {"span_id": "b" * 16, "trace_bytes": 1234, "incidents": [Incident.RETRIED, Incident.TOOL_TIMEOUT]}
+    trace["incident_services"] = {Incident.RETRIED: ["rollout", "tools"]}
     written = [scripted(request, 0), scripted(request, 1).model_copy(update=trace)]
     path = tmp_path / "trajectories" / "step_3.parquet"
 
@@ -64,7 +65,7 @@ def test_a_file_from_before_traces_were_weighed_reads_back(sample, scripted, tmp
     written = scripted(GroupRequest(run="r", experiment_name="e", step=3, sample=sample(7), trace=True), 0)
     path = tmp_path / "step_3.parquet"
     write_trajectories(path, [written.model_copy(update={"span_id": "b" * 16, "trace_bytes": 1})])
-    pq.write_table(pq.read_table(path).drop_columns(["span_id", "trace_bytes", "incidents"]), path)
+    pq.write_table(pq.read_table(path).drop_columns(["span_id", "trace_bytes", "incidents", "incident_services"]), path)
 
     assert read_trajectories(path) == [written]
 

@@ -9,18 +9,21 @@ const COLUMNS = ["kind", "code", "tool", "service", "infrastructure", "count", "
 const KINDS = { trajectory: "ended rollouts", call: "failed tool calls, which the model saw", incident: "problems from which rollouts recovered" };
 
 export default async function failures(visit) {
-  const { run, only = "" } = visit.parameters;
+  const { run, only = "", service = "" } = visit.parameters;
   const about = await visit.get("run", { run });
   const steps = about.files.filter((file) => !file.validation).map((file) => file.step);
-  return growing(visit, "failures", { run }, (page) => causes(page, run, only, steps));
+  return growing(visit, "failures", { run }, (page) => causes(page, run, only, service, steps));
 }
 
-function causes(page, run, only, steps) {
+function causes(page, run, only, service, steps) {
   const damaged = page.unreadable.map((message) => h("p", { class: "note bad" }, visible(message)));
-  const kept = page.failures.filter((failure) => !only || failure.infrastructure === (only === "infrastructure"));
+  const kept = page.failures.filter((failure) => (!only || failure.infrastructure === (only === "infrastructure")) && (!service || failure.service === service));
+  const services = [...new Set([...page.failures.map((failure) => failure.service), service])].filter(Boolean).sort();
   const filters = { "": "all", infrastructure: "infrastructure", own: "tools and rows" };
   const title = h("div", { class: "title" }, h("h1", {}, "Failures"), h("span", { class: "dim" }, plural(kept.reduce((sum, failure) => sum + failure.count, 0), "failure")), h("span", { class: "spacer" }),
-    h("div", { class: "segments", role: "group", "aria-label": "Which failures" }, Object.entries(filters).map(([name, words]) => h("a", { href: link("failures", { run, only: name }), "aria-current": name === only ? "true" : null }, words))),
+    services.length > 0 && h("select", { "aria-label": "Which service", onchange: (event) => (location.hash = link("failures", { run, only, service: event.target.value })) },
+      ["", ...services].map((name) => h("option", { value: name, selected: name === service }, name || "any service"))),
+    h("div", { class: "segments", role: "group", "aria-label": "Which failures" }, Object.entries(filters).map(([name, words]) => h("a", { href: link("failures", { run, only: name, service }), "aria-current": name === only ? "true" : null }, words))),
     kept.length > 0 && csv(`${fileName(run)}-failures`, COLUMNS, () => kept.map((failure) => COLUMNS.map((name) => failure[name]))));
   if (!page.failures.length && page.files_left) return [title, ...damaged];
   if (!page.failures.length) return [title, ...damaged, empty("Nothing failed: no rollout ended by an error, no call failed, nothing was tried again.", h("a", { href: link("run", { run }) }, "Open the run"))];
@@ -37,7 +40,7 @@ function causes(page, run, only, steps) {
 function row(run, failure, steps) {
   const { example } = failure;
   const bySteps = new Map(failure.steps.steps.map((step, index) => [step, failure.steps.values[index]]));
-  const search = link("search", { run, ...{ trajectory: { error: failure.code, message: failure.pattern }, call: { error: failure.code, tool: failure.tool }, incident: { incident: failure.code } }[failure.kind] });
+  const search = link("search", { run, ...{ trajectory: { error: failure.code, message: failure.pattern }, call: { error: failure.code, tool: failure.tool }, incident: { incident: failure.code, service: failure.called } }[failure.kind] });
   return h("tr", {}, h("td", {}, h("b", {}, failure.code.replaceAll("_", " ")), failure.tool && ` · ${visible(failure.tool)}`, " ",
     failure.service && h("span", { class: "chip" }, failure.service), " ", failure.infrastructure && h("span", { class: "chip warn", title: "a service, a machine or the network failed" }, "infrastructure"), failure.message && h("div", { class: "found" }, visible(failure.message))),
     h("td", { class: "num strong" }, number(failure.count), failure.rollouts !== failure.count && h("div", { class: "dim small" }, `in ${plural(failure.rollouts, "rollout")}`)),

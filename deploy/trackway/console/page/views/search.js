@@ -4,7 +4,7 @@ import { link, trajectoryLink } from "../api.js";
 import { empty, h, number, panel, plural, roving, visible } from "../dom.js";
 import { chooser, csv, fileName, queries, scoreChip } from "./parts.js";
 
-const FIELDS = ["text", "regex", "tool", "tool_right", "error", "message", "incident", "stop_reason", "least", "most", "first_step", "last_step", "validation"];
+const FIELDS = ["text", "regex", "tool", "tool_right", "error", "message", "incident", "service", "stop_reason", "least", "most", "first_step", "last_step", "validation"];
 const INCIDENTS = ["retried", "generation_cut", "weights_behind", "prompt_cut", "tool_failed", "tool_timeout", "instance_lost", "replica_lost"];
 const ENOUGH = 50;
 const COLUMNS = ["step", "validation", "sample_index", "rollout_n", "score", "stop_reason", "error", "tools", "found"];
@@ -47,6 +47,7 @@ function form(run, asked, metrics) {
     choice("tool", "tool", [["", "any"], ...tools.map((tool) => [tool, tool])]),
     choice("tool_right", "a tool's result", [["", "any"], ["1", "was right"]]),
     field("error", "error code", { placeholder: "tool_timeout" }),
+    asked.service && field("service", "by a call of", { maxlength: 100 }),
     asked.message && field("message", "its message, N for a number", { class: "wide", maxlength: 300 }),
     choice("incident", "recovered from", [["", "any"], ...INCIDENTS.map((incident) => [incident, incident.replaceAll("_", " ")])]),
     choice("stop_reason", "ended by", [["", "any"], ...["answered", "max_turns", "max_response", "max_prompt", "bad_call", "environment_done", "error"].map((reason) => [reason, reason])]),

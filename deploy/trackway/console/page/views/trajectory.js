@@ -13,7 +13,7 @@ export default async function trajectory(visit) {
   return h("div", { class: "stack" },
     h("div", { class: "title" },
       h("h1", {}, visible(`${page.address.sample} · ${page.address.rollout}`)), scoreChip(page.reward?.score ?? null, scale),
-      h("span", { class: `chip ${page.error ? "bad" : ""}` }, page.stop_reason), page.incidents.map((incident) => h("span", { class: "chip warn" }, incident.replaceAll("_", " "))),
+      h("span", { class: `chip ${page.error ? "bad" : ""}` }, page.stop_reason), page.incidents.map((incident) => h("span", { class: "chip warn" }, visible([incident.replaceAll("_", " "), page.incident_services[incident]?.join(", ")].filter(Boolean).join(": ")))),
       h("span", { class: "spacer" }),
       page.trace && outside(page.trace, "MLflow"), page.weave && outside(page.weave, "Weave"), !page.trace && !page.weave && page.trace_id && h("code", { class: "dim", title: "its trace" }, page.trace_id),
       download("export", exported(run, page.address), `${fileName(run)}-${page.address.step}-${page.address.sample}-${page.address.rollout}.jsonl`, "JSONL"),
