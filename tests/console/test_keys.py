@@ -66,6 +66,21 @@ def test_rollouts_of_a_grid_are_chosen_by_a_key_and_compared(browser: Browser, u
     browser.wait("location.hash === '#/compare?run=tidy&of=2%2F7%2F0%2C2%2F7%2F1'")
 
 
+def test_rollouts_of_a_prompt_are_chosen_over_steps_while_its_page_grows(
+    browser: Browser, url: str, outputs: Path
+) -> None:
+    browser.open(f"{url}#/prompt?run=tidy&sample=7")
+    browser.evaluate("document.querySelector('.by-step .cell').focus()")
+    browser.press("c")
+    browser.settled(lambda: browser.evaluate("dispatchEvent(new Event('hashchange'))"))  # drawn again
+    assert browser.evaluate("document.querySelector('.cell.chosen').hash").endswith("step=1&sample=7&rollout=0")
+    browser.evaluate("document.querySelector('.by-step-row:last-child .cell').focus()")
+    browser.press("c")
+
+    browser.settled(lambda: browser.click(".chosen a.button"))
+    browser.wait("location.hash === '#/compare?run=tidy&of=1%2F7%2F0%2C2%2F7%2F0'")
+
+
 def test_hits_of_a_search_are_chosen_and_compared(browser: Browser, url: str) -> None:
     browser.open(f"{url}#/search?run=tidy&text=%23%23%23%23%2042")
     browser.wait("document.querySelectorAll('table.hits tbody tr').length === 2")

@@ -36,11 +36,12 @@ class Person:
         self._browser.wait(f"document.getElementById('main').dataset.ready !== {before!r}")
         return self
 
-    def link(self, text: str) -> "Person":
-        """A click on the first link or button with this text."""
+    def link(self, text: str, beside: str = "") -> "Person":
+        """A click on the first link or button with this text, or on that in the row of a table that begins so."""
+        within = f"[...document.querySelectorAll('tr')].find((row) => row.innerText.startsWith({beside!r}))"
         self._browser.evaluate(
-            "[...document.querySelectorAll('a, button')].find((node) => node.textContent.trim() === "
-            f"{text!r})?.setAttribute('data-chosen', '{self._clicks}')"
+            f"[...{within if beside else 'document'}.querySelectorAll('a, button')].find((node) => "
+            f"node.textContent.trim() === {text!r})?.setAttribute('data-chosen', '{self._clicks}')"
         )
         return self.click(f"[data-chosen='{self._clicks}']")
 
@@ -63,10 +64,10 @@ class Person:
         return self
 
     def run(self) -> "Person":
-        return self.click("a.open")
+        return self.link("tidy")
 
     def step(self, step: int) -> "Person":
-        return self.run().click(f".steps a[aria-label^='step {step},'], .steps a[aria-label='step {step}']")
+        return self.run().link(str(step))
 
     def sees(self, *texts: str) -> None:
         """All of these are visible, at once or after a search."""
@@ -81,8 +82,11 @@ class Person:
 def url(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> str:
     outputs = tmp_path_factory.mktemp("outputs")
     folder = write_run(outputs, steps=STEPS)
+    write_run(outputs, "another")
     change(folder, 20, lambda made: made.reward.__setattr__("score", 0.0) if made.reward else None)
     change(folder, 12, _lose)
+    change(folder, 14, _search)
+    change(folder, 15, _answer)
     change(folder, STEPS, _wait)
     write_values(folder, STEPS)
     folder.write_activity(Activity(rollouts={"submitted": 124, "used": 117, "dropped_stale": 7}))
@@ -100,6 +104,16 @@ def change(folder: RunFolder, step: int, apply: Callable[[Trajectory], object]) 
 def _lose(made: Trajectory) -> None:
     if (made.tags.sample_index, made.tags.rollout_n) == (7, 0):
         made.error, made.stop_reason, made.reward = LOST, StopReason.ERROR, None
+
+
+def _search(made: Trajectory) -> None:
+    if (made.tags.sample_index, made.tags.rollout_n) == (10, 0):
+        made.turns[0].calls.append(made.turns[0].calls[0].model_copy(update={"tool": "search"}))
+
+
+def _answer(made: Trajectory) -> None:
+    if (made.tags.sample_index, made.tags.rollout_n) == (7, 0):
+        made.turns[-1].messages[-1].content = "#### 21"
 
 
 def _wait(made: Trajectory) -> None:
@@ -158,12 +172,22 @@ def test_which_weight_versions_wrote_a_trajectory(person: Person) -> None:
 
 
 def test_one_prompt_at_steps_1_15_and_30(person: Person) -> None:
-    person.step(30).click(".group-head a").sees("step 1", "step 15", "step 30", "#### 42")
+    person.step(30).link("7")
+    rows = "[...document.querySelectorAll('.by-step-row')].map((row) => row.innerText.split('\\n').filter(Boolean))"
+    by_step = person.value(f"Object.fromEntries({rows}.map(([step, ...said]) => [step, said]))")
+    assert isinstance(by_step, dict) and len(by_step) == STEPS
+    assert [by_step[f"step {step}"] for step in (1, 15, 30)] == [
+        ["0", "1", "#### 13   #### 42"],
+        ["0", "1", "#### 21   #### 42"],
+        ["0", "1", "#### 13   #### 42"],
+    ]
     person.link("Compare over steps").sees("step 1 · 7 · 0", "step 30 · 7 · 0")
 
 
 def test_every_time_out_of_one_tool(person: Person) -> None:
-    person.run().link("Failures").click("tr:has(td b):has(.chip) a[href*='tool=calculator']").sees("30 hits")
+    person.run().link("Failures").link("all", beside="tool timeout · calculator").sees("30 hits")
+    steps = "[...document.querySelectorAll('table.hits a.open')].map((a) => a.hash.match(/step=(\\d+)/)[1]).join()"
+    assert person.value(steps) == ",".join(str(step) for step in range(STEPS, 0, -1))
 
 
 def test_how_many_rollouts_were_dropped_as_stale(person: Person) -> None:

@@ -696,7 +696,9 @@ def test_a_prompt_with_enough_rollouts_reads_no_older_file(outputs: Path, monkey
     page = get(outputs, "prompt", run="tidy", sample="7")
 
     assert [(found["step"], found["rollout"]) for found in page["rollouts"]] == [(2, 1), (3, 0), (3, 1)]
-    assert (page["files_left"], page["unreadable"]) == (0, [])
+    assert (page["files_left"], page["unreadable"], page["truncated"]) == (0, [], True)
+    monkeypatch.setattr(over_steps, "MOST_ROLLOUTS", 4)
+    assert not get(outputs, "prompt", run="tidy", sample="7", validation=True)["truncated"]
 
 
 def test_a_step_can_be_saved_as_numbers_and_as_whole_trajectories(outputs: Path) -> None:

@@ -28,6 +28,8 @@ class Found:
     unreadable: list[str]
     files_left: int
     """Files that a further request reads."""
+    is_enough: bool
+    """Whether older files were left out, as those read have enough rows."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,10 @@ class FileResults:
         kept = {file: before[file] for file in files if file in before}
         ended = time.monotonic() + BUDGET_S
         newest, missing = list(reversed(files)), [file for file in reversed(files) if file not in kept]
+        is_enough = False
         while missing:
             if enough is not None and _rows_before(missing[0], newest, kept) >= enough:
-                missing = []
+                missing, is_enough = [], True
                 break
             batch, missing = missing[:TOGETHER], missing[TOGETHER:]
             rows, unreadable = read(batch)
@@ -72,6 +75,7 @@ class FileResults:
             rows=[(file, row) for file, result in known for row in result.rows],
             unreadable=[result.unreadable for _, result in known if result.unreadable is not None],
             files_left=len(missing),
+            is_enough=is_enough,
         )
 
 

@@ -59,6 +59,7 @@ def prompt_page(
             )
             for file, (rollout, score, is_baseline, stop_reason, error, seconds, answer) in found.rows[-MOST_ROLLOUTS:]
         ],
+        truncated=found.is_enough or len(found.rows) > MOST_ROLLOUTS,
         unreadable=found.unreadable[:20],
         files=len(files),
         files_left=found.files_left,

@@ -300,7 +300,9 @@ class PromptPage(WireReply):
     validation: bool
     prompt: str
     rollouts: list[PromptRollout]
-    """In the order of steps and rollouts, of the newest steps if there are too many."""
+    """In the order of steps and rollouts."""
+    truncated: bool
+    """Whether there are too many: the list has the newest, and older files were not read."""
     unreadable: list[str]
     """Files that could not be read."""
     files: int

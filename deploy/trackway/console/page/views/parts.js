@@ -136,6 +136,31 @@ export function chooser(run, changed) {
   return { row, toggle, has: (address) => chosen.has(name(address)) };
 }
 
+export const CHOOSING = "Shift and a click, or the key c, chooses rollouts to compare.";
+
+/** A chooser of cells: `add(node, address)` returns the cell, `on(node)` the element in which cells are clicked. */
+export function cellChooser(run) {
+  const cells = new Map();
+  const { row, toggle, has } = chooser(run, () => cells.forEach((address, node) => node.classList.toggle("chosen", has(address))));
+  const choose = (event) => {
+    const address = cells.get(event.target);
+    if (!address || !(event.type === "click" ? event.shiftKey : event.key === "c" && !event.ctrlKey && !event.metaKey && !event.altKey)) return;
+    event.preventDefault();
+    toggle(address);
+  };
+  const add = (node, address) => {
+    cells.set(node, address);
+    node.classList.toggle("chosen", has(address));
+    return node;
+  };
+  const on = (node) => {
+    node.addEventListener("click", choose);
+    node.addEventListener("keydown", choose);
+    return node;
+  };
+  return { row, add, on };
+}
+
 /** What a run is called in names of files. */
 export const fileName = (run) => run.replaceAll("/", "-");
 

@@ -3,7 +3,7 @@
 import { compareLink, link, trajectoryLink } from "../api.js";
 import { lines } from "../charts.js";
 import { empty, h, mean, panel, plural, roving, seconds, visible } from "../dom.js";
-import { cell, csv, fileName, growing, range } from "./parts.js";
+import { cell, cellChooser, CHOOSING, csv, fileName, growing, range } from "./parts.js";
 
 const COLUMNS = ["step", "rollout", "score", "is_baseline", "stop_reason", "error", "seconds", "answer"];
 
@@ -23,6 +23,7 @@ function overSteps(page, { run, sample, val }) {
   const sampled = (rollouts) => rollouts.filter((rollout) => !rollout.is_baseline);
   const means = [...steps].map(([step, rollouts]) => [step, mean(sampled(rollouts).map((rollout) => rollout.score))]);
   const before = new Map([...steps].map(([step], index, all) => [step, all[index - 1]?.[1]]));
+  const choice = cellChooser(run);
   const chosen = spread([...steps.values()].map((rollouts) => rollouts[0]), 4);
   const damaged = page.unreadable.map((message) => h("p", { class: "note bad" }, visible(message)));
   const title = h("div", { class: "title" }, h("h1", {}, visible(`Sample ${sample}`)), h("span", { class: "dim" }, `${plural(page.rollouts.length, "rollout")} in ${plural(steps.size, page.validation ? "validation" : "step")}`),
@@ -31,13 +32,14 @@ function overSteps(page, { run, sample, val }) {
   if (!page.rollouts.length && page.files_left) return [title, damaged];
   if (!page.rollouts.length)
     return [title, ...damaged, empty(`No ${page.validation ? "validation" : "step"} of this run has the sample.`, h("a", { href: link("run", { run }) }, "Open a step of the run to choose one"))];
-  return h("div", { class: "stack" }, title, damaged,
+  const older = page.truncated && h("p", { class: "note" }, `Only the newest ${plural(page.rollouts.length, "rollout")} are shown. For others search by steps, or ask in `, h("a", { href: link("sql", { run, query: `SELECT step, rollout_n, sample_index, validation, score FROM trajectories WHERE sample_index = '${sample.replaceAll("'", "''")}' AND validation = ${page.validation} AND step <= ${Math.min(...steps.keys())} ORDER BY step, rollout_n` }) }, "SQL"), ".");
+  return h("div", { class: "stack" }, title, damaged, older,
     h("article", { class: "message user" }, h("h2", {}, "user"), h("pre", {}, visible(page.prompt))),
     steps.size > 1 && panel("Mean reward of its rollouts", {}, lines({ series: [{ name: "mean reward", steps: means.map(([step]) => step), values: means.map(([, value]) => value) }], height: 150, pick: (step) => (location.hash = link("step", { run, step, val })) })),
-    panel("Rollouts by step", { aside: steps.size > 1 && h("span", { class: "dim small" }, "marked: an answer that the step before did not give") }, roving(h("div", { class: "by-step" }, [...steps].map(([step, rollouts]) => h("div", { class: "by-step-row" },
+    panel("Rollouts by step", { aside: steps.size > 1 && h("span", { class: "dim small" }, "marked: an answer that the step before did not give") }, h("p", { class: "dim small" }, CHOOSING), choice.row, roving(choice.on(h("div", { class: "by-step" }, [...steps].map(([step, rollouts]) => h("div", { class: "by-step-row" },
       h("a", { href: link("step", { run, step, val }) }, `${page.validation ? "v" : "step "}${step}`),
-      h("div", { class: "cells" }, rollouts.map((rollout) => cell(run, address(rollout), { score: rollout.score, error: rollout.error, isBaseline: rollout.is_baseline, title: `step ${step}, rollout ${rollout.rollout}${rollout.is_baseline ? ", greedy baseline, in no mean" : ""}\n${rollout.stop_reason}, ${seconds(rollout.seconds)}\n${visible(rollout.answer)}` }, scale))),
-      h("span", { class: "clip found dim" }, answers(sampled(rollouts), before.get(step)))))), "a.cell")));
+      h("div", { class: "cells" }, rollouts.map((rollout) => choice.add(cell(run, address(rollout), { score: rollout.score, error: rollout.error, isBaseline: rollout.is_baseline, title: `step ${step}, rollout ${rollout.rollout}${rollout.is_baseline ? ", greedy baseline, in no mean" : ""}\n${rollout.stop_reason}, ${seconds(rollout.seconds)}\n${visible(rollout.answer)}` }, scale), address(rollout)))),
+      h("span", { class: "clip found dim" }, answers(sampled(rollouts), before.get(step))))))), "a.cell")));
 }
 
 /** The answers of a step and how often each was given, the most frequent first; those that `before` lacks are marked. */

@@ -3,7 +3,7 @@
 import { link, trajectoryLink } from "../api.js";
 import { histogram, pictureButton } from "../charts.js";
 import { deviation, empty, h, mean, number, panel, plural, roving, seconds, visible } from "../dom.js";
-import { cell, chooser, download, fileName, pager, range, scoreChip, stepLinks } from "./parts.js";
+import { cell, cellChooser, CHOOSING, download, fileName, pager, range, scoreChip, stepLinks } from "./parts.js";
 
 const PAGE = 8192;
 /** Rollouts of one reply of the console, and those that its last group has beyond them. */
@@ -37,7 +37,7 @@ export default async function step(visit) {
   const shown = sorted(groups.filter((group) => keep(group, show) && group.rollouts.some(matches) && (!past || group.change !== null)), past ? "change" : sort);
   const scale = range(rollouts.map((rollout) => rollout.score));
   const single = groups.length === rollouts.length;
-  const cells = new Map(), choice = chooser(run, () => cells.forEach((address, node) => node.classList.toggle("chosen", choice.has(address))));
+  const choice = cellChooser(run);
   return h("div", { class: "stack" },
     h("div", { class: "title" }, h("h1", {}, page.validation ? `Validation after step ${page.step}` : `Step ${page.step}`),
       scoreChip(mean(counted.map((rollout) => rollout.score)), scale), h("span", { class: "spacer" }),
@@ -50,7 +50,7 @@ export default async function step(visit) {
       panel("This step", {}, numbers(counted, groups, single, rollouts.length - counted.length)),
       panel("Slowest rollouts", {}, slowest(run, rollouts))),
     panel(single ? "Rollouts" : "Prompts by rollouts", { class: "rollouts", aside: controls(to, sort, show, single, since, about.files.filter((file) => file.validation === page.validation && file.step !== page.step).map((file) => file.step)) },
-      shown.length ? [h("p", { class: "dim small" }, "Shift and a click, or the key c, chooses rollouts to compare. ", pictureButton(() => document.querySelector(".rollouts .groups, .rollouts .cells"), `${fileName(run)}-${page.validation ? "val-" : ""}step-${number_}-rollouts`)), choice.row, grid(run, shown, matches, scale, single, page.prompts, choice, cells)]
+      shown.length ? [h("p", { class: "dim small" }, CHOOSING, " ", pictureButton(() => document.querySelector(".rollouts .groups, .rollouts .cells"), `${fileName(run)}-${page.validation ? "val-" : ""}step-${number_}-rollouts`)), choice.row, grid(run, shown, matches, scale, single, page.prompts, choice)]
         : !rollouts.length && page.total ? empty(`This step has ${plural(page.total, "rollout")}, and none after the first ${number(offset)}.`, h("a", { href: to({ offset: null, bin: null }) }, "Show the first ones"))
         : empty(past ? `No prompt of this step is in step ${since} too.` : "No rollout fits.", h("a", { href: to({ bin: null, show: "", since: null }) }, "Show all rollouts of the step"))),
     rollouts.length > 0 && page.total > rollouts.length && h("p", { class: "row" },
@@ -166,27 +166,14 @@ function sinceField(steps, since, choose) {
   return h("label", { class: "row dim" }, "change since", field);
 }
 
-function grid(run, groups, matches, scale, single, prompts, choice, cells) {
+function grid(run, groups, matches, scale, single, prompts, choice) {
   const one = (rollout) => {
     const node = cell(run, rollout.address, { ...rollout, title: words(rollout, single ? prompts : {}) }, scale);
     if (!matches(rollout)) node.classList.add("faded");
-    cells.set(node, rollout.address);
-    node.classList.toggle("chosen", choice.has(rollout.address));
-    return node;
+    return choice.add(node, rollout.address);
   };
-  const choose = (event) => {
-    const address = cells.get(event.target);
-    if (!address || !(event.type === "click" ? event.shiftKey : event.key === "c" && !event.ctrlKey && !event.metaKey && !event.altKey)) return;
-    event.preventDefault();
-    choice.toggle(address);
-  };
-  const choosing = (node) => {
-    node.addEventListener("click", choose);
-    node.addEventListener("keydown", choose);
-    return node;
-  };
-  if (single) return roving(choosing(h("div", { class: "cells" }, groups.flatMap((group) => group.rollouts.map(one)))), "a.cell");
-  return roving(choosing(h("div", { class: groups.length > 100 ? "groups many" : "groups" }, groups.map((group) => h("div", { class: `group ${isFlat(group) ? "flat" : ""}` },
+  if (single) return roving(choice.on(h("div", { class: "cells" }, groups.flatMap((group) => group.rollouts.map(one)))), "a.cell");
+  return roving(choice.on(h("div", { class: groups.length > 100 ? "groups many" : "groups" }, groups.map((group) => h("div", { class: `group ${isFlat(group) ? "flat" : ""}` },
     h("div", { class: "group-head" }, h("a", { class: "strong", href: link("prompt", { run, sample: group.sample, val: group.rollouts[0].address.validation }), tabindex: -1, title: "this prompt in all steps" }, visible(group.sample)), h("span", { class: "clip", title: group.prompt }, visible(group.prompt))),
     h("div", { class: "cells" }, group.rollouts.map(one)),
     h("div", { class: "group-foot" }, h("span", { class: group.change < 0 ? "bad-text" : null }, group.change === null ? `mean ${number(group.mean, 2)}` : `${number(group.past, 2)} → ${number(group.mean, 2)}, ${group.change < 0 ? "worse" : group.change > 0 ? "better" : "as before"}`),
