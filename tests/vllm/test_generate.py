@@ -4,6 +4,7 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
+import torch
 
 from tests.vllm.vllm_runs import (
     BLOCK,
@@ -52,6 +53,28 @@ async def test_logprobs_are_those_of_the_sampling_distribution(
     assert (made.finish_reason, len(made.token_ids)) == ("length", params.max_tokens)
     assert worst(made, first.model, params) < 1e-4
     assert [(span.version, span.start, span.end) for span in made.spans] == [(engine.version, 0, params.max_tokens)]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_top_logprobs_are_the_likeliest_tokens_and_the_sampled_one(
+    engine: VllmEngine, first: Weights, streamed: bool
+) -> None:
+    asked = SHORT.model_copy(update={"logprobs": 5, "temperature": 1.5})
+    if streamed:
+        pieces = [piece async for piece in engine.stream(PROMPT, asked, "a")]
+        tokens = [token for piece in pieces for token in piece.token_ids]
+        tops = [top for piece in pieces for top in piece.top_logprobs]
+    else:
+        made = await engine.generate(PROMPT, asked, "a")
+        tokens, tops = made.token_ids, list(made.top_logprobs)
+        assert worst(made, first.model, asked) < 1e-4
+    with torch.inference_mode():
+        logits = first.model(torch.tensor([[*PROMPT, *tokens]])).logits[0, len(PROMPT) - 1 : -1]
+    expected = torch.log_softmax(logits / 1.5, -1)
+    for position, (token, top) in enumerate(zip(tokens, tops, strict=True)):
+        best = expected[position].topk(5).indices.tolist()
+        assert [other for other, _ in top] == (best if token in best else [*best[:4], token])
+        assert dict(top) == pytest.approx({other: expected[position, other].item() for other, _ in top}, abs=1e-4)
 
 
 async def test_the_same_seed_gives_the_same_tokens_whatever_runs_beside(engine: VllmEngine) -> None:

@@ -92,9 +92,15 @@ class RolloutClient(ServiceClient):
             return
         [choice] = (await self.generate(request, session_id, deadline)).choices
         logprobs = [entry.logprob for entry in choice.logprobs.content]
+        tops = choice.top_logprobs if request.sampling_params.logprobs else []
         for span in choice.weight_versions:
             part = slice(span.start, span.end)
-            yield GeneratePiece(token_ids=choice.token_ids[part], logprobs=logprobs[part], version=span.version)
+            yield GeneratePiece(
+                token_ids=choice.token_ids[part],
+                logprobs=logprobs[part],
+                top_logprobs=tops[part],
+                version=span.version,
+            )
         yield GeneratePiece(finish_reason=choice.finish_reason)
 
     async def weights(self) -> WeightsReply:

@@ -1,6 +1,6 @@
 """The rollout service: token ids in, token ids and logprobs out; names are vLLM's `/inference/v1/generate`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal, Self
 
 from pydantic import Field
@@ -13,6 +13,11 @@ from trackway.wire.weights import TransportName, Verdict
 PauseMode = Literal["wait", "abort", "keep"]
 SleepMode = Literal["wait", "abort", "keep", "retract"]
 MemoryPart = Literal["weights", "kv_cache"]
+
+MAX_TOP_LOGPROBS = 20
+"""OpenAI's bound, and the default one of vLLM."""
+TopLogprobs = list[tuple[int, float]]
+"""The most likely tokens at one position as (id, logprob), highest first."""
 
 
 class SamplingParams(WireRequest):
@@ -27,8 +32,8 @@ class SamplingParams(WireRequest):
     stop_token_ids: list[TokenId] = Field(default_factory=list[TokenId], max_length=1024, fail_fast=True)
     """Stop tokens in addition to the model's end-of-sequence token; a stop token is part of the output."""
     ignore_eos: bool = False
-    logprobs: Int = Field(default=0, ge=0, le=0)
-    """Alternatives to return for each sampled token; only 0, vLLM's required value, is supported."""
+    logprobs: Int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
+    """Most likely tokens to return at each position, the sampled one among them; needs an engine that returns them."""
     seed: Int | None = None
     """The same seed, prompt, weights and parameters give the same tokens, whatever else runs in the batch."""
 
@@ -61,11 +66,50 @@ class ChoiceLogprobs(WireReply):
     content: list[TokenLogprob]
 
 
+class RankedTokenLogprob(TokenLogprob):
+    """A sampled token beside the most likely ones."""
+
+    top_logprobs: list[TokenLogprob]
+    """Highest first, the sampled token among them; fewer than asked for when `top_k` or `top_p` left no more."""
+
+
+class RankedLogprobs(WireReply):
+    """As ChoiceLogprobs, for `logprobs` of 1 or more."""
+
+    content: list[RankedTokenLogprob] = Field(fail_fast=True)
+
+    @property
+    def top_logprobs(self) -> list[TopLogprobs]:
+        """The most likely tokens of each position."""
+        return [[(top.token_id, top.logprob) for top in entry.top_logprobs] for entry in self.content]
+
+
+def choice_logprobs(
+    token_ids: Iterable[int], logprobs: Iterable[float], top_logprobs: Sequence[TopLogprobs] = ()
+) -> RankedLogprobs | ChoiceLogprobs:
+    """The logprobs of a choice; `top_logprobs` has an entry for each token, or none."""
+    pairs = zip(token_ids, logprobs, strict=True)
+    if not top_logprobs:
+        return ChoiceLogprobs(content=[TokenLogprob(token_id=token, logprob=logprob) for token, logprob in pairs])
+    return RankedLogprobs(
+        content=[
+            RankedTokenLogprob(
+                token_id=token,
+                logprob=logprob,
+                top_logprobs=[TokenLogprob(token_id=other, logprob=value) for other, value in top],
+            )
+            for (token, logprob), top in zip(pairs, top_logprobs, strict=True)
+        ]
+    )
+
+
 class GeneratePiece(WireReply):
     """A line of a streamed generation: the next tokens; after the last, an error or what was traced."""
 
     token_ids: list[int] = Field(default_factory=list[int])
     logprobs: list[float] = Field(default_factory=list[float])
+    top_logprobs: list[TopLogprobs] = Field(default_factory=list[TopLogprobs])
+    """The most likely tokens of each position, if asked for."""
     version: int = 0
     """Version of the weights that generated these tokens."""
     finish_reason: Literal["stop", "length", "abort"] | None = None
@@ -82,25 +126,30 @@ class GenerateChoice(WireReply):
     index: int = 0
     finish_reason: Literal["stop", "length", "abort"]
     token_ids: list[int]
-    logprobs: ChoiceLogprobs
+    logprobs: RankedLogprobs | ChoiceLogprobs
     weight_versions: list[WeightSpan]
     """Spans over `token_ids`; more than one if the weights changed during the generation."""
+
+    @property
+    def top_logprobs(self) -> list[TopLogprobs]:
+        """The most likely tokens of each position; empty unless asked for."""
+        return self.logprobs.top_logprobs if isinstance(self.logprobs, RankedLogprobs) else []
 
     @classmethod
     def of(cls, pieces: Sequence[GeneratePiece]) -> Self:
         """The choice of a whole stream, whose last piece has the finish reason."""
         spans: list[WeightSpan] = []
-        ids, entries = list[int](), list[TokenLogprob]()
+        ids, logprobs, tops = list[int](), list[float](), list[TopLogprobs]()
         for piece in pieces:
             add_span(spans, piece.version, len(ids), len(ids) + len(piece.token_ids))
             ids += piece.token_ids
-            pairs = zip(piece.token_ids, piece.logprobs, strict=True)
-            entries += [TokenLogprob(token_id=token, logprob=logprob) for token, logprob in pairs]
+            logprobs += piece.logprobs
+            tops += piece.top_logprobs
         return cls.model_validate(
             {
                 "finish_reason": pieces[-1].finish_reason,
                 "token_ids": ids,
-                "logprobs": ChoiceLogprobs(content=entries),
+                "logprobs": choice_logprobs(ids, logprobs, tops),
                 "weight_versions": spans,
             }
         )

@@ -12,7 +12,7 @@ from trackway.clients import Deadline
 from trackway.wire.agent import GroupRequest, Limits, Sample
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
-from trackway.wire.rollout import GenerateChoice, SamplingParams
+from trackway.wire.rollout import GenerateChoice, SamplingParams, TopLogprobs
 from trackway.wire.trajectory import (
     Reward,
     StopReason,
@@ -41,6 +41,8 @@ class Episode:
     response_ids: list[int] = field(default_factory=list)
     response_mask: list[int] = field(default_factory=list)
     response_logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    """The most likely tokens at each generated position, if the sampling parameters ask for them."""
     weight_versions: list[WeightSpan] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     further_rows: list[TokenRow] = field(default_factory=list)
@@ -151,6 +153,8 @@ class Episode:
         require_trainable("the engine's logprobs", logprobs)
         start = len(self.response_ids)
         self._append(choice.token_ids, 1, logprobs)
+        if self.request.sampling_params.logprobs:
+            self.top_logprobs += choice.top_logprobs
         self.weight_versions += [
             WeightSpan(version=span.version, start=start + span.start, end=start + span.end)
             for span in choice.weight_versions

@@ -40,6 +40,7 @@ def jobs_of(
         max_tokens=max_tokens,
         stop_token_ids=request.stop_token_ids,
         ignore_eos=request.ignore_eos,
+        logprobs=request.most_likely,
     )
     requests = [
         GenerateRequest(token_ids=prompt, sampling_params=params, min_weight_version=request.min_weight_version)
@@ -80,7 +81,8 @@ async def _whole(generator: Generates, job: Job) -> Delta:
     if not job.reader.has_stops:
         choice = (await generator.generate(job.request)).choices[0]
         logprobs = [entry.logprob for entry in choice.logprobs.content]
-        delta = job.reader.read(choice.token_ids, logprobs, _not_cut(choice.finish_reason))
+        tops = choice.top_logprobs if job.request.sampling_params.logprobs else []
+        delta = job.reader.read(choice.token_ids, logprobs, _not_cut(choice.finish_reason), tops)
         return replace(delta, spans=choice.weight_versions)
     # Only a stream can be stopped by its text.
     return joined([delta async for delta in _deltas(generator, job)])
@@ -127,7 +129,8 @@ async def _deltas(generator: Generates, job: Job) -> AsyncGenerator[Delta]:
     count, last = 0, None
     async with aclosing(generator.stream(job.request)) as pieces:
         async for piece in pieces:
-            delta = job.reader.read(piece.token_ids, piece.logprobs, _not_cut(piece.finish_reason))
+            reason = _not_cut(piece.finish_reason)
+            delta = job.reader.read(piece.token_ids, piece.logprobs, reason, piece.top_logprobs)
             end = count + len(delta.token_ids)
             spans = [WeightSpan(version=piece.version, start=count, end=end)] if end > count else []
             count, delta = end, replace(delta, spans=spans)

@@ -1,9 +1,9 @@
 """What a user of this package provides: something that continues token ids."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Literal, Protocol
 
-from trackway.wire.rollout import GenerateReply, GenerateRequest
+from trackway.wire.rollout import GenerateReply, GenerateRequest, TopLogprobs
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -16,6 +16,11 @@ class StreamedTokens(Protocol):
 
     @property
     def logprobs(self) -> list[float]: ...
+
+    @property
+    def top_logprobs(self) -> Sequence[TopLogprobs]:
+        """The most likely tokens of each position; empty unless asked for."""
+        ...
 
     @property
     def version(self) -> int:

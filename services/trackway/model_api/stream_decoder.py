@@ -7,6 +7,7 @@ from typing import Literal
 from trackway.model_api.stop_strings import StopStrings
 from trackway.model_api.tokenizer import Tokenizer
 from trackway.wire.openai.requests import CompletionRequest, SampledRequest
+from trackway.wire.rollout import TopLogprobs
 from trackway.wire.trajectory import WeightSpan, add_span
 
 WholeEnd = Literal["stop", "length"]
@@ -29,6 +30,8 @@ class Delta:
     """The tokens' weight spans, with indexes into the whole choice."""
     stop: str | None = None
     """The stop string that ended the choice; in the last."""
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    """The most likely tokens of each position; empty unless asked for."""
 
 
 NOTHING = Delta("", [], [], [], None)
@@ -48,6 +51,7 @@ def joined(deltas: Sequence[Delta]) -> Delta:
         finish_reason=deltas[-1].finish_reason,
         spans=spans,
         stop=deltas[-1].stop,
+        top_logprobs=[top for delta in deltas for top in delta.top_logprobs],
     )
 
 
@@ -102,7 +106,13 @@ class Reader:
         self._with_offsets = isinstance(request, CompletionRequest) and request.logprobs is not None
         self._characters = 0
 
-    def read(self, token_ids: Sequence[int], logprobs: Sequence[float], finish_reason: WholeEnd | None) -> Delta:
+    def read(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        finish_reason: WholeEnd | None,
+        top_logprobs: Sequence[TopLogprobs] = (),
+    ) -> Delta:
         """Decode the next tokens; a stop string ends the choice with the token that completes it."""
         token_by_token = self.has_stops or self._with_offsets
         text, count, offsets = "", 0, list[int]()
@@ -121,6 +131,7 @@ class Reader:
             offsets=offsets if self._with_offsets else [],
             finish_reason="stop" if self._stops.found is not None else finish_reason,
             stop=self._stops.found,
+            top_logprobs=list(top_logprobs[:count]),
         )
 
     def _text(self, batch: Sequence[int]) -> str:

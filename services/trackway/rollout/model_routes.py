@@ -91,7 +91,7 @@ def model_routes(service: RolloutService, text: TokenText) -> list[APIRouter]:
             )
             raise TrackwayError(ErrorCode.INVALID_REQUEST, message, param="previous_response_id")
         chat = response_input.chat_of(body)
-        return await converse(request, chat, lambda _, prompt: ResponsesBuilder(body, chat, prompt))
+        return await converse(request, chat, lambda tokenizer, prompt: ResponsesBuilder(body, chat, tokenizer, prompt))
 
     anthropic = APIRouter(tags=["anthropic"], route_class=AnthropicRoute)
 

@@ -24,6 +24,7 @@ async def piece_lines(service: RolloutService, request: GenerateRequest) -> Asyn
                         GeneratePiece(
                             token_ids=piece.token_ids,
                             logprobs=piece.logprobs,
+                            top_logprobs=[*piece.top_logprobs],
                             version=piece.version,
                             finish_reason=piece.finish_reason,
                         )

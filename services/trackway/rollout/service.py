@@ -17,7 +17,6 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Ready
 from trackway.wire.rollout import (
     AbortReply,
-    ChoiceLogprobs,
     GenerateChoice,
     GenerateReply,
     GenerateRequest,
@@ -25,12 +24,13 @@ from trackway.wire.rollout import (
     ModelList,
     PausedReply,
     PauseReply,
+    SamplingParams,
     SleepMode,
     SleepReply,
-    TokenLogprob,
     Usage,
     WeightInfo,
     WeightsReply,
+    choice_logprobs,
 )
 from trackway.wire.tracing import Incident
 from trackway.wire.weights import Verdict
@@ -76,6 +76,7 @@ class RolloutService:
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         """Continue a prompt with weights of at least the requested version."""
         self.served(request.model)
+        self._supports(request.sampling_params)
         with chat_span(self._settings.model_name, request.sampling_params) as span:
             await self._catch_up(request.min_weight_version)
             request_id = request.request_id or uuid.uuid4().hex
@@ -86,6 +87,7 @@ class RolloutService:
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Piece]:
         """As `generate`, in pieces; closing the iterator aborts the generation."""
         self.served(request.model)
+        self._supports(request.sampling_params)
         collector = Collector()
         with chat_span(self._settings.model_name, request.sampling_params) as span:
             await self._catch_up(request.min_weight_version)
@@ -220,6 +222,14 @@ class RolloutService:
         stats = self._engine.stats()
         return PauseReply(paused=self._engine.paused, running=stats.running, waiting=stats.waiting)
 
+    def _supports(self, params: SamplingParams) -> None:
+        """Raise INVALID_REQUEST for what the engine cannot do."""
+        if params.logprobs and Capability.TOP_LOGPROBS not in self._engine.capabilities:
+            message = (
+                f"top_logprobs: expected an engine that returns them (torch, vllm, sglang), got {self._settings.engine}"
+            )
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, f"{message}; leave it out", param="top_logprobs")
+
     def _needs_sleep(self) -> None:
         if Capability.SLEEP not in self._engine.capabilities:
             raise TrackwayError(
@@ -247,11 +257,10 @@ class RolloutService:
 
     def _reply(self, request_id: str, request: GenerateRequest, generation: Generation) -> GenerateReply:
         prompt, completion = len(request.token_ids), len(generation.token_ids)
-        pairs = zip(generation.token_ids, generation.logprobs, strict=True)
         choice = GenerateChoice(
             finish_reason=generation.finish_reason,
             token_ids=generation.token_ids,
-            logprobs=ChoiceLogprobs(content=[TokenLogprob(token_id=token, logprob=lp) for token, lp in pairs]),
+            logprobs=choice_logprobs(generation.token_ids, generation.logprobs, generation.top_logprobs),
             weight_versions=generation.spans,
         )
         return GenerateReply(

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.services.rollout.idle_engine import IdleEngine
-from trackway.rollout.engines.protocol import FinishReason, Piece
+from trackway.rollout.engines.protocol import Capability, FinishReason, Piece
 from trackway.wire.rollout import GenerateRequest, SamplingParams
 
 END = "<|im_end|>"
@@ -55,6 +55,7 @@ Words = str | Callable[[], Awaitable[str]]
 class ScriptedModel(IdleEngine):
     """Stands for the model, which cannot be told what to say: an engine that answers each turn from a script."""
 
+    capabilities = frozenset({Capability.TOP_LOGPROBS})
     max_len = 1 << 20
     version = 3
 
@@ -93,14 +94,17 @@ class ScriptedModel(IdleEngine):
         ended = len(ids) == len(said) and ids[-1:] == self.encode(END)
         logprobs = [-(place + 1) / 8 for place in range(len(ids))]
         reason = self.finish_reason or ("stop" if ended else "length")
+        tops = [[(token, logprob)] for token, logprob in zip(ids, logprobs, strict=True)] if params.logprobs else []
         if self.told is None:
-            yield Piece(ids, logprobs, self.version + turn, reason)
+            yield Piece(ids, logprobs, self.version + turn, reason, tops)
             return
         try:
             for place, token in enumerate(ids):
                 await self.told.get()
                 is_last = place == len(ids) - 1
-                yield Piece([token], logprobs[place : place + 1], self.version + turn, reason if is_last else None)
+                part = slice(place, place + 1)
+                ended_with = reason if is_last else None
+                yield Piece([token], logprobs[part], self.version + turn, ended_with, tops[part])
         except (GeneratorExit, asyncio.CancelledError):
             self.aborted.append(request_id)
             raise

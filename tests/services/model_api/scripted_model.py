@@ -10,6 +10,7 @@ from trackway.wire.rollout import (
     GenerateReply,
     GenerateRequest,
     TokenLogprob,
+    TopLogprobs,
     Usage,
 )
 from trackway.wire.trajectory import WeightSpan
@@ -23,6 +24,7 @@ class Tokens:
     logprobs: list[float]
     version: int
     finish_reason: FinishReason | None = None
+    top_logprobs: Sequence[TopLogprobs] = ()
 
 
 class ScriptedModel:

@@ -2,8 +2,6 @@
 
 from typing import Literal
 
-from pydantic import JsonValue
-
 from trackway.wire.base import WireReply
 from trackway.wire.chat import ToolCall
 from trackway.wire.rollout import Usage
@@ -63,15 +61,20 @@ class Completion(OpenAIReply):
     usage: Usage | None = None
 
 
-class ChatLogprob(OpenAIReply):
+class TopLogprob(OpenAIReply):
     """One token."""
 
     token: str
     logprob: float
     bytes: list[int] | None
     """The token's text as UTF-8 bytes; None for a token that is part of a character."""
-    top_logprobs: list[JsonValue]
-    """Always empty: only the sampled token's logprob is known."""
+
+
+class ChatLogprob(TopLogprob):
+    """A sampled token."""
+
+    top_logprobs: list[TopLogprob]
+    """With `top_logprobs`: the most likely tokens, the sampled one among them, highest first."""
 
 
 class ChatLogprobs(OpenAIReply):

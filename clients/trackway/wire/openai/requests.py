@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from trackway.wire.base import NON_FINITE, Float, Int, TokenId, WireRequest
 from trackway.wire.chat import MAX_MESSAGES, MAX_TOOLS, ToolCall
 from trackway.wire.errors import shortened
+from trackway.wire.rollout import MAX_TOP_LOGPROBS
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -71,21 +72,13 @@ REASONS: dict[str, str] = {
         ),
         _NO_GRAMMAR,
     ),
-    "top_logprobs": "only the logprob of the sampled token is known; leave it out",
+    "top_logprobs": "unsupported here; ask for logprobs",
 }
 """Why some of them are refused, and the remedy."""
 
 
 def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
-
-
-def _sampled_only(value: object) -> object:
-    if value == 0 and not isinstance(value, bool):
-        return value
-    raise PydanticCustomError(
-        "unsupported", "expected 0, got {value}: only the logprob of the sampled token is known", {"value": str(value)}
-    )
 
 
 class OpenAIRequest(WireRequest):
@@ -153,6 +146,11 @@ class SampledRequest(OpenAIRequest):
     """Oldest weight version that may answer; a replica with an older one loads it first, or answers 409
     `weights_behind`."""
 
+    @property
+    def most_likely(self) -> int:
+        """How many of the most likely tokens to return at each position."""
+        return 0
+
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> "SampledRequest":
         if self.stream_options is not None and not self.stream:
@@ -176,10 +174,15 @@ class CompletionRequest(SampledRequest):
         | Annotated[list[str | TokenPrompt], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     )
     max_tokens: Int = Field(default=16, ge=1)
-    logprobs: Annotated[Int | None, BeforeValidator(_sampled_only)] = None
-    """0 returns the logprob of each sampled token; higher values are refused."""
+    logprobs: Int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    """0 returns the logprob of each sampled token; more, those of the most likely tokens too."""
     add_special_tokens: bool = True
     """Whether the tokenizer adds its special tokens (a BOS) to a text prompt."""
+
+    @property
+    def most_likely(self) -> int:
+        """How many of the most likely tokens to return at each position."""
+        return self.logprobs or 0
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -253,11 +256,17 @@ class NamedTool(WireRequest):
 class ChatRequest(SampledRequest):
     """The next message of a conversation."""
 
+    neutral: ClassVar[dict[str, list[JsonValue]]] = {
+        name: values for name, values in NEUTRAL.items() if name != "top_logprobs"
+    }
+
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_tokens: Int | None = Field(default=None, ge=1)
     max_completion_tokens: Int | None = Field(default=None, ge=1)
     """Takes precedence over `max_tokens`; without both, the rest of the model's context length."""
     logprobs: bool = False
+    top_logprobs: Int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
+    """Most likely tokens to return at each position, the sampled one among them; with `logprobs`."""
     tools: list[ChatTool] = Field(default_factory=list[ChatTool], max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
@@ -265,6 +274,19 @@ class ChatRequest(SampledRequest):
     reasoning_effort: str | None = Field(default=None, max_length=64)
     """Passed to the chat template as a variable of this name; most templates have none."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+
+    @property
+    def most_likely(self) -> int:
+        """How many of the most likely tokens to return at each position."""
+        return self.top_logprobs
+
+    @model_validator(mode="after")
+    def _top_logprobs_with_logprobs(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            got = {"param": "top_logprobs", "value": self.top_logprobs}
+            message = "{param}: expected logprobs=true with it, got {value} without; set it, or leave {param} out"
+            raise PydanticCustomError("unsupported", message, got)
+        return self
 
     @model_validator(mode="after")
     def _choice_among_the_tools(self) -> "ChatRequest":

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, JsonValue
 
 from trackway.wire.base import WireReply
+from trackway.wire.openai.replies import ChatLogprob
 from trackway.wire.openai.response_requests import ReasoningOptions, ResponseTool, ResponseToolChoice
 from trackway.wire.trajectory import WeightSpan
 
@@ -17,7 +18,8 @@ class OutputText(WireReply):
     type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[JsonValue] = Field(default_factory=list[JsonValue])
-    logprobs: list[JsonValue] = Field(default_factory=list[JsonValue])
+    logprobs: list[ChatLogprob] = Field(default_factory=list[ChatLogprob])
+    """With `include: ["message.output_text.logprobs"]`, an entry for each token."""
 
 
 class OutputMessage(WireReply):
@@ -156,7 +158,7 @@ class OutputTextDeltaEvent(_PartEvent):
     type: Literal["response.output_text.delta"] = "response.output_text.delta"
     content_index: int = 0
     delta: str
-    logprobs: list[JsonValue] = Field(default_factory=list[JsonValue])
+    logprobs: list[ChatLogprob] = Field(default_factory=list[ChatLogprob])
 
 
 class OutputTextDoneEvent(_PartEvent):
@@ -165,7 +167,7 @@ class OutputTextDoneEvent(_PartEvent):
     type: Literal["response.output_text.done"] = "response.output_text.done"
     content_index: int = 0
     text: str
-    logprobs: list[JsonValue] = Field(default_factory=list[JsonValue])
+    logprobs: list[ChatLogprob] = Field(default_factory=list[ChatLogprob])
 
 
 class ArgumentsDeltaEvent(_PartEvent):

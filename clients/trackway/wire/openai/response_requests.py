@@ -8,6 +8,7 @@ from pydantic_core import PydanticCustomError
 from trackway.wire.base import NON_FINITE, Float, Int, WireRequest
 from trackway.wire.chat import MAX_MESSAGES, MAX_TOOLS
 from trackway.wire.openai.requests import OpenAIRequest
+from trackway.wire.rollout import MAX_TOP_LOGPROBS
 
 
 class EchoedItem(WireRequest):
@@ -125,6 +126,10 @@ class TextOptions(OpenAIRequest):
     neutral: ClassVar[dict[str, list[JsonValue]]] = {"format": [{"type": "text"}]}
 
 
+_LOGPROBS = "message.output_text.logprobs"
+"""The value of `include` that returns logprobs."""
+
+
 class ResponsesRequest(OpenAIRequest):
     """The next response of a conversation."""
 
@@ -149,7 +154,6 @@ class ResponsesRequest(OpenAIRequest):
         "conversation": [],
         "moderation": [],
         "prompt": [],
-        "top_logprobs": [0],
         "truncation": ["disabled"],
     }
 
@@ -177,7 +181,9 @@ class ResponsesRequest(OpenAIRequest):
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     include: Annotated[list[str], Field(max_length=64, fail_fast=True)] = Field(default_factory=list[str])
-    """No effect; logprobs are refused, as only chat completions have them."""
+    """`message.output_text.logprobs` returns logprobs; other values have no effect."""
+    top_logprobs: Int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
+    """Most likely tokens to return at each position, the sampled one among them; with these logprobs."""
     stream: bool = False
     return_token_ids: bool = False
     """Also return the token ids of prompt and output, and the weight versions that generated them."""
@@ -185,11 +191,19 @@ class ResponsesRequest(OpenAIRequest):
     """Oldest weight version that may answer."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
 
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether to return the logprobs of the text."""
+        return _LOGPROBS in self.include
+
     @model_validator(mode="after")
     def _supported(self) -> "ResponsesRequest":
-        if "message.output_text.logprobs" in self.include:
-            message = "{param}: expected no message.output_text.logprobs, which only /v1/chat/completions has"
-            raise PydanticCustomError("unsupported", message, {"param": "include"})
+        if self.has_logprobs and self.tools and self.tool_choice != "none":
+            message = "{param}: expected no {name} beside tools, which share the tokens; use /v1/chat/completions"
+            raise PydanticCustomError("unsupported", message, {"param": "include", "name": _LOGPROBS})
+        if self.top_logprobs and not self.has_logprobs:
+            message = "{param}: expected include=['{name}'] with it, got none; add it, or leave {param} out"
+            raise PydanticCustomError("unsupported", message, {"param": "top_logprobs", "name": _LOGPROBS})
         names = [tool.name for tool in self.tools]
         wanted = self.tool_choice.name if isinstance(self.tool_choice, ResponseToolChoice) else self.tool_choice
         if (isinstance(self.tool_choice, ResponseToolChoice) and wanted not in names) or (

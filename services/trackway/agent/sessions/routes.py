@@ -261,9 +261,9 @@ def _openai(at: str) -> APIRouter:
         earlier = session.earlier(body.previous_response_id, keep_system=body.instructions is None)
         chat = response_input.chat_of(body, earlier)
 
-        def build(forced: ChatRequest, _: Tokenizer, prompt: list[int]) -> ResponsesBuilder:
+        def build(forced: ChatRequest, tokenizer: Tokenizer, prompt: list[int]) -> ResponsesBuilder:
             used = {"temperature": forced.temperature, "top_p": forced.top_p}
-            return ResponsesBuilder(body.model_copy(update=used), forced, prompt)
+            return ResponsesBuilder(body.model_copy(update=used), forced, tokenizer, prompt)
 
         return await session.answer(request, chat, build, _said("responses", session, body), stream=body.stream)
 

@@ -41,6 +41,7 @@ from trackway.wire.rollout import (
     GenerateReply,
     GenerateRequest,
     Usage,
+    choice_logprobs,
 )
 from trackway.wire.sessions.graph import GraphNode, NodeKind
 from trackway.wire.sessions.session import SessionBounds
@@ -514,7 +515,7 @@ class Session:
     ) -> GenerateReply:
         asked = request.sampling_params
         params = self.episode.request.sampling_params.model_copy(
-            update={"max_tokens": asked.max_tokens, "stop_token_ids": asked.stop_token_ids}
+            update=asked.model_dump(include={"max_tokens", "stop_token_ids", "logprobs"})
         )
         turn = next(self._turns)
         part = self.episode.branch(turn, request.token_ids, params)
@@ -580,12 +581,11 @@ class SessionModel:
 
 
 def _reply(request: GenerateRequest, part: Episode, reason: str) -> GenerateReply:
-    pairs = zip(part.response_ids, part.response_logprobs, strict=True)
     choice = GenerateChoice.model_validate(
         {
             "finish_reason": reason,
             "token_ids": part.response_ids,
-            "logprobs": {"content": [{"token_id": token, "logprob": logprob} for token, logprob in pairs]},
+            "logprobs": choice_logprobs(part.response_ids, part.response_logprobs, part.top_logprobs),
             "weight_versions": part.weight_versions,
         }
     )

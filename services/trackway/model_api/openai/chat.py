@@ -12,7 +12,6 @@ from trackway.wire.openai.replies import (
     ChatChunkChoice,
     ChatCompletion,
     ChatDelta,
-    ChatLogprob,
     ChatLogprobs,
     ChatReplyMessage,
     ToolCallDelta,
@@ -81,12 +80,4 @@ class ChatResponseBuilder(ChunkedResponseBuilder):
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
         if not self._request.logprobs:
             return None
-        pairs = zip(delta.token_ids, delta.logprobs, strict=True)
-        return ChatLogprobs(content=[self._logprob(token, logprob) for token, logprob in pairs])
-
-    def _logprob(self, token: int, logprob: float) -> ChatLogprob:
-        text = self._token_text(token)
-        whole = "\ufffd" not in text
-        return ChatLogprob(
-            token=self._token(token), logprob=logprob, bytes=list(text.encode()) if whole else None, top_logprobs=[]
-        )
+        return ChatLogprobs(content=self._logprob_writer.chat(delta))

@@ -1,4 +1,4 @@
-"""What completions and chat completions share: their head, token names, usage, and the chunks of a stream."""
+"""What completions and chat completions share: their head, usage, and the chunks of a stream."""
 
 import json
 import time
@@ -8,6 +8,7 @@ from typing import NotRequired, TypedDict
 
 from trackway.model_api.message_reader import MessageReader
 from trackway.model_api.openai.errors import openai_body
+from trackway.model_api.openai.logprobs import LogprobWriter
 from trackway.model_api.response_builder import ResponseBuilder
 from trackway.model_api.sse import event
 from trackway.model_api.stream_decoder import Delta
@@ -46,7 +47,8 @@ class ChunkedResponseBuilder(ResponseBuilder):
         readers: Sequence[MessageReader],
     ) -> None:
         super().__init__(prompts, readers)
-        self._options, self._tokenizer = request, tokenizer
+        self._options = request
+        self._logprob_writer = LogprobWriter(tokenizer, request.return_tokens_as_token_ids)
         self._head: Head = {"id": self.id, "created": int(time.time()), "model": request.model}
         self._is_counted = request.stream_options is not None and request.stream_options.include_usage
         self._begun = set[int]()
@@ -88,9 +90,3 @@ class ChunkedResponseBuilder(ResponseBuilder):
     def _ids(self, delta: Delta) -> Ids:
         wanted = self._options.return_token_ids
         return {"token_ids": delta.token_ids, "weight_versions": delta.spans} if wanted else {}
-
-    def _token(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._options.return_tokens_as_token_ids else self._token_text(token_id)
-
-    def _token_text(self, token_id: int) -> str:
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)

@@ -6,7 +6,7 @@ from trackway.model_api.message_reader import MessageReader
 from trackway.model_api.openai.chunks import ChunkedResponseBuilder, Head
 from trackway.model_api.stream_decoder import Delta
 from trackway.model_api.tokenizer import Tokenizer
-from trackway.wire.openai.replies import Completion, CompletionChoice, CompletionLogprobs
+from trackway.wire.openai.replies import Completion, CompletionChoice
 from trackway.wire.openai.requests import CompletionRequest
 
 
@@ -39,18 +39,9 @@ class CompletionResponseBuilder(ChunkedResponseBuilder):
             index=index,
             text=self._readers[index].read(delta).content,
             finish_reason=delta.finish_reason,
-            logprobs=None if self._request.logprobs is None else self._logprobs(delta),
+            logprobs=None if self._request.logprobs is None else self._logprob_writer.completion(delta),
             **self._ids(delta),
         )
         if self._request.return_token_ids and is_first:
             choice.prompt_token_ids = self.prompts[index // self._request.n]
         return choice
-
-    def _logprobs(self, delta: Delta) -> CompletionLogprobs:
-        tokens = [self._token(token) for token in delta.token_ids]
-        return CompletionLogprobs(
-            tokens=tokens,
-            token_logprobs=delta.logprobs,
-            top_logprobs=[{token: logprob} for token, logprob in zip(tokens, delta.logprobs, strict=True)],
-            text_offset=delta.offsets,
-        )

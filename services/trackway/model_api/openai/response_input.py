@@ -33,6 +33,8 @@ def chat_of(request: ResponsesRequest, earlier: Sequence[ChatMessage] = ()) -> C
         if isinstance(choice, ResponseToolChoice)
         else choice,
         "max_completion_tokens": request.max_output_tokens,
+        "logprobs": request.has_logprobs,
+        "top_logprobs": request.top_logprobs,
         "reasoning_effort": None if request.reasoning is None else request.reasoning.effort,
     }
     return chat_request(fields, [*_instructions(request), *earlier, *_messages(request.input)])

@@ -6,11 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from trackway.model_api.message_reader import MessageReader
 from trackway.model_api.openai.errors import openai_body
+from trackway.model_api.openai.logprobs import LogprobWriter
 from trackway.model_api.response_builder import ResponseBuilder
 from trackway.model_api.sse import event
 from trackway.model_api.stream_decoder import Delta, joined
+from trackway.model_api.tokenizer import Tokenizer
 from trackway.wire.chat import ToolCall
 from trackway.wire.errors import TrackwayError
+from trackway.wire.openai.replies import ChatLogprob
 from trackway.wire.openai.requests import ChatRequest
 from trackway.wire.openai.response_replies import (
     AnyResponsesEvent,
@@ -49,7 +52,7 @@ class ResponsesBuilder(ResponseBuilder):
 
     prefix = "resp_"
 
-    def __init__(self, request: ResponsesRequest, chat: ChatRequest, prompt: list[int]) -> None:
+    def __init__(self, request: ResponsesRequest, chat: ChatRequest, tokenizer: Tokenizer, prompt: list[int]) -> None:
         super().__init__([prompt], [MessageReader(chat)])
         self._request = request
         self._created_at = float(int(time.time()))
@@ -57,6 +60,9 @@ class ResponsesBuilder(ResponseBuilder):
         self._open: OutputMessage | None = None
         """The last item, while it is a message to which text may be added."""
         self._deltas: list[Delta] = []
+        self._logprob_writer = LogprobWriter(tokenizer, as_token_ids=False) if request.has_logprobs else None
+        self._logprobs: list[ChatLogprob] = []
+        """Of tokens whose text was not sent yet."""
         self._sent = 0
         """Events so far."""
 
@@ -89,6 +95,8 @@ class ResponsesBuilder(ResponseBuilder):
 
     def _events(self, index: int, delta: Delta) -> Iterable[str]:
         self._deltas.append(delta)
+        if self._logprob_writer is not None:
+            self._logprobs += self._logprob_writer.chat(delta)
         parts = self._readers[index].read(delta)
         for part in parts.in_order:
             yield from self._call(part) if isinstance(part, ToolCall) else self._text(part)
@@ -106,10 +114,16 @@ class ResponsesBuilder(ResponseBuilder):
             yield self._item("response.output_item.added", self._open)
             self._open.content.append(OutputText(text=""))
             yield self._part("response.content_part.added", self._open)
+        logprobs, self._logprobs = self._logprobs, []
         self._open.content[0].text += text
+        self._open.content[0].logprobs += logprobs
         yield self._event(
             OutputTextDeltaEvent(
-                sequence_number=self._sent, item_id=self._open.id, output_index=len(self._output), delta=text
+                sequence_number=self._sent,
+                item_id=self._open.id,
+                output_index=len(self._output),
+                delta=text,
+                logprobs=logprobs,
             )
         )
 
@@ -119,12 +133,14 @@ class ResponsesBuilder(ResponseBuilder):
             return
         message, self._open = self._open, None
         message.status = status
+        message.content[0].logprobs += self._logprobs
         yield self._event(
             OutputTextDoneEvent(
                 sequence_number=self._sent,
                 item_id=message.id,
                 output_index=len(self._output),
                 text=message.content[0].text,
+                logprobs=message.content[0].logprobs,
             )
         )
         yield self._part("response.content_part.done", message)

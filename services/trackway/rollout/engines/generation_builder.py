@@ -1,6 +1,7 @@
 """Joins the parts of a generation: pieces of a stream, or the tokens before and after an update."""
 
 from trackway.rollout.engines.protocol import FinishReason, Generation, Piece
+from trackway.wire.rollout import TopLogprobs
 from trackway.wire.trajectory import WeightSpan, add_span
 
 
@@ -10,6 +11,7 @@ class Collector:
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self._logprobs: list[float] = []
+        self._top_logprobs: list[TopLogprobs] = []
         self._spans: list[WeightSpan] = []
         self._finish_reason: FinishReason = "abort"
 
@@ -23,8 +25,10 @@ class Collector:
                 add_span(self._spans, span.version, start + span.start, start + span.end)
         self.token_ids.extend(part.token_ids)
         self._logprobs.extend(part.logprobs)
+        self._top_logprobs.extend(part.top_logprobs)
         self._finish_reason = part.finish_reason or self._finish_reason
 
     def generation(self, finish_reason: FinishReason | None = None) -> Generation:
         """The joined generation, with the last finish reason or the given one."""
-        return Generation(self.token_ids, self._logprobs, finish_reason or self._finish_reason, self._spans)
+        reason = finish_reason or self._finish_reason
+        return Generation(self.token_ids, self._logprobs, reason, self._spans, self._top_logprobs)

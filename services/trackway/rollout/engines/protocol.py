@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 from trackway.rollout.engines.weight_proof import Judgement
-from trackway.wire.rollout import MemoryPart, PauseMode, SamplingParams
+from trackway.wire.rollout import MemoryPart, PauseMode, SamplingParams, TopLogprobs
 from trackway.wire.trajectory import WeightSpan
 from trackway.wire.weights import WeightProof
 
@@ -29,6 +29,8 @@ class Capability(StrEnum):
     """Report which weights generated which tokens when they change during a request."""
     CANARY = "canary"
     """Verify new weights by their outputs before any request uses them."""
+    TOP_LOGPROBS = "top_logprobs"
+    """Return the most likely tokens of each position."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Generation:
     logprobs: list[float]
     finish_reason: FinishReason
     spans: list[WeightSpan]
+    top_logprobs: Sequence[TopLogprobs] = ()
+    """The most likely tokens of each position; empty unless asked for."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ class Piece:
     version: int
     """Version of the weights that generated these tokens."""
     finish_reason: FinishReason | None = None
+    top_logprobs: Sequence[TopLogprobs] = ()
+    """As in Generation."""
 
 
 class EngineStats(NamedTuple):

@@ -45,6 +45,15 @@ async def chat(
     return await services.client.post(f"/sessions/{access.session_id}/v1/chat/completions", json=body)
 
 
+def logprobs_of(response: httpx.Response) -> list[dict[str, Any]]:
+    """The entries of a whole answer or of all chunks of a stream."""
+    assert response.status_code == 200, response.text
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines()]
+    bodies = [json.loads(line) for line in lines if line.startswith("{")]
+    choices = [choice for body in bodies for choice in body["choices"]]
+    return [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+
+
 def message_of(response: httpx.Response) -> dict[str, Any]:
     assert response.status_code == 200, response.text
     return response.json()["choices"][0]["message"]
@@ -229,6 +238,23 @@ async def test_the_names_of_ignored_fields_are_bounded(services: AgentServices) 
     assert (len(names), names[-1]) == (64, "63" + "x" * 62)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_top_logprobs_come_with_the_answer_and_again_with_a_retry(services: AgentServices, stream: bool) -> None:
+    access = await opened(services, ANSWER)
+    asked = {"logprobs": True, "top_logprobs": 2, "stream": stream}
+    answers = [await chat(services, access, QUESTION, **asked) for _ in range(2)]
+    trajectory = await ended(services, access)
+
+    found = [logprobs_of(answer) for answer in answers]
+    assert found[0] == found[1] and len(services.model.requests) == 1
+    written = services.model.encode(ANSWER)
+    assert [entry["logprob"] for entry in found[0]] == [-(place + 1) / 8 for place in range(len(written))]
+    assert [[top["logprob"] for top in entry["top_logprobs"]] for entry in found[0]] == [
+        [entry["logprob"]] for entry in found[0]
+    ]
+    assert trajectory.response_logprobs == [entry["logprob"] for entry in found[0]]
+
+
 async def test_another_seed_of_the_agents_own_is_another_sample(services: AgentServices) -> None:
     access = await opened(services, COUNT, ANSWER)
     said = [message_of(await chat(services, access, QUESTION, seed=seed))["content"] for seed in (1, 2, 2)]
@@ -239,7 +265,7 @@ async def test_another_seed_of_the_agents_own_is_another_sample(services: AgentS
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("response_format", {"type": "json_object"}), ("guided_json", {}), ("top_logprobs", 3), ("modalities", ["audio"])],
+    [("response_format", {"type": "json_object"}), ("guided_json", {}), ("modalities", ["audio"])],
 )
 async def test_a_field_that_changes_what_the_client_reads_is_refused_by_name(
     services: AgentServices, field: str, value: object

@@ -60,6 +60,25 @@ def test_the_prompt_is_the_models_chat_template_and_the_tokens_are_those_of_gene
     assert (answer.object, answer.id[:9]) == ("chat.completion", "chatcmpl-")
 
 
+def test_the_likeliest_tokens_stand_beside_the_sampled_ones(
+    client: OpenAI, torch_url: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    answer = client.chat.completions.create(
+        model="tiny", messages=QUESTION, seed=3, max_tokens=16, logprobs=True, top_logprobs=4, extra_body=IDS
+    )
+    params = {"seed": 3, "max_tokens": 16, "logprobs": 4}
+    body = {"token_ids": extra(answer)["prompt_token_ids"], "sampling_params": params}
+    ours = httpx.post(f"{torch_url}/generate", json=body).json()["choices"][0]["logprobs"]["content"]
+    content = answer.choices[0].logprobs.content or []
+    assert len(content) == len(ours) == len(extra(answer.choices[0])["token_ids"])
+    for entry, expected in zip(content, ours, strict=True):
+        top = [(other["token_id"], other["logprob"]) for other in expected["top_logprobs"]]
+        assert (expected["token_id"], expected["logprob"]) in top and len(top) == 4
+        assert [other.token for other in entry.top_logprobs] == [tokenizer.decode([token]) for token, _ in top]
+        assert [other.logprob for other in entry.top_logprobs] == pytest.approx([value for _, value in top], abs=1e-5)
+        assert entry.logprob == pytest.approx(expected["logprob"], abs=1e-5)
+
+
 def test_the_tiny_model_calls_its_calculator_and_answers_with_the_result(client: OpenAI) -> None:
     messages = [*QUESTION]
     asked = client.chat.completions.create(model="tiny", messages=messages, tools=[CALCULATOR], temperature=0)

@@ -141,6 +141,22 @@ def test_logprobs_name_tokens_by_text_or_by_id_and_say_where_they_begin(client: 
     ]
 
 
+def test_the_likeliest_tokens_are_named_beside_the_sampled_ones(client: OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "prompt": [20, 13, 20, 31], "seed": 1, "max_tokens": 9}
+    plain = client.completions.create(**asked, logprobs=0).choices[0].logprobs
+    ids = {"return_tokens_as_token_ids": True}
+    ranked = client.completions.create(**asked, logprobs=3, extra_body=ids).choices[0].logprobs
+    chunks = [*client.completions.create(**asked, logprobs=3, stream=True, extra_body=ids)]
+
+    assert ranked.token_logprobs == pytest.approx(plain.token_logprobs, abs=1e-5)
+    tokens, logprobs = ranked.tokens or [], ranked.token_logprobs or []
+    for token, logprob, top in zip(tokens, logprobs, ranked.top_logprobs or [], strict=True):
+        assert len(top) == 3 and top[token] == logprob
+        assert [*top.values()] == sorted(top.values(), reverse=True)
+    streamed = [top for chunk in chunks for top in chunk.choices[0].logprobs.top_logprobs or []]
+    assert [[*top] for top in streamed] == [[*top] for top in ranked.top_logprobs or []]
+
+
 def test_sampling_parameters_reach_the_engine(client: OpenAI) -> None:
     greedy = client.completions.create(model="tiny", prompt="1 + 2 =", temperature=0, max_tokens=30).choices[0].text
     narrow: list[dict[str, Any]] = [{"top_p": 0.0001}, {"top_p": 0}, {"extra_body": {"top_k": 1}}]

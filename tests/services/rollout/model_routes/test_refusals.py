@@ -35,7 +35,8 @@ def _speaks(engine: ScriptedEngine, tokenizer: PreTrainedTokenizerBase) -> None:
             {"type": "json_object"},
             "no engine guides its sampling; ask for it in the prompt, or use a tool",
         ),
-        ("top_logprobs", 2, "got 2: only the logprob of the sampled token is known; leave it out"),
+        ("top_logprobs", 2, "top_logprobs: expected logprobs=true with it, got 2 without"),
+        ("top_logprobs", 21, "less than or equal to 20"),
         ("tempereture", 1, "Extra inputs are not permitted"),
         ("n", 129, "less than or equal to 128"),
         ("temperature", -1, "greater than or equal to 0"),
@@ -67,7 +68,8 @@ def test_a_chat_that_cannot_be_served_is_a_bad_request_that_names_the_field(
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("logprobs", 1, "only the logprob of the sampled token is known"),
+        ("logprobs", 21, "less than or equal to 20"),
+        ("top_logprobs", 1, "top_logprobs: expected nothing or 0, got 1: unsupported here; ask for logprobs"),
         ("echo", True, "echo: expected nothing or False, got True: unsupported"),
         ("suffix", "end", "unsupported"),
         ("best_of", 2, "unsupported"),
@@ -83,6 +85,27 @@ def test_a_completion_that_cannot_be_served_is_a_bad_request_that_names_the_fiel
         scripted.completions.create(model="tiny", prompt="1", extra_body={field: value})
     assert said in raised.value.message
     assert raised.value.param == field
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_top_logprobs_of_an_engine_that_has_none_are_refused_by_name(scripted: OpenAI, stream: bool) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        scripted.chat.completions.create(model="tiny", messages=CHAT, logprobs=True, top_logprobs=1, stream=stream)
+    assert "top_logprobs: expected an engine that returns them (torch, vllm, sglang)" in raised.value.message
+    assert raised.value.param == "top_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"top_logprobs": 2}, "top_logprobs"), ({"include": ["message.output_text.logprobs"], "tools": True}, "include")],
+)
+def test_logprobs_that_a_response_cannot_have_are_refused_by_name(
+    scripted: OpenAI, fields: dict[str, object], param: str
+) -> None:
+    tools = {"tools": [{"type": "function", "name": "add"}]} if fields.pop("tools", False) else {}
+    with pytest.raises(openai.BadRequestError) as raised:
+        scripted.responses.create(model="tiny", input="Say ok.", extra_body={**fields, **tools})
+    assert raised.value.param == param
 
 
 def test_a_choice_that_is_no_tool_is_refused(scripted: OpenAI) -> None:

@@ -57,6 +57,36 @@ def test_the_prompt_and_the_tokens_are_those_of_the_same_chat(client: OpenAI) ->
     assert (response.object, response.status, response.id[:5]) == ("response", "completed", "resp_")
 
 
+def test_logprobs_of_a_response_are_those_of_the_same_chat(client: OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": QUESTION}],
+        seed=3,
+        max_tokens=16,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "input": QUESTION,
+        "max_output_tokens": 16,
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+        "extra_body": {"seed": 3},
+    }
+    response = client.responses.create(**asked)
+    events = [*client.responses.create(**asked, stream=True)]
+
+    expected = [entry.model_dump() for entry in chat.choices[0].logprobs.content or []]
+    [part] = [part for item in response.output if item.type == "message" for part in item.content]
+    assert part.type == "output_text" and len(expected) == 16
+    assert [entry.model_dump() for entry in part.logprobs or []] == expected
+    [done] = [event for event in events if event.type == "response.output_text.done"]
+    assert [entry.token for entry in done.logprobs] == [entry["token"] for entry in expected]
+    streamed = [entry for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
+    assert [entry.token for entry in streamed] == [entry["token"] for entry in expected]
+
+
 def test_the_tiny_model_calls_its_calculator_and_answers_with_the_result(client: OpenAI) -> None:
     items: list[Any] = [{"role": "user", "content": QUESTION}]
     asked = client.responses.create(model="tiny", input=items, tools=[CALCULATOR], temperature=0)
@@ -141,7 +171,6 @@ def test_ids_are_sent_only_when_asked_for(scripted: OpenAI, says: ScriptedEngine
         ({"previous_response_id": "resp_1"}, "previous_response_id", "this service stores no response"),
         ({"tools": [{"type": "web_search"}]}, "tools", "Input should be 'function'"),
         ({"tool_choice": "required"}, "tool_choice", "expected one of the tools [], got required"),
-        ({"include": ["message.output_text.logprobs"]}, "include", "only /v1/chat/completions has"),
         ({"background": True}, "background", "expected nothing or False, got True: unsupported"),
         ({"truncation": "auto"}, "truncation", "unsupported"),
         ({"text": {"format": {"type": "json_schema"}}}, "format", "no engine guides its sampling"),

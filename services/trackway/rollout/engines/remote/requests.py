@@ -15,7 +15,7 @@ from trackway.rollout.engines.protocol import FinishReason, Piece
 from trackway.rollout.engines.remote.model_info import ModelFacts
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.rollout import SamplingParams
+from trackway.wire.rollout import SamplingParams, TopLogprobs
 
 T = TypeVar("T")
 
@@ -31,6 +31,8 @@ class TokenChunk:
     names: Sequence[str]
     """For each token, the server's name of the weights that generated it; see `VersionNames`."""
     finish_reason: FinishReason | None = None
+    top_logprobs: Sequence[TopLogprobs] = ()
+    """The most likely tokens of each position, if the request asks for them."""
 
 
 @dataclass(eq=False)
@@ -176,4 +178,5 @@ def until_stop(call: Call, got: TokenChunk, start: int, end: int, version: int) 
     if not all(map(math.isfinite, logprobs)):
         message = f"expected finite logprobs, got {logprobs} from weights version {version}; check the training run"
         raise TrackwayError(ErrorCode.ENGINE_FAILED, message)
-    return Piece([*got.token_ids[start : stop or end]], logprobs, version), stop is not None
+    tops = got.top_logprobs[start : stop or end]
+    return Piece([*got.token_ids[start : stop or end]], logprobs, version, top_logprobs=tops), stop is not None

@@ -12,8 +12,9 @@ import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -23,8 +24,12 @@ from trackway.rollout.engines.remote.engine import RemoteEngine
 from trackway.rollout.engines.remote.http import Json
 from trackway.rollout.engines.remote.requests import Call, TokenChunk
 from trackway.rollout.engines.remote.shared import KEPT, UNTOUCHED, require_untouched
+from trackway.rollout.engines.top_logprobs import top_logprobs
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.rollout import TopLogprobs
+
+T = TypeVar("T")
 
 _SPARE_POSITIONS = 8  # SGLang ends a request slightly before its context length
 _STREAM_INTERVAL = 16  # tokens per event, after the first: events cost CPU on both sides
@@ -60,7 +65,10 @@ class _Meta(BaseModel):
     weight_versions: list[_Span] | None = None
     output_token_logprobs: list[tuple[float | None, int, str | None]] = Field(default_factory=list)
     output_token_sampling_logprobs: list[float] | None = None
-    """Logprobs after top_k and top_p; the other field has those before."""
+    """Logprobs after top_k and top_p; the other fields have those before."""
+    output_token_sampling_mask: list[list[int]] | None = None
+    """The ids that top_k and top_p keep."""
+    output_top_logprobs: list[list[tuple[float | None, int, str | None]] | None] = Field(default_factory=list)
     input_token_logprobs: list[tuple[float | None, int, str | None]] = Field(default_factory=list)
 
 
@@ -153,6 +161,7 @@ class SglangEngine(RemoteEngine):
             "return_sampling_mask": truncated,
             "extra_key": self._key(),
             "stream": True,
+            **({"top_logprobs_num": params.logprobs} if params.logprobs else {}),
             **self._model(),
         }
         # SGLang reports the version of the last load; a request keeps the adapter that it began with.
@@ -165,7 +174,9 @@ class SglangEngine(RemoteEngine):
                 call.reused = max(call.reused, meta.cached_tokens)
                 total = max(seen, meta.completion_tokens)
                 names = [bound] * (total - seen) if bound is not None else _names(meta, seen, total, self.control.held)
-                yield _tokens(meta, seen, total, truncated, names)
+                chunk = _tokens(meta, seen, total, truncated, names)
+                tops = _tops(meta, chunk, truncated, params.logprobs) if params.logprobs else ()
+                yield replace(chunk, top_logprobs=tops)
                 seen = total
 
     async def cut(self, calls: Sequence[Call]) -> None:
@@ -320,6 +331,31 @@ def _tokens(meta: _Meta, seen: int, total: int, truncated: bool, names: list[str
         raise TrackwayError(ErrorCode.ENGINE_FAILED, message)
     finish: FinishReason | None = meta.finish_reason.type if meta.finish_reason else None
     return TokenChunk([row[1] for row in rows], logprobs, names, finish)
+
+
+def _tops(meta: _Meta, chunk: TokenChunk, truncated: bool, count: int) -> list[TopLogprobs]:
+    """The most likely tokens of the chunk's positions, under the sampling distribution.
+
+    SGLang's are those before top_k and top_p, which shift all that they keep by the same amount.
+    """
+    new = len(chunk.token_ids)
+    best, kept = _last(meta.output_top_logprobs, new), _last(meta.output_token_sampling_mask or [], new)
+    if len(best) != new or (truncated and len(kept) != new):
+        message = f"expected top_logprobs of {new} tokens, got {len(best)}, and {len(kept)} lists of candidates"
+        raise TrackwayError(ErrorCode.ENGINE_FAILED, f"{message}; use SGLang 0.5.23 or newer")
+    tops: list[TopLogprobs] = []
+    for place, (before, token, _) in enumerate(_last(meta.output_token_logprobs, new)):
+        logprob = chunk.logprobs[place]
+        shift = logprob - (before or 0.0)
+        pairs = [(other, value + shift) for value, other, _ in best[place] or [] if value is not None]
+        if truncated:
+            pairs = [(other, value) for other, value in pairs if other in kept[place]]
+        tops.append(top_logprobs(pairs, token, logprob, count))
+    return tops
+
+
+def _last(values: Sequence[T], count: int) -> Sequence[T]:
+    return values[len(values) - count :] if len(values) >= count else []
 
 
 def _names(meta: _Meta, seen: int, total: int, held: str) -> list[str]:

@@ -31,10 +31,12 @@ from trackway.rollout.engines.remote.http import Json
 from trackway.rollout.engines.remote.requests import Call, TokenChunk
 from trackway.rollout.engines.remote.shared import KEPT, UNTOUCHED, require_untouched
 from trackway.rollout.engines.remote.weight_transport import IpcReceiver, StoreReceiver, WeightReceiver
+from trackway.rollout.engines.top_logprobs import top_logprobs
 from trackway.rollout.engines.weight_folder import check_same_model, lacks_head, with_head
 from trackway.rollout.engines.weight_proof import HeldDigests
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.rollout import TopLogprobs
 from trackway.wire.weights import WeightProof
 
 _GENERATE = "/inference/v1/generate"
@@ -267,7 +269,7 @@ class VllmEngine(RemoteEngine):
             "max_tokens": call.limit,
             "stop_token_ids": sorted(call.stops),
             "ignore_eos": True,  # the model's own are included in the stop ids
-            "logprobs": 0,
+            "logprobs": call.params.logprobs,
             "detokenize": False,
         }
         body: Json = {
@@ -287,7 +289,7 @@ class VllmEngine(RemoteEngine):
                 for choice in answer["choices"]:
                     for span in choice["weight_versions"] or []:
                         self.untouched(span["version"])
-                    yield _tokens(choice, self.control.held, bound)
+                    yield _tokens(choice, self.control.held, bound, call.params.logprobs)
 
     async def _whole(self, body: Json) -> AsyncGenerator[Json]:
         yield await self.http.post(_GENERATE, body, timeout_s=None, idempotent=True)
@@ -407,18 +409,25 @@ class VllmEngine(RemoteEngine):
         return [entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], prompt[1:], strict=True)]
 
 
-def _tokens(choice: Json, held: str, bound: str | None) -> TokenChunk:
+def _tokens(choice: Json, held: str, bound: str | None, tops: int) -> TokenChunk:
     """A choice of a response or event; only the last has spans, the others are of the loaded weights.
 
-    `bound` names the weights of a request that keeps them whatever is loaded.
+    `bound` names the weights of a request that keeps them whatever is loaded; `tops` is the number of most likely
+    tokens that it asks for.
     """
     content = (choice["logprobs"] or {}).get("content") or []
     logprobs = [math.nan if entry["logprob"] == _NO_NUMBER else entry["logprob"] for entry in content]
+    ranked = [_ranked(entry, tops) for entry in content] if tops else []
     spans = [] if bound is not None else choice["weight_versions"] or []
     names = [span["version"] for span in spans for _ in range(span["start"], span["end"])]
     # Spans count from the first token of the response; an event has its last tokens.
     names = names[len(names) - len(logprobs) :] if names else [bound or held] * len(logprobs)
-    return TokenChunk(choice["token_ids"], logprobs, names, choice["finish_reason"])
+    return TokenChunk(choice["token_ids"], logprobs, names, choice["finish_reason"], ranked)
+
+
+def _ranked(entry: Json, count: int) -> TopLogprobs:
+    pairs = [(top["token_id"], top["logprob"]) for top in entry["top_logprobs"] if top["logprob"] != _NO_NUMBER]
+    return top_logprobs(pairs, entry["token_id"], entry["logprob"], count)
 
 
 def _cached(reply: Json) -> int:

@@ -24,7 +24,8 @@ class SimEngine:
 
     def __init__(self, settings: RolloutSettings) -> None:
         sleeps = {Capability.SLEEP} if settings.enable_sleep else set()
-        self.capabilities = frozenset(set(Capability) - {Capability.SLEEP, Capability.CANARY} | sleeps)
+        lacking = {Capability.SLEEP, Capability.CANARY, Capability.TOP_LOGPROBS}
+        self.capabilities = frozenset(set(Capability) - lacking | sleeps)
         self._settings = settings
         self._max_len = settings.max_model_len or settings.sim.max_len
         self._core = SimCore(settings.sim, settings.max_num_seqs, settings.prefix_caching)

@@ -13,6 +13,7 @@ from trackway.rollout.engines.torch.sampler import sample
 from trackway.rollout.engines.torch.scheduler import Scheduler, Sequence
 from trackway.rollout.engines.torch.slots import SlotAllocation
 from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.rollout import TopLogprobs
 
 _GROUP_TOKENS = {"cpu": 1024}
 """Tokens per forward pass: few enough for a CPU's cache, many enough to fill a GPU."""
@@ -40,10 +41,10 @@ class EngineCore:
         groups = self.scheduler.groups()
         logits = torch.cat([self._compute(group) for group in groups])
         sequences = [sequence for group in groups for sequence in group]
-        tokens, logprobs = sample(logits, [r.params for r in sequences], [next(r.uniforms) for r in sequences])
+        sampled = sample(logits, [r.params for r in sequences], [next(r.uniforms) for r in sequences])
         self._steps += 1
         self._generated += len(sequences)
-        finished = map(self._accept, sequences, tokens, logprobs)
+        finished = map(self._accept, sequences, *sampled)
         return [output for output in finished if output is not None]
 
     def swap(self, weights: DecoderWeights, version: int) -> None:
@@ -97,10 +98,12 @@ class EngineCore:
         self.scheduler.mark_computed(group)
         return logits
 
-    def _accept(self, sequence: Sequence, token: int, logprob: float) -> FinishedSequence | None:
+    def _accept(
+        self, sequence: Sequence, token: int, logprob: float, top_logprobs: TopLogprobs
+    ) -> FinishedSequence | None:
         if not math.isfinite(logprob):
             return self._refuse(sequence, logprob)
-        reason = sequence.accept(token, logprob, self.version)
+        reason = sequence.accept(token, logprob, self.version, top_logprobs)
         if reason is None:
             return None
         self.scheduler.finish(sequence)

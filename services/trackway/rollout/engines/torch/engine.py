@@ -40,7 +40,7 @@ _FIRST_GUESS_S = 5.0
 class TorchEngine:
     """Continuous batching on torch; an `Engine`."""
 
-    capabilities = frozenset({Capability.WAIT, Capability.ABORT, Capability.KEEP, Capability.SPANS, Capability.CANARY})
+    capabilities = frozenset(Capability) - {Capability.SLEEP}
 
     def __init__(self, settings: RolloutSettings) -> None:
         self._settings = settings

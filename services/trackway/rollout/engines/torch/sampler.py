@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trackway.wire.rollout import SamplingParams
+from trackway.rollout.engines.top_logprobs import top_logprobs
+from trackway.wire.rollout import SamplingParams, TopLogprobs
 
 _BLOCK = 64
 
@@ -20,6 +21,8 @@ class SampledTokens(NamedTuple):
 
     token_ids: list[int]
     logprobs: list[float]
+    top_logprobs: list[TopLogprobs]
+    """Empty for a row that does not ask for them."""
 
 
 def uniforms(seed: int | None) -> Iterator[float]:
@@ -43,7 +46,23 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], uniform: Sequence[f
     tokens = _invert(logprobs, uniform)
     if any(greedy):
         tokens = logits.argmax(-1).where(_column(greedy, logits)[:, 0], tokens)
-    return SampledTokens(tokens.tolist(), logprobs.gather(1, tokens[:, None])[:, 0].tolist())
+    sampled, values = tokens.tolist(), logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+    return SampledTokens(sampled, values, _tops(logprobs, params, sampled, values))
+
+
+def _tops(
+    logprobs: Tensor, params: Sequence[SamplingParams], tokens: Sequence[int], values: Sequence[float]
+) -> list[TopLogprobs]:
+    """The most likely tokens of each row that asks for them."""
+    tops: list[TopLogprobs] = [[] for _ in params]
+    asking = [index for index, row in enumerate(params) if row.logprobs]
+    if asking:
+        most = min(max(params[index].logprobs for index in asking), logprobs.shape[-1])
+        best = logprobs[asking].topk(most)
+        for index, ids, found in zip(asking, best.indices.tolist(), best.values.tolist(), strict=True):
+            candidates = zip(ids, found, strict=True)
+            tops[index] = top_logprobs(candidates, tokens[index], values[index], params[index].logprobs)
+    return tops
 
 
 def _scaled(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:

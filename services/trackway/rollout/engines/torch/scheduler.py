@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from trackway.rollout.engines.protocol import FinishReason, Generation, Piece
 from trackway.rollout.engines.torch.sampler import uniforms
 from trackway.rollout.engines.torch.slots import SlotAllocation, SlotTable
-from trackway.wire.rollout import SamplingParams
+from trackway.wire.rollout import SamplingParams, TopLogprobs
 from trackway.wire.trajectory import WeightSpan, add_span
 
 
@@ -25,6 +25,8 @@ class Sequence:
     """Called with each token, on the engine's thread."""
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    """One for each output token if asked for, else empty."""
     spans: list[WeightSpan] = field(default_factory=list)
     slot: int = -1
     cached: int = 0
@@ -50,21 +52,25 @@ class Sequence:
             return self.output[self.cached - len(self.prompt) :]
         return self.prompt[self.cached :]
 
-    def accept(self, token: int, logprob: float, version: int) -> FinishReason | None:
+    def accept(
+        self, token: int, logprob: float, version: int, top_logprobs: TopLogprobs | None = None
+    ) -> FinishReason | None:
         """Append a sampled token; returns the finish reason, or None."""
         self.cached = self.length
         self.output.append(token)
         self.logprobs.append(logprob)
+        tops = (top_logprobs,) if top_logprobs else ()
+        self.top_logprobs += tops
         add_span(self.spans, version, len(self.output) - 1, len(self.output))
         if self.on_token is not None:
-            self.on_token(Piece([token], [logprob], version))
+            self.on_token(Piece([token], [logprob], version, top_logprobs=tops))
         if token in self.stops:
             return "stop"
         return "length" if len(self.output) >= self.limit else None
 
     def result(self, reason: FinishReason) -> Generation:
         """The output so far."""
-        return Generation(self.output, self.logprobs, reason, self.spans)
+        return Generation(self.output, self.logprobs, reason, self.spans, self.top_logprobs)
 
 
 class Scheduler:

@@ -49,6 +49,34 @@ async def test_the_models_own_stop_token_ends_generation_unless_ignored(engine: 
     assert (ignored.finish_reason, len(ignored.token_ids)) == ("length", 300)
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_top_logprobs_are_those_of_the_models_logits(
+    engine: TorchEngine, model_path: Path, streamed: bool
+) -> None:
+    params = SamplingParams(seed=3, max_tokens=20, ignore_eos=True, temperature=0.7)
+    plain = await engine.generate(PROMPT, params, "a")
+    asked = params.model_copy(update={"logprobs": 5})
+    if streamed:
+        pieces = [piece async for piece in engine.stream(PROMPT, asked, "b")]
+        tokens = [token for piece in pieces for token in piece.token_ids]
+        tops = [top for piece in pieces for top in piece.top_logprobs]
+    else:
+        made = await engine.generate(PROMPT, asked, "b")
+        tokens, tops = made.token_ids, list(made.top_logprobs)
+        assert made.logprobs == pytest.approx(plain.logprobs, abs=1e-5)
+
+    assert tokens == plain.token_ids and plain.top_logprobs == []
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*PROMPT, *tokens]])).logits[0, len(PROMPT) - 1 : -1]
+    expected = torch.log_softmax(logits / 0.7, -1)
+    for position, (token, top) in enumerate(zip(tokens, tops, strict=True)):
+        best = expected[position].topk(5).indices.tolist()
+        ids = [other for other, _ in top]
+        assert ids == (best if token in best else [*best[:4], token])
+        assert [value for _, value in top] == pytest.approx(expected[position, ids].tolist(), abs=1e-4)
+
+
 async def test_generation_ends_at_max_tokens_or_at_the_models_length(settings: RolloutSettings) -> None:
     async with started(TorchEngine(settings.model_copy(update={"max_model_len": 20}))) as engine:
         short = await engine.generate(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True), "a")

@@ -48,6 +48,30 @@ def test_top_p_applies_to_what_top_k_left() -> None:
     assert draw(0.99, SamplingParams(top_k=2, top_p=0.6)) == (0, pytest.approx(1.0))
 
 
+@pytest.mark.parametrize(
+    ("params", "uniform", "likely"),
+    [
+        (SamplingParams(logprobs=2), 0.0, {0: 0.5, 1: 0.3}),
+        (SamplingParams(logprobs=2), 0.96, {0: 0.5, 3: 0.05}),  # the sampled token is always there
+        (SamplingParams(logprobs=1), 0.96, {3: 0.05}),
+        (SamplingParams(logprobs=20), 0.6, dict(enumerate(PROBS))),
+        (SamplingParams(logprobs=20, top_k=2), 0.99, {0: 0.625, 1: 0.375}),
+        (SamplingParams(logprobs=2, temperature=0), 0.99, {0: 0.5, 1: 0.3}),
+    ],
+)
+def test_the_likeliest_tokens_are_those_of_the_sampling_distribution_and_the_sampled_one(
+    params: SamplingParams, uniform: float, likely: dict[int, float]
+) -> None:
+    rows = [SamplingParams(), params]
+    sampled = sample(LOGITS.repeat(2, 1), rows, [0.0, uniform])
+    plain = sample(LOGITS.repeat(2, 1), [SamplingParams(), params.model_copy(update={"logprobs": 0})], [0.0, uniform])
+
+    assert sampled[:2] == plain[:2] and sampled.top_logprobs[0] == []
+    found = [(token, math.exp(logprob)) for token, logprob in sampled.top_logprobs[1]]
+    assert [token for token, _ in found] == [*likely]
+    assert [probability for _, probability in found] == pytest.approx([*likely.values()], rel=1e-5)
+
+
 def test_rows_with_different_parameters_do_not_touch_each_other() -> None:
     rows = [SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_k=1), SamplingParams(temperature=0.5)]
     together = sample(LOGITS.repeat(4, 1), rows, [0.96, 0.96, 0.96, 0.8])
@@ -65,7 +89,7 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
 def test_top_p_cuts_off_a_token_when_those_before_it_reach_it_exactly() -> None:
     logits = torch.zeros(1, 2)  # a half each
 
-    assert sample(logits, [SamplingParams(top_p=0.5)], [0.99]) == ([0], [0.0])
+    assert sample(logits, [SamplingParams(top_p=0.5)], [0.99]) == ([0], [0.0], [[]])
 
 
 def test_a_top_k_of_0_keeps_all_beside_a_top_p() -> None:

@@ -27,6 +27,8 @@ LAYER = "model.layers.0.self_attn.q_proj"
 VOCAB = 50
 EOS = 2
 NAN = "NaN happened"
+KEPT = (0, 9, 10)
+"""What top_k and top_p keep of each position, beside the sampled token."""
 
 
 def next_token(seed: int, sequence: list[int]) -> int:
@@ -87,6 +89,7 @@ class Generate(_Body):
     return_logprob: bool = False
     logprob_start_len: int = -1
     return_sampling_mask: bool = False
+    top_logprobs_num: int = 0
     extra_key: str = ""
     lora_path: str | None = None
     stream: bool = False
@@ -151,7 +154,7 @@ class Fake:
     def __init__(self, folder: Path, *, step_s: float = 0.002, slots: int = 64, incremental: bool = True) -> None:
         self.seed: int | None = json.loads((folder / "weights.json").read_text())
         self.step_s, self.slots, self.incremental = step_s, slots, incremental
-        self.spans, self.radix_cache = True, True
+        self.spans, self.radix_cache, self.ranks = True, True, True
         self.version, self.healthy, self.paused = "default", True, False
         self.requests: list[Request] = []
         self.cache: dict[str, list[tuple[tuple[int, ...], str]]] = {}
@@ -252,9 +255,20 @@ class Fake:
             scores = [None, *score(body.input_ids)]
             prompt = [[lp, token, None] for lp, token in zip(scores, body.input_ids, strict=True)]
             meta["input_token_logprobs"] = prompt[start:] if body.logprob_start_len >= 0 else []
+        if body.top_logprobs_num and total and self.ranks:
+            ranked = [likeliest(self.seed_of(request), body) for _ in request.output]
+            meta["output_top_logprobs"] = ranked[first:]
         if body.return_sampling_mask and total:
+            kept = [{*KEPT, token} for token in request.output]
+            meta["output_token_sampling_mask"] = [sorted(ids) for ids in kept]
             meta["output_token_sampling_logprobs"] = [(lp or 0.0) / 2 for lp in request.logprobs]
         return {"output_ids": request.output[first:], "meta_info": meta}
+
+
+def likeliest(seed: int, body: Generate) -> list[list[Any]]:
+    """The most likely tokens of a position, before top_k and top_p."""
+    pairs = [[logprob(seed, token, body.sampling_params.temperature), token, None] for token in range(VOCAB)]
+    return sorted(pairs, key=lambda pair: -pair[0])[: body.top_logprobs_num]
 
 
 def common(ours: tuple[int, ...], theirs: list[int]) -> int:

@@ -79,6 +79,39 @@ async def test_the_plain_and_the_greedy_distribution_need_no_candidates(
     assert not sent(fake, "/generate")[0]["return_sampling_mask"]
 
 
+@pytest.mark.parametrize("incremental", [True, False])
+async def test_top_logprobs_are_asked_for_and_hold_the_sampled_token(
+    starts: Starts, fake: Fake, incremental: bool
+) -> None:
+    fake.incremental = incremental
+    async with starts() as engine:
+        made = await engine.generate(PROMPT, params(20, logprobs=3), "r")
+    assert sent(fake, "/generate")[0]["top_logprobs_num"] == 3
+    best = [(token, fakes.logprob(0, token)) for token in (0, 10, 20)]  # of 5 equally likely ones
+    assert made.logprobs == [fakes.logprob(0, token) for token in made.token_ids]
+    for token, logprob, top in zip(made.token_ids, made.logprobs, made.top_logprobs, strict=True):
+        assert top == (best if (token, logprob) in best else [*best[:2], (token, logprob)])
+
+
+async def test_top_logprobs_after_top_k_and_top_p_are_of_the_kept_tokens_with_the_sampled_ones_shift(
+    engine: SglangEngine, fake: Fake
+) -> None:
+    made = await engine.generate(PROMPT, params(20, logprobs=20, top_p=0.9), "r")
+    for token, logprob, top in zip(made.token_ids, made.logprobs, made.top_logprobs, strict=True):
+        shift = logprob - fakes.logprob(0, token)
+        ids = [*dict.fromkeys((*(kept for kept in (0, 10) if kept != token), token))]
+        assert sorted(top) == sorted(
+            (other, logprob if other == token else fakes.logprob(0, other) + shift) for other in ids
+        )
+
+
+async def test_top_logprobs_that_do_not_come_fail_the_request(engine: SglangEngine, fake: Fake) -> None:
+    fake.ranks = False
+    with pytest.raises(TrackwayError, match="expected top_logprobs of 1 tokens, got 0") as raised:
+        await engine.generate(PROMPT, params(3, logprobs=3), "r")
+    assert raised.value.code is ErrorCode.ENGINE_FAILED
+
+
 async def test_pieces_join_to_the_generation_and_the_last_says_why_it_ended(engine: SglangEngine) -> None:
     pieces = [piece async for piece in engine.stream(PROMPT, params(20), "r")]
     assert [token for piece in pieces for token in piece.token_ids] == answer(0, 20)
