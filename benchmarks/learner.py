@@ -151,12 +151,16 @@ def padding(batch: list[Trajectory]) -> float:
 
 LARGE = {"vocab_size": 49_152, "hidden_size": 512, "num_hidden_layers": 10, "intermediate_size": 1408}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "tie_word_embeddings": True}
+FSDP = "actor_rollout_ref.actor.fsdp_config"
+BFLOAT16: dict[str, JsonValue] = {"trackway.dtype": "bfloat16"}
 CONTENDERS: dict[str, tuple[int, dict[str, JsonValue]]] = {
-    "1 rank, whole logits": (1, {"model.use_fused_kernels": False}),
+    "1 rank, whole logits": (1, {"actor_rollout_ref.model.use_fused_kernels": False}),
     "1 rank": (1, {}),
     "2 ranks": (2, {}),
-    "2 ranks, rows divided": (2, {"actor.ulysses_sequence_parallel_size": 2}),
+    "2 ranks, rows divided": (2, {"actor_rollout_ref.actor.ulysses_sequence_parallel_size": 2}),
     "4 ranks": (4, {}),
+    "2 ranks, bfloat16 gathered in float32": (2, BFLOAT16 | {f"{FSDP}.mixed_precision.param_dtype": "fp32"}),
+    "2 ranks, bfloat16": (2, BFLOAT16),
 }
 
 
@@ -192,7 +196,7 @@ def measure(folder: Path, name: str) -> Measured:
         "algorithm.rollout_correction.bypass_mode": True,
         "trackway.device": "cpu",
         "trackway.threads": 1,
-        **{f"actor_rollout_ref.{key}": value for key, value in changed.items()},
+        **changed,
     }
     config = learner_config(resolve(keys), total_steps=1)
     draw = random.Random(0)
@@ -232,7 +236,7 @@ def measure(folder: Path, name: str) -> Measured:
 def print_memory() -> None:
     """Print a row for each contender."""
     peaks = "peak MB of each rank"
-    print(f"{'':22} | load s | {peaks} | update s | {peaks} | save s | {peaks} | snapshot s | its write s")
+    print(f"{'':37} | load s | {peaks} | update s | {peaks} | save s | {peaks} | snapshot s | its write s")
     with tempfile.TemporaryDirectory() as name:
         torch.manual_seed(0)
         Qwen3ForCausalLM(Qwen3Config(**LARGE, **HEADS)).save_pretrained(name)
@@ -245,7 +249,7 @@ def print_memory() -> None:
             load, update, save = (" ".join(f"{mb:.0f}" for mb in mbs).ljust(len(peaks)) for mbs in of_each)
             times = f"{made.save_s:6.1f} | {save} | {made.snapshot_s:10.2f} | {made.write_s:11.1f}"
             print(
-                f"{contender:22} | {made.load_s:6.1f} | {load} | {made.update_s:8.1f} | {update} | {times}", flush=True
+                f"{contender:37} | {made.load_s:6.1f} | {load} | {made.update_s:8.1f} | {update} | {times}", flush=True
             )
 
 

@@ -160,9 +160,19 @@ class PolicyLossConfig(Section):
         return self
 
 
+class MixedPrecisionConfig(Section):
+    """What the ranks of a learner send one another of a model; no effect in one process."""
+
+    param_dtype: Literal["bf16", "bfloat16", "fp32", "float32"] = "bf16"
+    """Data type in which ranks gather weights to compute in bfloat16. bf16 sends half of the bytes; fp32 has norms and
+    hidden states in float32, as one process has. The weights stay in `model_dtype`, and gradients are added up in
+    float32."""
+
+
 class WeightsConfig(Section):
     """The weights of a model of the learner, and the kernels that compute with them."""
 
+    mixed_precision: MixedPrecisionConfig = Field(default_factory=MixedPrecisionConfig)
     model_dtype: Literal["fp32", "float32", "bf16", "bfloat16"] = "fp32"
     """Data type of the weights, and of their gradients and AdamW's moments. bf16 halves the memory, computes in
     bfloat16, and loses changes smaller than about 1/256 of a weight."""
@@ -173,12 +183,18 @@ class WeightsConfig(Section):
     @field_validator("*", mode="before")
     @classmethod
     def _null_is_the_default(cls, value: object, info: ValidationInfo) -> object:
-        return cls.model_fields[str(info.field_name)].get_default() if value is None else value
+        field = cls.model_fields[str(info.field_name)]
+        return field.get_default(call_default_factory=True) if value is None else value
 
     @property
     def is_bfloat16(self) -> bool:
         """Whether the weights are bfloat16."""
         return self.model_dtype in ("bf16", "bfloat16")
+
+    @property
+    def is_gathered_in_bfloat16(self) -> bool:
+        """Whether ranks that compute in bfloat16 gather the weights in it."""
+        return self.mixed_precision.param_dtype in ("bf16", "bfloat16")
 
 
 class ShardingConfig(WeightsConfig):

@@ -28,7 +28,6 @@ _SHARDING = {
     "wrap_policy.*": "each decoder layer is sharded by itself, and the rest together; the numbers are the same",
 }
 """The same, of how weights are sharded."""
-_DTYPE = "actor.fsdp_config.dtype decides"
 _NO_ENTROPY = "only the policy's entropy is computed; actor.use_torch_compile compiles it"
 _SAME_NUMBERS = "memory and speed only; the numbers are the same"
 _LOGITS = ("entropy_from_logits_with_chunking", "entropy_checkpointing")
@@ -121,7 +120,6 @@ NO_EFFECT: dict[str, str] = {
     **{f"critic.fsdp.{name}": reason for name, reason in _SHARDING.items()},
     **{f"critic.fsdp.{name}": _SAME_NUMBERS for name in (*_LOGITS, *_PADDING)},
     "critic.fsdp.use_torch_compile": _NO_ENTROPY,
-    **{f"{section}.mixed_precision.*": _DTYPE for section in _FSDP_SECTIONS},
     **{f"{section}.qat.*": "only with qat.enable" for section in _FSDP_SECTIONS},
     "critic.model.fsdp_config.*": _FSDP2,
     "critic.ulysses_sequence_parallel_size": _SEQUENCES,
@@ -247,10 +245,6 @@ ONLY: dict[str, Only] = {
     "async_training.compute_prox_log_prob": Only(
         (False,), "algorithm.rollout_correction.bypass_mode=false computes them; leave it out"
     ),
-    **{
-        f"{section}.mixed_precision.param_dtype": Only(("bf16", "bfloat16"), f"set {_ACTOR_DTYPE}")
-        for section in _FSDP_SECTIONS
-    },
     **{
         f"{section}.mixed_precision.{name}": Only(("fp32", "float32"), "gradients are added up in float32")
         for section in _FSDP_SECTIONS

@@ -180,6 +180,7 @@ class Learner:
             ranks=ranks,
             reshard_after_forward=fsdp.reshard_after_forward,
             forward_prefetch=fsdp.forward_prefetch,
+            bfloat16_gathers=fsdp.is_gathered_in_bfloat16,
             lora=config.lora,
             bfloat16_weights=fsdp.is_bfloat16,
             head_in_chunks=model.use_fused_kernels,
@@ -219,6 +220,7 @@ class Learner:
             bfloat16_weights=config.ref.fsdp_config.is_bfloat16,
             reshard_after_forward=config.actor.fsdp_config.reshard_after_forward,
             forward_prefetch=config.actor.fsdp_config.forward_prefetch,
+            bfloat16_gathers=config.ref.fsdp_config.is_gathered_in_bfloat16,
             head_in_chunks=config.model.use_fused_kernels,
             head_chunk_size=config.actor.fsdp_config.entropy_from_logits_chunk_size,
         )

@@ -121,6 +121,7 @@ class Policy:
         ranks: Ranks = ALONE,
         reshard_after_forward: bool = True,
         forward_prefetch: bool = False,
+        bfloat16_gathers: bool = True,
         lora: LoraSettings | None = None,
         bfloat16_weights: bool = False,
         head_in_chunks: bool | None = None,
@@ -171,6 +172,7 @@ class Policy:
                 reshard_after_forward=reshard_after_forward,
                 forward_prefetch=forward_prefetch,
                 offload=offload,
+                gather_dtype=torch.bfloat16 if bfloat16_gathers and dtype == "bfloat16" else None,
             )
             shares.load(torch.device("cpu") if offload else self.device)
             self._writes_whole = shares.writes_whole
@@ -307,7 +309,7 @@ class Policy:
     def base_logprobs(self, token_ids: list[int]) -> list[float]:
         """`sequence_logprobs` of the model without its adapter, computed in the dtype of logprobs."""
         without = nullcontext() if self.adapter is None else self.adapter.off()
-        with self._inference(), without, rounded(self.model, self.weights_dtype, self.master_dtype):
+        with self._inference(), without, rounded(self.model, self.published_dtype, self.master_dtype):
             return self._logprobs([token_ids], autocast=False)[0]
 
     def _logprobs(self, sequences: Sequence[list[int]], *, autocast: bool = True) -> list[list[float]]:

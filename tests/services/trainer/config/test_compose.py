@@ -352,8 +352,8 @@ def test_a_wandb_run_that_weave_would_drop_is_refused(run_id: str):
         ("actor_rollout_ref.rollout.quantization=fp8", "quantization: expected null, got fp8; give it to the engine"),
         (f"{ACTOR}.fsdp_config.dtype=float16", "fsdp_config.dtype: Input should be 'bfloat16', 'bf16', 'float32'"),
         (
-            f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=fp32",
-            "expected bf16 or bfloat16, got fp32; set actor_roll",
+            f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=fp16",
+            "mixed_precision.param_dtype: Input should be 'bf16', 'bfloat16', 'fp32' or 'float32'",
         ),
         ("data.image_key=pictures", "data.image_key: expected images, got pictures; rows are text"),
         (

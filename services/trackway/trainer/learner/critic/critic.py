@@ -48,6 +48,7 @@ class Critic:
             ranks=ranks,
             reshard_after_forward=fsdp.reshard_after_forward,
             forward_prefetch=fsdp.forward_prefetch,
+            bfloat16_gathers=fsdp.is_gathered_in_bfloat16,
             lora=settings.lora,
             bfloat16_weights=fsdp.is_bfloat16,
             head_in_chunks=False,

@@ -137,17 +137,22 @@ def shard(
     reshard_after_forward: bool,
     offload: bool,
     forward_prefetch: bool = False,
+    gather_dtype: torch.dtype | None = None,
 ) -> None:
     """Shards the weights over the mesh, by layers; what is left, tied weights among it, is the root's.
 
     `reshard_after_forward` frees the gathered weights of a layer until its backward; `forward_prefetch` begins to
     gather those of the next layer before a layer's forward; `offload` keeps the shards in main memory, and has no
-    effect on CPUs.
+    effect on CPUs. `gather_dtype` is that in which weights are gathered and computed with; None for their own. Shards,
+    gradients and their sums stay in the dtype of the weights, except sums for bfloat16, which are in float32.
     """
     policy = CPUOffloadPolicy() if offload and mesh.device_type != "cpu" else OffloadPolicy()
-    # Gradients of bfloat16 weights are added up in float32.
-    reduce = torch.float32 if any(p.dtype == torch.bfloat16 for p in model.parameters()) else None
-    precision = MixedPrecisionPolicy(reduce_dtype=reduce)
+    computed = {gather_dtype or parameter.dtype for parameter in model.parameters()}
+    precision = MixedPrecisionPolicy(
+        param_dtype=gather_dtype,
+        reduce_dtype=torch.float32 if torch.bfloat16 in computed else None,
+        cast_forward_inputs=False,  # hidden states have the dtype that autocast and the embedding give them
+    )
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     for layer in layers:
