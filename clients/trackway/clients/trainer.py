@@ -1,11 +1,13 @@
 """Client of the trainer service."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from urllib.parse import quote
+
+from pydantic import JsonValue
 
 from trackway.clients.base import Deadline, ServiceClient
 from trackway.wire.sessions.training import FinishedSession, SessionRun, WaitingSessions
-from trackway.wire.trainer import MetricsRow, RunInfo, RunList, RunRequest
+from trackway.wire.trainer import MetricsRow, ResumeRequest, RunInfo, RunList, RunRequest
 
 
 class TrainerClient(ServiceClient):
@@ -29,10 +31,16 @@ class TrainerClient(ServiceClient):
         """Ask a run to save a checkpoint and stop."""
         return await self.call("POST", f"/runs/{name}/stop", reply=RunInfo)
 
-    async def resume(self, name: str, skip_damaged: bool = False) -> RunInfo:
-        """Resume a run from its last checkpoint; with `skip_damaged` from the last intact one."""
+    async def resume(
+        self, name: str, skip_damaged: bool = False, changes: Mapping[str, JsonValue] | None = None
+    ) -> RunInfo:
+        """Resume a run from its last checkpoint; with `skip_damaged` from the last intact one.
+
+        `changes` are new values of keys that leave what is trained as it is.
+        """
         path = f"/runs/{name}/resume" + ("?skip_damaged=true" if skip_damaged else "")
-        return await self.call("POST", path, reply=RunInfo)
+        body = ResumeRequest(changes=dict(changes)) if changes else None
+        return await self.call("POST", path, reply=RunInfo, body=body)
 
     async def session_run(self, name: str | None) -> SessionRun:
         """What the run, or the one in progress, fixes for the sessions that it trains on."""

@@ -57,6 +57,14 @@ class RunRequest(WireRequest):
     """Name of the run and of its folder; None takes `trainer.experiment_name`."""
 
 
+class ResumeRequest(WireRequest):
+    """Resume a run from its last checkpoint."""
+
+    changes: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+    """New values by key of verl's vocabulary, of keys that leave what is trained as it is: ranks of the learner, their
+    nodes, and how much each computes and holds. Others are refused."""
+
+
 class TraceSummary(WireReply):
     """Traced trajectories of a run, and span counts of all processes of the deployment in that time."""
 

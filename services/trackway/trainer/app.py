@@ -19,7 +19,7 @@ from trackway.trainer.supervisor.standby import Standby
 from trackway.trainer.tracking import Leftovers
 from trackway.wire.names import RunNameInPath
 from trackway.wire.sessions.training import FinishedSession, SessionRun, WaitingSessions
-from trackway.wire.trainer import RunInfo, RunList, RunRequest
+from trackway.wire.trainer import ResumeRequest, RunInfo, RunList, RunRequest
 
 logger = logging.getLogger("trackway.trainer")
 
@@ -126,9 +126,10 @@ def _routes(runs: RunManager) -> ServiceRouter:
         return await runs.stop(run)
 
     @router.post("/runs/{run}/resume", status_code=202, dependencies=operator)
-    async def resume(run: RunNameInPath, skip_damaged: bool = False) -> RunInfo:
+    async def resume(run: RunNameInPath, skip_damaged: bool = False, request: ResumeRequest | None = None) -> RunInfo:
         """Resume a run from its last checkpoint; with `skip_damaged` from the last intact one."""
-        return await runs.resume(run, skip_damaged=skip_damaged)
+        changes = request.changes if request else {}
+        return await runs.resume(run, skip_damaged=skip_damaged, changes=changes)
 
     return router
 

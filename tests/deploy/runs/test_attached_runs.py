@@ -162,7 +162,12 @@ def test_a_run_that_is_stopping_is_resumed_once_it_has_stopped(there: Deployment
         if info.state is RunState.STOPPING:
             advance(folder, RunState.STOPPED)
 
-    resumed = launch.resume_run(there, folder.name, stop, skip_damaged=True)
+    changes = {"trainer.n_gpus_per_node": 8}
+    resumed = launch.resume_run(there, folder.name, stop, skip_damaged=True, changes=changes)
+    with pytest.raises(
+        UserError, match=f"n_gpus_per_node: expected a run that has ended, got run {folder.name}, which is"
+    ):
+        launch.resume_run(there, folder.name, quiet, changes=changes)
     command = Path(f"/proc/{folder.owner().pid}/cmdline").read_text()
     ended = launch.stop_run(there, folder.name, quiet)  # its learner, which the service has started
     assert (seen, resumed.state, ended.state) == (
@@ -171,6 +176,7 @@ def test_a_run_that_is_stopping_is_resumed_once_it_has_stopped(there: Deployment
         RunState.STOPPED,
     )
     assert command.endswith("\0--skip-damaged\0")
+    assert folder.config().trainer.n_gpus_per_node == 8
 
 
 def test_a_run_that_is_interrupted_goes_on_by_itself(there: Deployment, folder: RunFolder) -> None:

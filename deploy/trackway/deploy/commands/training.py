@@ -35,7 +35,9 @@ def train(
     config: Annotated[Path | None, typer.Option(help="YAML file, or the folder that has --config-name.")] = None,
     config_name: ConfigName = "default",
     run: Annotated[str | None, typer.Option(help="Name of the run; default trainer.experiment_name.")] = None,
-    resume: Annotated[str | None, typer.Option(help="Resume this run from its last checkpoint.")] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="Resume this run from its last checkpoint; keys change its ranks.")
+    ] = None,
     skip_damaged: Annotated[
         bool, typer.Option("--skip-damaged", help="With --resume: use the last intact checkpoint.")
     ] = False,
@@ -55,6 +57,7 @@ def train(
     from trackway.deploy.deployment.record import Deployment
     from trackway.deploy.deployment.running import load_running
     from trackway.deploy.runs import launch, project
+    from trackway.trainer.config.compose import given
 
     if skip_damaged and resume is None:
         raise UserError("--skip-damaged: expected --resume with it, got none; give --resume NAME")
@@ -82,7 +85,7 @@ def train(
         name = launch.start_run(deployment, run_config, run).run
     with run_bar(as_json) as bar:
         if run_config is None:
-            launch.resume_run(deployment, name, bar.show, skip_damaged)
+            launch.resume_run(deployment, name, bar.show, skip_damaged, given(overrides or []))
         try:
             info = launch.follow(deployment, name, bar.show)
         except KeyboardInterrupt:

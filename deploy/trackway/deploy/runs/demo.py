@@ -30,6 +30,7 @@ from trackway.system.user_error import UserError
 from trackway.traces import rules
 from trackway.traces.verify import Rule, settle
 from trackway.trainer.config import RunConfig, compose
+from trackway.trainer.config.changes import changes_between
 from trackway.trainer.data import make_tiny
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectory_dump import read_trajectories
@@ -192,7 +193,10 @@ class Demo:
     def _may_go_on(self, info: RunInfo) -> bool:
         stopped = info.interrupted or info.state in (RunState.STOPPING, RunState.STOPPED)
         folder = folder_here(info) if stopped else None
-        return folder is not None and not changed_since(folder, self._config(info.run))
+        if folder is None:
+            return False
+        config = self._config(info.run)
+        return not changed_since(folder, config) and not changes_between(folder.config(), config)
 
 
 def runs(deployment: Deployment) -> list[RunInfo]:

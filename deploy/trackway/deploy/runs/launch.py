@@ -2,9 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from pathlib import Path
+
+from pydantic import JsonValue
 
 from trackway.clients import TrainerClient, run
 from trackway.deploy.config import serve_config
@@ -162,12 +164,17 @@ def check_backends_here(config: RunConfig) -> None:
 
 
 def resume_run(
-    deployment: Deployment, name: str, show: Show = lambda info: None, skip_damaged: bool = False
+    deployment: Deployment,
+    name: str,
+    show: Show = lambda info: None,
+    skip_damaged: bool = False,
+    changes: Mapping[str, JsonValue] | None = None,
 ) -> RunInfo:
     """Resume a run from its last checkpoint, or with `skip_damaged` from the last intact one.
 
     Does nothing for a run that is active, for example because it was resumed automatically. Waits for a run that is
-    being stopped; if that run finishes instead, there is nothing to resume.
+    being stopped; if that run finishes instead, there is nothing to resume. `changes` are new values of keys that leave
+    what is trained as it is; UserError for an active run.
     """
 
     async def resume() -> RunInfo:
@@ -176,13 +183,18 @@ def resume_run(
         was_stopping = info.state is RunState.STOPPING and not info.interrupted
         if was_stopping:
             info = await _until_ended(deployment, name, show, STOP_DEADLINE_S)
+        if info.state not in ENDED and changes:
+            raise UserError(
+                f"{', '.join(changes)}: expected a run that has ended, got run {name}, which is {info.state}; stop it "
+                "first (Ctrl-C in its command), or resume it without new values"
+            )
         if info.state not in ENDED or (was_stopping and info.state is RunState.FINISHED):
             return info
         try:
-            return await client.resume(name, skip_damaged)
+            return await client.resume(name, skip_damaged, changes)
         except TrackwayError as error:
             info = await client.run(name)
-            if error.code is ErrorCode.CONFLICT and info.state not in ENDED:
+            if error.code is ErrorCode.CONFLICT and info.state not in ENDED and not changes:
                 return info
             raise
 

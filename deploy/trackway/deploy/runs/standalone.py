@@ -24,6 +24,7 @@ from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs import launch, project
 from trackway.system.user_error import UserError
 from trackway.trainer.config import RunConfig, compose
+from trackway.trainer.config.changes import CHANGEABLE, changes_between
 from trackway.trainer.config.compose import leaves
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.trainer import RunInfo, RunState
@@ -105,7 +106,8 @@ class StandaloneRun:
         if folder is None:
             info = launch.start_run(deployment, self.config)
         else:
-            info = launch.resume_run(deployment, folder.name, show, skip_damaged)
+            changes = changes_between(folder.config(), self.config)
+            info = launch.resume_run(deployment, folder.name, show, skip_damaged, changes)
         return launch.follow(deployment, info.run, show)
 
     def take_down(self, deployment: Deployment, report: Report) -> None:
@@ -115,9 +117,10 @@ class StandaloneRun:
 
 
 def changed_since(folder: RunFolder, config: RunConfig) -> list[str]:
-    """`key=value` for each original setting of a run that differs from `config`; a resumed run keeps the original."""
+    """`key=value` for each original setting of a run that differs from `config`, and that it keeps when resumed."""
     began, now = (leaves(settings.model_dump(mode="json")) for settings in (folder.config(), config))
-    changed = [key for key in {**began, **now} if began.get(key) != now.get(key) and key != "trackway.ignored_keys"]
+    taken = {"trackway.ignored_keys", *CHANGEABLE}
+    changed = [key for key in {**began, **now} if began.get(key) != now.get(key) and key not in taken]
     return [f"{key}={began.get(key)}" for key in changed]
 
 

@@ -179,6 +179,17 @@ def _check_size(given: Tree) -> None:
             raise TrackwayError(ErrorCode.INVALID_REQUEST, message, key=key)
 
 
+def given(overrides: Sequence[str]) -> Tree:
+    """The keys and values of a command line. Raises TrackwayError(INVALID_REQUEST) for unknown keys and deletions."""
+    values: Tree = {}
+    for line in overrides:
+        override = OverridesParser.create().parse_override(_as_set(line))
+        if override.is_delete():
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, f"expected key=value, got the deletion {line!r}")
+        values[override.key_or_group] = cast(JsonValue, override.value())
+    return values
+
+
 def leaves(tree: Tree, prefix: str = "") -> dict[str, JsonValue]:
     """Dotted key -> value for each leaf; an empty mapping has no leaves."""
     flat: dict[str, JsonValue] = {}

@@ -113,7 +113,7 @@ class RunFolder:
             with writing(self.path, f"run {self.name!r}"):
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._make_checkpoints(config.trainer.default_local_dir)
-            self._replace("config.json", config.model_dump_json(indent=2))
+            self.write_config(config)
             self.write_services(services)
             self.write_owner(Owner.of(os.getpid()))
             info = RunInfo(
@@ -158,6 +158,10 @@ class RunFolder:
         if "max_samples" in config.trackway.model_fields_set:
             return config
         return config.with_values({"trackway.max_samples": "first"})
+
+    def write_config(self, config: "RunConfig") -> None:
+        """Replace the configuration."""
+        self._replace("config.json", config.model_dump_json(indent=2))
 
     def services(self) -> ServiceUrls:
         """URLs of the services around the run. Raises TrackwayError(CONFLICT) when they cannot be read."""

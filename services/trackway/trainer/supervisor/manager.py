@@ -10,12 +10,15 @@ registry.py reports the state of each run.
 import asyncio
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
-from pydantic import SecretStr
+from pydantic import JsonValue, SecretStr
 
 from trackway.tracing import TracingSettings
 from trackway.trainer.config import RunConfig, resolve
+from trackway.trainer.config.changes import changed
 from trackway.trainer.data.own_code import health_of, loaded_code, not_loaded
 from trackway.trainer.run_state.checkpoint import named_checkpoint
 from trackway.trainer.run_state.folder import RunFolder
@@ -82,14 +85,22 @@ class RunManager:
                 self._supersede(folder.name)
         return self.registry.info(folder.name)
 
-    async def resume(self, name: str, *, by_itself: bool = False, skip_damaged: bool = False) -> RunInfo:
+    async def resume(
+        self,
+        name: str,
+        *,
+        by_itself: bool = False,
+        skip_damaged: bool = False,
+        changes: Mapping[str, JsonValue] = MappingProxyType({}),
+    ) -> RunInfo:
         """Resume a run from its last checkpoint, or its last intact one; CONFLICT unless it is stopped or failed.
 
         `by_itself` marks an automatic resume. It counts as a restart, and is a CONFLICT once a user has stopped the
-        run.
+        run. `changes` are new values of keys that leave what is trained as it is, INVALID_REQUEST for others; the run
+        keeps them.
         """
         folder = self.registry.existing(name)
-        config = folder.config()
+        config = changed(folder.config(), changes)
         await self._check_tracking(config)
         code = await self._loaded_code(config)
         engine_threads = await self._engine_threads()
@@ -109,6 +120,8 @@ class RunManager:
                     )
                     raise TrackwayError(ErrorCode.CONFLICT, message, run=name)
                 folder.write_owner(Owner.of(os.getpid()))
+                if changes:
+                    folder.write_config(config)
                 restarts = before.restarts + 1 if by_itself else 0
                 folder.move(
                     RunState.STARTING, restarts=restarts, interrupted=False, code=code, engine_threads=engine_threads

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.services.trainer.real_runs import STEPS, ended, held_at, pid_of, run_request, until, urls
+from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.supervisor.manager import RunManager
+from trackway.wire.errors import TrackwayError
 from trackway.wire.trainer import RunState
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -65,3 +67,33 @@ async def test_a_run_whose_rank_was_killed_goes_on_from_its_checkpoint_and_leave
         *range(1, STEPS + 1)
     ]
     assert ranks_left_by({first, pid_of(runs, "sharded")}) == []
+
+
+async def test_a_stopped_run_of_two_ranks_is_resumed_with_one_and_with_no_other_change(
+    runs: RunManager, agent, tiny_model: Path, sample, tmp_path: Path
+):
+    agent.holding_at = 3
+    await runs.start(run_request(tiny_model, tmp_path, sample, "narrower", "trackway.learner_ranks=2"))
+    await until(lambda: held_at(agent, 3))
+    assert len(ranks_of(pid_of(runs, "narrower"))) == 1
+    await runs.stop("narrower")
+    await ended(runs, "narrower")
+
+    with pytest.raises(TrackwayError, match=r"^actor_rollout_ref.actor.optim.lr, data.train_batch_size: expected no"):
+        await runs.resume("narrower", changes={"data.train_batch_size": 4, "actor_rollout_ref.actor.optim.lr": 1.0})
+    with pytest.raises(TrackwayError, match=r"trackway.learner_ranks: expected a multiple of trainer.nnodes \(2\)"):
+        await runs.resume("narrower", changes={"trackway.learner_ranks": 3, "trainer.nnodes": 2})
+    changes = {"trackway.learner_ranks": 1, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 2}
+    await runs.resume("narrower", changes=changes)
+    await until(lambda: runs.registry.info("narrower").state is RunState.RUNNING)
+    alone = ranks_of(pid_of(runs, "narrower"))
+    agent.released.set()
+    info = await ended(runs, "narrower")
+
+    config = RunFolder(Path(info.folder)).config()
+    assert alone == []
+    assert (info.state, info.step, info.restarts) == (RunState.FINISHED, STEPS, 0)
+    assert (config.placement.ranks, config.data.train_batch_size) == (1, 2)
+    assert [
+        row.step async for row in runs.registry.rows("narrower", follow=False) if "actor/grad_norm" in row.data
+    ] == [*range(1, STEPS + 1)]

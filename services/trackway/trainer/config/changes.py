@@ -1,0 +1,38 @@
+"""Changes of a run's configuration when it is resumed: of keys that leave what is trained as it is."""
+
+from collections.abc import Mapping
+
+from pydantic import JsonValue
+
+from trackway.trainer.config.compose import leaves, resolve
+from trackway.trainer.config.models import RunConfig
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+_ACTOR = "actor_rollout_ref.actor"
+CHANGEABLE = (
+    *("trackway.learner_ranks", "trainer.nnodes", "trainer.n_gpus_per_node"),
+    *("trackway.rank_timeout_s", "trackway.placement_timeout_s"),
+    f"{_ACTOR}.ulysses_sequence_parallel_size",
+    *(f"{_ACTOR}.{name}" for name in ("ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", "ppo_max_token_len_per_gpu")),
+    *(f"{_ACTOR}.fsdp_config.{name}" for name in ("param_offload", "optimizer_offload", "offload_policy")),
+)
+"""Keys that a resumed run may take anew: its ranks, their nodes, and how much each of them computes and holds."""
+
+
+def changed(config: RunConfig, changes: Mapping[str, JsonValue]) -> RunConfig:
+    """The configuration with other values of CHANGEABLE keys. Raises TrackwayError(INVALID_REQUEST) for others."""
+    refused = sorted(changes.keys() - set(CHANGEABLE))
+    if refused:
+        raise TrackwayError(
+            ErrorCode.INVALID_REQUEST,
+            f"{', '.join(refused)}: expected no other value for a resumed run, which may change "
+            f"{', '.join(CHANGEABLE)}; leave it out, or start a run from a checkpoint with trainer.resume_mode="
+            "resume_path and trainer.resume_from_path",
+        )
+    return resolve({**leaves(config.model_dump(mode="json")), **changes}) if changes else config
+
+
+def changes_between(began: RunConfig, now: RunConfig) -> dict[str, JsonValue]:
+    """The values that `now` has of the CHANGEABLE keys that differ."""
+    old, new = (leaves(config.model_dump(mode="json")) for config in (began, now))
+    return {key: new[key] for key in CHANGEABLE if old[key] != new[key]}
