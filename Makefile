@@ -53,10 +53,10 @@ gpu-check-bundle: $(VENV)/.dev ## Download what gpu-check needs besides PyTorch 
 test-vllm: $(VENV)/.dev $(VLLM)/.ready ## Run the rollout engine against a real vLLM on the CPU (3.4 GB, once; minutes).
 	$(PYTEST) -m vllm tests/vllm $(ARGS)
 
-test-pods: $(VENV)/.dev ## Start the quick start's pods with podman (root; builds the images first).
+test-pods: $(VENV)/.dev ## Start the quick start's pods and agents' containers with podman (root; builds the images first).
 	@[ "$$(id -u)" = 0 ] && command -v podman >/dev/null || { echo "expected root and podman, got $$(id -un) and podman at '$$(command -v podman)'; run it as root where podman is installed" >&2; exit 2; }
 	@$(MAKE) --no-print-directory image
-	$(PYTEST) -m pods tests/k8s/test_pods.py $(ARGS)
+	$(PYTEST) -m pods tests/k8s/test_pods.py tests/services/agent/sessions/test_podman.py $(ARGS)
 
 test-agents: $(VENV)/.dev ## Run each agent of examples/agents with its framework, as it is (needs Node.js; installs 1 GB, once; minutes).
 	PATH="$(abspath $(BIN)):$$PATH" $(PYTEST) -m agents tests/services/agent $(ARGS)
