@@ -6,8 +6,9 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import JsonValue
+from starlette.exceptions import HTTPException
 
-from trackway.serving.error_responses import misfit, retry_after
+from trackway.serving.error_responses import code_of, misfit, retry_after
 from trackway.serving.routes import Handler, JsonRoute
 from trackway.wire.errors import ErrorCode, TrackwayError
 
@@ -31,6 +32,11 @@ class ErrorFormatRoute(JsonRoute):
                 return self._response(error)
             except RequestValidationError as error:
                 return self._response(_invalid(error))
+            except HTTPException as error:
+                response = self._response(TrackwayError(code_of(error.status_code), error.detail))
+                response.status_code = error.status_code
+                response.headers.update(error.headers or {})
+                return response
 
         return answer
 

@@ -110,11 +110,15 @@ def _problem(place: tuple[str | int, ...], message: str) -> str:
     return f"{path}: {message}" if path else message
 
 
+def code_of(status: int) -> ErrorCode:
+    """The code of an HTTP error of the framework."""
+    return _CODE_OF_STATUS.get(status, ErrorCode.INVALID_REQUEST)
+
+
 async def _http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    code = _CODE_OF_STATUS.get(error.status_code, ErrorCode.INVALID_REQUEST)
     message = f"{request.method} {request.url.path}: {error.detail}; the routes are listed at /docs"
-    reply = TrackwayError(code, message).to_reply()
+    reply = TrackwayError(code_of(error.status_code), message).to_reply()
     headers = {"allow": _allowed(request)} if error.status_code == 405 else error.headers
     return JSONResponse(reply.model_dump(mode="json"), status_code=error.status_code, headers=headers)
 

@@ -21,7 +21,7 @@ PASSED_ON = "x-trackway-passed-on"
 
 _KEPT = ("accept", "content-type", "authorization", "x-api-key", "anthropic-version", "anthropic-beta", "user-agent")
 """Headers of a call that are passed on, beside the agent's own session ids."""
-_ANSWERED = ("content-type", "x-should-retry", "retry-after")
+_ANSWERED = ("allow", "content-type", "x-should-retry", "retry-after")
 """Headers of an answer that are passed on."""
 _KEYS = ("authorization", "x-api-key")
 _TIMEOUT = httpx.Timeout(600.0, connect=5.0)

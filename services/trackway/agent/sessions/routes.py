@@ -5,7 +5,7 @@ import re
 import time
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Depends, Request, Response
+from fastapi import APIRouter, Body, Depends, HTTPException, Request, Response
 
 from trackway.agent.context import AgentContext
 from trackway.agent.groups import Groups
@@ -47,7 +47,7 @@ MODEL = "policy"
 """Name of the model in a session; any other name is accepted too."""
 _BASE = re.compile(r"/sessions/[^/]+(/v1)?")
 _MODEL_PATH = re.compile(r"(/sessions/[^/]+)?/v1/")
-_METHODS = ["DELETE", "GET", "PATCH", "POST", "PUT"]
+_METHODS = ["DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"]
 _ROUTES = (
     *("GET /v1/models", "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses"),
     *("POST /v1/messages", "POST /v1/messages/count_tokens"),
@@ -309,10 +309,11 @@ def _unknown_to_openai(at: str) -> APIRouter:
 
 async def _no_such_route(request: Request) -> None:
     path = request.scope["path"]
-    got = f"{request.method} {path[path.rindex('/v1/') :]}" if "/v1/" in path else path
-    raise TrackwayError(
-        ErrorCode.NOT_FOUND, f"expected {', '.join(_ROUTES)}, got {got[:_SHOWN_CHARS]}; call one of them"
-    )
+    route = path[path.rindex("/v1/") :] if "/v1/" in path else path
+    message = f"expected {', '.join(_ROUTES)}, got {request.method} {route[:_SHOWN_CHARS]}; call one of them"
+    if methods := [known.split()[0] for known in _ROUTES if known.split()[1] == route]:
+        raise HTTPException(405, message, {"allow": ", ".join(methods)})
+    raise TrackwayError(ErrorCode.NOT_FOUND, message)
 
 
 def _said(route: str, session: Session, body: SessionCall) -> str:

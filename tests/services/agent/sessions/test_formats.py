@@ -209,7 +209,7 @@ async def test_an_item_that_only_names_another_is_refused_with_the_remedy(servic
     ("method", "route", "kind"),
     [
         ("POST", "embeddings", "invalid_request_error"),
-        ("GET", "chat/completions", "invalid_request_error"),
+        ("GET", "chat/completions/7", "invalid_request_error"),
         ("POST", "messages/batches", "not_found_error"),
     ],
 )
@@ -224,3 +224,41 @@ async def test_an_unknown_route_is_refused_in_its_apis_format_with_the_routes(
         assert ("type" in response.json()) == (kind == "not_found_error")
         message = response.json()["error"]["message"]
         assert "POST /v1/responses" in message and f"got {method} /v1/{route};" in message
+
+
+@pytest.mark.parametrize(
+    ("method", "route", "allowed"),
+    [
+        ("GET", "chat/completions", "POST"),
+        ("PUT", "messages", "POST"),
+        ("DELETE", "messages/count_tokens", "POST"),
+        ("POST", "models", "GET"),
+        ("PATCH", "responses", "POST"),
+        ("OPTIONS", "completions", "POST"),
+    ],
+)
+async def test_a_wrong_method_is_refused_in_its_apis_format_with_the_right_one(
+    services: AgentServices, method: str, route: str, allowed: str
+) -> None:
+    access = await opened(services)
+
+    for path, headers in ((f"/sessions/{access.session_id}", {}), ("", {"x-api-key": access.api_key})):
+        response = await services.client.request(method, f"{path}/v1/{route}", headers=headers)
+        assert (response.status_code, response.headers["allow"]) == (405, allowed)
+        assert response.headers["x-should-retry"] == "false"
+        error = response.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert f"{allowed} /v1/{route}" in error["message"] and f"got {method} /v1/{route};" in error["message"]
+
+
+async def test_a_wrong_method_beside_the_model_is_refused_with_the_right_one(services: AgentServices) -> None:
+    access = await opened(services)
+
+    for method, route, allowed in (
+        ("GET", "/reward", "POST"),
+        ("POST", "/trajectory", "GET"),
+        ("POST", "", "DELETE"),
+        ("HEAD", "/v1/responses", "POST"),
+    ):
+        response = await services.client.request(method, f"/sessions/{access.session_id}{route}")
+        assert (response.status_code, response.headers["allow"]) == (405, allowed)
