@@ -2,12 +2,14 @@
 
 import logging
 from collections.abc import AsyncGenerator, Callable
+from types import MappingProxyType
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from trackway.wire.errors import ErrorCode, TrackwayError
 
+MEDIA_TYPE, HEADERS = "text/event-stream", MappingProxyType({"cache-control": "no-cache"})
 _log = logging.getLogger(__name__)
 
 Failed = Callable[[TrackwayError], str]
@@ -19,7 +21,7 @@ class EventStream(StreamingResponse):
 
     def __init__(self, first: str, others: AsyncGenerator[str], failed: Failed) -> None:
         lines = _lines(first, others, failed)
-        super().__init__(lines, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        super().__init__(lines, media_type=MEDIA_TYPE, headers=HEADERS)
         self._source = others
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,7 +1,7 @@
 """An answered call of a session, and its response, which knows whether the client got it."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from fastapi import Response
@@ -9,7 +9,9 @@ from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
 from trackway.agent.sessions.graph import Conversation
+from trackway.model_api.sse import HEADERS, MEDIA_TYPE, Failed, comment
 from trackway.model_api.stream_decoder import Delta
+from trackway.wire.errors import TrackwayError
 from trackway.wire.sessions.graph import GraphNode
 
 
@@ -53,3 +55,34 @@ class DeliveredResponse(Response):
         recorded = self._answer.result() if self._answer.done() else None
         for node in recorded.nodes if recorded is not None else []:
             node.delivered = True
+
+
+class WaitingStream(Response):
+    """The stream of a retry whose first call is in progress: comments until then, and after that its events.
+
+    `proceed` waits for a while; it returns the response, or another WaitingStream when there is none yet.
+    """
+
+    def __init__(self, proceed: Callable[[], Awaitable[Response]], failed: Failed) -> None:
+        super().__init__(headers=HEADERS, media_type=MEDIA_TYPE)
+        del self.headers["content-length"]
+        self.proceed, self._failed = proceed, failed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def without_start(message: AsgiMessage) -> None:
+            if message["type"] != "http.response.start":
+                await send(message)
+
+        def body(text: str, *, more: bool) -> AsgiMessage:
+            return {"type": "http.response.body", "body": text.encode(), "more_body": more}
+
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        response: Response = self
+        try:
+            while isinstance(response, WaitingStream):
+                await send(body(comment("keep-alive"), more=True))
+                response = await response.proceed()
+        except TrackwayError as error:
+            await send(body(self._failed(error), more=False))
+            return
+        await response(scope, receive, without_start)

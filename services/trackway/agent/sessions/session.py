@@ -19,7 +19,7 @@ from fastapi import Request, Response
 from opentelemetry import trace
 
 from trackway.agent.episode import Episode
-from trackway.agent.sessions.delivery import DeliveredResponse, Recorded
+from trackway.agent.sessions.delivery import DeliveredResponse, Recorded, WaitingStream
 from trackway.agent.sessions.graph import Conversation, Place, Sampled, TokenGraph
 from trackway.agent.sessions.messages import is_auxiliary, joined_turns, meaning
 from trackway.agent.sessions.token_budget import TokenBudget
@@ -27,8 +27,9 @@ from trackway.chat.encoding import TooLong
 from trackway.model_api.choices import jobs_of, while_connected
 from trackway.model_api.openai.completions import CompletionResponseBuilder
 from trackway.model_api.prompts import chat_ids, forced_prefix, template_form, text_ids
-from trackway.model_api.respond import respond, respond_again
+from trackway.model_api.respond import KEEP_ALIVE_S, respond, respond_again
 from trackway.model_api.response_builder import ResponseBuilder
+from trackway.model_api.sse import Failed
 from trackway.model_api.stream_decoder import Delta
 from trackway.model_api.tokenizer import Tokenizer
 from trackway.tracing import inject, turn_span
@@ -111,6 +112,8 @@ class Session:
         """The bound that was reached first."""
         self.refused: TrackwayError | None = None
         """The error of the call that exceeded it."""
+        self.failed: TrackwayError | None = None
+        """The error of the last generation that failed."""
         self.ended = asyncio.Event()
         """Set when the agent has ended; no call is taken then."""
         self._loop = loop
@@ -218,6 +221,7 @@ class Session:
             body,
             lambda call: self._chat(call, chat, build),
             lambda recorded: self._chat_again(recorded, chat, build, stream=stream),
+            lambda error: build(chat, self.tokenizer, []).failed(error),
         )
 
     async def complete(self, request: Request, asked: CompletionRequest, body: str) -> Response:
@@ -227,6 +231,7 @@ class Session:
             body,
             lambda call: self._completion(call, asked),
             lambda recorded: self._completion_again(recorded, asked),
+            lambda error: CompletionResponseBuilder(asked, self.tokenizer, [[]]).failed(error),
         )
 
     async def _answered(
@@ -235,10 +240,16 @@ class Session:
         body: str,
         first: Callable[[CallInProgress], Awaitable[Response]],
         again: Callable[[Recorded], Awaitable[Response]],
+        failed: Failed,
     ) -> Response:
         key = hashlib.sha256(body.encode()).hexdigest()
         while (answered := self._answers.get(key)) is not None:
-            if (recorded := await while_connected(call.request, _result(answered))) is not None:
+            try:
+                async with asyncio.timeout(KEEP_ALIVE_S if call.stream else None):
+                    recorded = await while_connected(call.request, _result(answered))
+            except TimeoutError:
+                return WaitingStream(lambda: self._answered(call, body, first, again, failed), failed)
+            if recorded is not None:
                 self._admit_beside()
                 return await again(recorded)
         self._admit()
@@ -499,6 +510,9 @@ class Session:
         task.add_done_callback(self._generating.discard)
         try:
             return await task
+        except TrackwayError as error:
+            self.failed = error
+            raise
         except asyncio.CancelledError:
             current = asyncio.current_task()
             if self.ended.is_set() and current is not None and not current.cancelling():

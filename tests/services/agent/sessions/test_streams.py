@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import httpx
@@ -12,9 +12,20 @@ import pytest
 from tests.services.agent.agent_services import AgentServices, until
 from tests.services.agent.replaceable import Answer
 from tests.services.agent.scripted_model import END
-from tests.services.agent.sessions.test_session import ANSWER, COUNT, QUESTION, TOOLS, ended, opened, state
+from tests.services.agent.sessions.test_session import (
+    ANSWER,
+    COUNT,
+    QUESTION,
+    TOOLS,
+    chat,
+    ended,
+    message_of,
+    opened,
+    state,
+)
 from tests.services.agent.streaming_transport import StreamingTransport
 from tests.time_limits import ENDS_SOON
+from trackway.agent.sessions import session
 from trackway.wire.sessions.graph import NodeKind
 from trackway.wire.sessions.session import SessionAccess
 from trackway.wire.trajectory import WeightSpan
@@ -136,6 +147,112 @@ async def test_a_stream_that_breaks_goes_on_with_the_recorded_tokens(
     assert [(span.version, span.start) for span in trajectory.weight_versions] == [(3, 0), (4, 2)]
     first, second = services.model.seen()
     assert second.token_ids == first.token_ids + encode("I ")
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep-alives come soon."""
+    monkeypatch.setattr(session, "KEEP_ALIVE_S", 0.02)
+
+
+@asynccontextmanager
+async def retried(services: AgentServices, access: SessionAccess, route: str) -> AsyncIterator[AsyncIterator[str]]:
+    """The lines of a streamed call that repeats one in progress, from its third keep-alive on."""
+    body = {"model": "any", "max_tokens": 64, **ROUTES[route], "stream": True}
+    url = f"http://agent/sessions/{access.session_id}/v1/{route}"
+    async with (
+        httpx.AsyncClient(transport=StreamingTransport(services.agent)) as client,
+        client.stream("POST", url, json=body) as response,
+    ):
+        kind = response.headers["content-type"].partition(";")[0]
+        assert (response.status_code, kind) == (200, "text/event-stream")
+        lines = response.aiter_lines()
+        assert [await anext(lines) for _ in range(6)] == [": keep-alive", ""] * 3
+        yield lines
+
+
+ROUTES = {
+    "chat/completions": {"messages": QUESTION},
+    "completions": {"prompt": "9+9?"},
+    "messages": {"messages": QUESTION},
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.usefixtures("soon")
+async def test_a_streamed_retry_is_kept_alive_until_its_first_call_is_answered(
+    services: AgentServices, model: "asyncio.Queue[None]", route: str
+) -> None:
+    access = await opened(services, ANSWER, bounds={"max_calls": 1})
+    body = {"model": "any", "max_tokens": 64, **ROUTES[route]}
+    first = asyncio.create_task(services.client.post(f"/sessions/{access.session_id}/v1/{route}", json=body))
+    await until(lambda: len(services.model.requests) == 1)
+    async with retried(services, access, route) as lines:
+        say(model, len(ANSWER))
+        rest = [line async for line in lines]
+
+    assert (await first).status_code == 200 and "#### 18" in (await first).text
+    assert "error" not in "".join(rest) and "18" in "".join(rest)
+    kinds = [node.kind for node in (await state(services, access)).nodes]
+    assert kinds == [NodeKind.PROMPT, NodeKind.SAMPLED, NodeKind.RETRY]
+    assert len(services.model.requests) == 1
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_client_that_leaves_while_its_retry_waits_leaves_nothing_behind(
+    services: AgentServices, model: "asyncio.Queue[None]"
+) -> None:
+    access = await opened(services, ANSWER, bounds={"max_calls": 1})
+    first = asyncio.create_task(chat(services, access, QUESTION, max_tokens=64))
+    await until(lambda: len(services.model.requests) == 1)
+    async with retried(services, access, "chat/completions"):
+        running = asyncio.all_tasks()
+    async with retried(services, access, "chat/completions"):
+        pass
+    await until(lambda: asyncio.all_tasks() < running)
+    say(model, len(ANSWER))
+
+    assert message_of(await first)["content"] == "#### 18"
+    assert message_of(await chat(services, access, QUESTION, max_tokens=64))["content"] == "#### 18"
+    kinds = [node.kind for node in (await state(services, access)).nodes]
+    assert kinds == [NodeKind.PROMPT, NodeKind.SAMPLED, NodeKind.RETRY]
+    assert (await ended(services, access)).response_ids == services.model.encode(ANSWER)
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_waiting_retry_is_generated_itself_when_its_first_client_leaves(
+    services: AgentServices, model: "asyncio.Queue[None]"
+) -> None:
+    access = await opened(services, COUNT, ANSWER)
+    async with AsyncExitStack() as first:
+        say(model, 1)
+        await taken(await first.enter_async_context(streamed(services, access, max_tokens=64)), 1)
+        async with retried(services, access, "chat/completions") as lines:
+            await first.aclose()
+            say(model, len(ANSWER))
+            rest = "".join([line async for line in lines])
+
+    assert "error" not in rest and rest.endswith("data: [DONE]")
+    trajectory = await ended(services, access)
+    assert [row.response_ids for row in trajectory.rows] == [services.model.encode(ANSWER)]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.usefixtures("soon")
+async def test_a_waiting_retry_ends_with_an_event_of_its_api_when_the_session_does(
+    services: AgentServices, model: "asyncio.Queue[None]", route: str
+) -> None:
+    access = await opened(services, ANSWER)
+    body = {"model": "any", "max_tokens": 64, **ROUTES[route]}
+    first = asyncio.create_task(services.client.post(f"/sessions/{access.session_id}/v1/{route}", json=body))
+    await until(lambda: len(services.model.requests) == 1)
+    async with retried(services, access, route) as lines:
+        await services.client.post(f"/sessions/{access.session_id}/end")
+        rest = [line async for line in lines]
+
+    assert (await first).status_code == 400
+    [data] = [json.loads(line[6:]) for line in rest if line.startswith("data: {")]
+    assert data["error"]["type"] == "invalid_request_error" and "the session has ended" in data["error"]["message"]
 
 
 class _Cut(httpx.AsyncByteStream):
