@@ -33,8 +33,8 @@ from trackway.agent.settings import AgentSettings, ExternalSettings
 from trackway.agent.toolbox import Toolbox
 from trackway.agent.waits import waits_for
 from trackway.clients import shared_http
-from trackway.serving.own_code import loading
-from trackway.serving.user_code import described
+from trackway.serving.own_code import OwnCodeError, loading
+from trackway.serving.user_code import UserCodeExit, described
 from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorCode, TrackwayError, shortened
 from trackway.wire.headers import REQUEST_DEADLINE
@@ -114,10 +114,6 @@ class ExternalAgent(SessionAgent):
                 await run_program(settings, access, episode)
             if score is not None:
                 episode.set_reward(score)
-        if session.graph.calls == 0:
-            message = f"expected the agent to call the model at {access.base_url}, it ended and made no call"
-            remedy = "let it use OPENAI_BASE_URL, ANTHROPIC_BASE_URL or `base_url`, and read the trajectory's log"
-            raise TrackwayError(ErrorCode.AGENT_FAILED, f"{message}; {remedy}")
 
 
 def register_external(settings: AgentSettings) -> None:
@@ -305,12 +301,19 @@ def environment(own: Mapping[str, str], settings: ExternalSettings, access: Sess
 
 
 def function_of(place: str) -> AgentFunction:
-    """The function at `module:name`, imported without telemetry. Raises OwnCodeError when its module cannot be."""
+    """The function at `module:name`, imported without telemetry. Raises AGENT_FAILED when there is none."""
     module, _, name = place.partition(":")
     for variable, value in NO_TELEMETRY.items():
         os.environ.setdefault(variable, value)
-    with loading(f"setting external.function, {place!r}"):
-        return cast(AgentFunction, getattr(import_module(module), name))
+    try:
+        with loading(f"external.function: expected a function at {place!r}, it cannot be loaded"):
+            function = getattr(import_module(module), name)
+    except (OwnCodeError, UserCodeExit) as error:
+        raise TrackwayError(ErrorCode.AGENT_FAILED, f"{error}; correct the setting, or the module") from error
+    if not callable(function):
+        got = f"external.function: expected a function at {place!r}, got {shortened(repr(function), 200)}"
+        raise TrackwayError(ErrorCode.AGENT_FAILED, f"{got}; correct the setting")
+    return cast(AgentFunction, function)
 
 
 async def called(function: AgentFunction, access: SessionAccess, sample: Sample) -> float | None:

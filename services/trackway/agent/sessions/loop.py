@@ -12,6 +12,7 @@ from trackway.agent.sessions.session import Session
 from trackway.agent.tool_agent import assistant_message
 from trackway.agent.toolbox import Toolbox
 from trackway.wire.chat import Message
+from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.sessions.graph import NodeKind
 from trackway.wire.sessions.session import SessionBounds
 from trackway.wire.trajectory import Reward, StopReason, TokenRow, Turn
@@ -27,7 +28,7 @@ class SessionAgent(AgentLoop):
         """Wait until the agent has ended. An exception fails the trajectory, unless a bound was reached."""
 
     async def converse(self, episode: Episode, toolbox: Toolbox) -> StopReason:
-        """The session's life."""
+        """The session's life. Raises AGENT_FAILED, or its last error, when no call was answered."""
         sessions = self.services.sessions
         session = Session(self, episode, self.bounds, sessions.replica)
         sessions.add(session)
@@ -40,9 +41,16 @@ class SessionAgent(AgentLoop):
             session.close()
             sessions.ended(session)
             await self._take(session, episode)
-        if session.refused is not None and not episode.response_ids:
-            raise session.refused
+        if not episode.response_ids:
+            raise session.refused or session.failed or self._unanswered(session)
         return session.limit or StopReason.ANSWERED
+
+    def _unanswered(self, session: Session) -> TrackwayError:
+        calls = session.graph.calls
+        got = f"none of its {calls} calls was answered" if calls else "made no call (one refused as invalid is none)"
+        message = f"expected the agent to call the model at {self.services.sessions.access(session).base_url}"
+        remedy = "let it use OPENAI_BASE_URL, ANTHROPIC_BASE_URL or the session's `base_url`, and read its output"
+        return TrackwayError(ErrorCode.AGENT_FAILED, f"{message}, it ended and {got}; {remedy}")
 
     async def _take(self, session: Session, episode: Episode) -> None:
         session.graph.settle()

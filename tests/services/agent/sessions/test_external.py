@@ -137,7 +137,10 @@ async def test_a_program_that_ends_without_a_call_fails_and_is_told_what_to_chec
         trajectory = await services.say(agent_name="external")
 
     assert trajectory.error is not None and trajectory.error.code is ErrorCode.AGENT_FAILED
-    assert "it ended and made no call; let it use OPENAI_BASE_URL" in trajectory.error.message
+    assert (
+        "it ended and made no call (one refused as invalid is none); let it use OPENAI_BASE_URL"
+        in trajectory.error.message
+    )
     assert trajectory.log == "done\n"
 
 
@@ -350,6 +353,28 @@ async def test_a_function_that_returns_no_number_fails_by_name(serving: Serve, n
 
     assert trajectory.error is not None and trajectory.error.code is ErrorCode.AGENT_FAILED
     assert trajectory.error.message.startswith(got)
+
+
+@pytest.mark.parametrize(
+    ("function", "got"),
+    [
+        (
+            "no_such_module_of_mine:answer",
+            "it cannot be loaded: ModuleNotFoundError: No module named 'no_such_module_of_mine'",
+        ),
+        ("tests.services.agent.sessions.own_function:answers", "it cannot be loaded: AttributeError: module "),
+        ("tests.services.agent.sessions.own_function:__name__", "got 'tests.services.agent.sessions.own_function'"),
+    ],
+)
+async def test_a_function_that_cannot_be_loaded_is_an_error_of_the_agent_with_a_remedy(
+    serving: Serve, function: str, got: str
+) -> None:
+    async with serving(ExternalSettings(function=function)) as services:
+        trajectory = await services.say(agent_name="external")
+
+    assert trajectory.error is not None and trajectory.error.code is ErrorCode.AGENT_FAILED
+    assert trajectory.error.message.startswith(f"external.function: expected a function at {function!r}, {got}")
+    assert "; correct the setting" in trajectory.error.message
 
 
 async def test_a_function_runs_in_the_process_without_telemetry_and_may_score(

@@ -10,6 +10,8 @@ import pytest
 from tests.services.agent.agent_services import AgentServices, call
 from tests.services.agent.replaceable import answers
 from tests.services.agent.scripted_model import END
+from trackway.trainer.learner.filtering import TrainStatus, train_status
+from trackway.wire.errors import ErrorCode
 from trackway.wire.sessions.graph import NodeKind, RootReason
 from trackway.wire.sessions.session import SessionAccess, SessionState
 from trackway.wire.trajectory import StopReason, Trajectory, WeightSpan
@@ -519,6 +521,44 @@ async def test_a_title_that_is_talked_about_is_the_task(services: AgentServices)
 
     assert trajectory.further_rows == [] and len(trajectory.turns) == 2
     assert sum(trajectory.response_mask) == len(services.model.encode("A sum" + END + "Sum" + END))
+
+
+async def test_a_session_without_a_call_ends_by_that_name_and_has_no_score(services: AgentServices) -> None:
+    access = await opened(services)
+    await services.client.post(f"/sessions/{access.session_id}/reward", json={"score": 1.0})
+
+    trajectory = await ended(services, access)
+
+    assert (trajectory.stop_reason, trajectory.reward) == (StopReason.ERROR, None)
+    assert trajectory.error is not None and trajectory.error.code is ErrorCode.AGENT_FAILED
+    assert f"call the model at {access.base_url}, it ended and made no call" in trajectory.error.message
+    assert train_status(trajectory, 3, None) is TrainStatus.ERROR
+
+
+async def test_a_session_that_only_counted_tokens_was_answered_nothing(services: AgentServices) -> None:
+    access = await opened(services)
+    body = {"model": "any", "messages": QUESTION}
+    await services.client.post(f"/sessions/{access.session_id}/v1/messages/count_tokens", json=body)
+
+    trajectory = await ended(services, access)
+
+    assert trajectory.error is not None and trajectory.error.code is ErrorCode.AGENT_FAILED
+    assert "it ended and none of its 1 calls was answered" in trajectory.error.message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_session_whose_calls_all_failed_ends_with_the_last_failure(
+    services: AgentServices, stream: bool
+) -> None:
+    full = {"error": {"code": "overloaded", "message": "full", "retryable": True, "detail": {"retry_after_s": 30.0}}}
+    services.rollout.faults = [answers(429, json=full)] * (2 if stream else 1)  # a stream is tried whole, too
+    access = await opened(services)
+    assert (await chat(services, access, QUESTION, stream=stream)).status_code == 429
+
+    trajectory = await ended(services, access)
+
+    assert trajectory.error is not None and trajectory.error.code is ErrorCode.OVERLOADED
+    assert train_status(trajectory, 3, None) is TrainStatus.INFRASTRUCTURE
 
 
 async def test_a_title_is_not_the_task_when_the_engine_refused_the_tasks_call(services: AgentServices) -> None:

@@ -17,6 +17,7 @@ from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.session_inbox import OpenInbox, SessionInbox
 from trackway.trainer.settings import TrainerSettings
 from trackway.wire.agent import Limits
+from trackway.wire.errors import ErrorCode
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.sessions.training import SessionRun
 from trackway.wire.tracing import TraceTarget
@@ -87,7 +88,11 @@ async def test_a_session_that_is_not_taken_says_so_at_its_end_and_is_taken_later
     services: AgentServices, run: RunFolder
 ) -> None:
     inbox = inbox_of(run, most=1)
-    first, second = await opened(services, train={"group": "a"}), await opened(services, train={"run": "run-a"})
+    first, second = [
+        await opened(services, ANSWER, ANSWER, train=train) for train in ({"group": "a"}, {"run": "run-a"})
+    ]
+    for access in (first, second):
+        await chat(services, access, QUESTION)
     await ended(services, first)
 
     full = await services.client.post(f"/sessions/{second.session_id}/end")
@@ -101,12 +106,14 @@ async def test_a_session_that_is_not_taken_says_so_at_its_end_and_is_taken_later
 
 async def test_a_session_that_failed_is_not_trained(services: AgentServices, run: RunFolder) -> None:
     inbox = inbox_of(run)
-    access = await opened(services, train={})
+    unscored, uncalled = [await opened(services, ANSWER, train={}) for _ in range(2)]
+    await chat(services, unscored, QUESTION)
     services.reward.app = None
 
-    trajectory = await ended(services, access)
+    trajectories = [await ended(services, access) for access in (unscored, uncalled)]
 
-    assert trajectory.error is not None and inbox.waiting() == []
+    codes = [trajectory.error and trajectory.error.code for trajectory in trajectories]
+    assert codes == [ErrorCode.UNAVAILABLE, ErrorCode.AGENT_FAILED] and inbox.waiting() == []
 
 
 async def refused(services: AgentServices, **body: Any) -> tuple[int, str]:
