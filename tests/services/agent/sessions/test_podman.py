@@ -91,9 +91,12 @@ async def test_a_container_past_the_time_limit_is_removed_though_it_ignores_sigt
     assert trajectory.log == "begun\n" and containers(image) == []
 
 
-async def test_a_container_over_its_memory_is_ended_and_the_status_says_so(serving: Serve, image: str) -> None:
+async def test_a_container_over_its_memory_is_ended_and_the_status_says_so(
+    serving: Serve, image: str, tmp_path: Path
+) -> None:
     code = "held = b'x' * (256 << 20); print(len(held))"
-    async with serving(container(image, [sys.executable, "-c", code], max_memory_bytes=64 << 20)) as services:
+    bounds = {"max_memory_bytes": 64 << 20, "folder": tmp_path}  # conmon writes a file `oom` into its working folder
+    async with serving(container(image, [sys.executable, "-c", code], **bounds)) as services:
         trajectory = await services.say(agent_name="external")
 
     assert trajectory.error is not None and trajectory.error.code is ErrorCode.AGENT_FAILED
