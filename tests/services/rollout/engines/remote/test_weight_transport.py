@@ -10,9 +10,10 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from tests.services.rollout.engine_runs import started, watching
+from tests.services.rollout.engines.remote.fake_server import serving
 from tests.services.rollout.engines.remote.file_memory import FileMemory
 from tests.services.rollout.engines.remote.model_in_memory import ModelInMemory
-from tests.services.rollout.engines.remote.vllm_transfer_fake import PHASES, Fake, serving, write_model
+from tests.services.rollout.engines.remote.vllm_transfer_fake import PHASES, Fake, make_app, write_model
 from trackway.clients.weights import WeightStore
 from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.rollout.settings import RolloutSettings
@@ -64,7 +65,7 @@ async def run(tmp_path: Path) -> AsyncIterator[Run]:
     """After its first version, which a new server reads from the store."""
     base = write_model(tmp_path / "base", 0)
     fake = Fake(base)
-    async with serving(fake, free_port()) as url:
+    async with serving(make_app(fake), free_port()) as url:
         settings = RolloutSettings(
             engine="vllm",
             engine_url=url,

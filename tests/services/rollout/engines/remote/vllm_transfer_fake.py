@@ -4,18 +4,14 @@ Phases out of order are refused as vLLM's worker refuses them (`vllm/v1/worker/g
 does, half an update that was not ended spoils the next load: `Fake.crimes` names it.
 """
 
-import asyncio
 import base64
 import hashlib
 import json
 import pickle
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from safetensors.torch import load_file, save_file
@@ -159,20 +155,3 @@ def write_model(folder: Path, seed: int) -> Path:
     tensors = {name: torch.randn(shape).to(torch.bfloat16) for name, shape in shapes.items()}
     save_file(tensors, folder / "model.safetensors")
     return folder
-
-
-@asynccontextmanager
-async def serving(fake: Fake, port: int) -> AsyncIterator[str]:
-    """Its URL while it runs under uvicorn in this event loop."""
-    config = uvicorn.Config(make_app(fake), "127.0.0.1", port, log_level="error", lifespan="off")
-    config.timeout_graceful_shutdown = 1
-    server = uvicorn.Server(config)
-    server.capture_signals = suppress  # type: ignore[method-assign]
-    serve = asyncio.create_task(server.serve())
-    try:
-        while not server.started:
-            await asyncio.sleep(0.005)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = server.force_exit = True
-        await serve

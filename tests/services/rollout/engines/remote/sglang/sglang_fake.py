@@ -4,24 +4,25 @@ Routes, fields and refusals are those of SGLang's sources (`managers/io_struct.p
 `managers/tokenizer_manager.py`). What would end the real scheduler is kept in `Fake.crimes`, as is whatever a real
 server would do in silence and no client may ask for: KV of other weights reused, tokens from memory given back.
 
-Run as a program it takes the command line of `python -m sglang.launch_server`.
+Run as a program (`python -m`) it takes the command line of `python -m sglang.launch_server`.
 """
 
 import argparse
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import uvicorn
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict
 from safetensors.numpy import save_file
+
+from tests.services.rollout.engines.remote import fake_server
 
 LAYER = "model.layers.0.self_attn.q_proj"
 VOCAB = 50
@@ -448,22 +449,16 @@ def make_app(fake: Fake) -> FastAPI:
 @asynccontextmanager
 async def serving(fake: Fake, port: int) -> AsyncIterator[str]:
     """Its URL while it runs under uvicorn in this event loop."""
-    config = uvicorn.Config(make_app(fake), "127.0.0.1", port, log_level="error", lifespan="off")
-    config.timeout_graceful_shutdown = 1
-    server = uvicorn.Server(config)
-    server.capture_signals = suppress  # type: ignore[method-assign]
-    serve = asyncio.create_task(server.serve())
     steps = asyncio.create_task(fake.step_for_ever())
     try:
-        while not server.started:
-            await asyncio.sleep(0.005)
-        yield f"http://127.0.0.1:{port}"
+        async with fake_server.serving(make_app(fake), port) as url:
+            try:
+                yield url
+            finally:
+                fake.hang.clear()
+                fake.paused = False
+                fake.continued.set()
     finally:
-        fake.hang.clear()
-        fake.paused = False
-        fake.continued.set()
-        server.should_exit = server.force_exit = True
-        await serve
         steps.cancel()
 
 

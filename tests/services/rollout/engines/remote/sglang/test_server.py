@@ -24,6 +24,7 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 Folder = Callable[[int], Path]
 Starts = Callable[..., AbstractAsyncContextManager[SglangEngine]]
+ROOT = Path(__file__).parents[6]
 
 
 async def test_stuck_for_counts_from_the_last_token_and_only_while_there_is_work(
@@ -74,7 +75,7 @@ def test_neither_interpreter_nor_url_is_refused(folder: Folder) -> None:
 def interpreter(tmp_path: Path) -> Path:
     """As an interpreter of an environment with SGLang: whatever module it is asked for, the fake runs."""
     script = tmp_path / "python"
-    script.write_text(f'#!/bin/sh\nexec {sys.executable} {fakes.__file__} "$@"\n')
+    script.write_text(f'#!/bin/sh\ncd {ROOT}\nexec {sys.executable} -m {fakes.__name__} "$@"\n')
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     return script
 
