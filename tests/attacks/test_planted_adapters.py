@@ -53,7 +53,7 @@ async def test_the_proof_tells_an_adapter_from_the_base_from_the_one_before_and_
             except TrackwayError as error:
                 verdicts[fault] = Verdict(str(error.detail["verdict"]))
             else:
-                assert engine.judgement is not None
+                assert engine.judgement is not None and engine.judgement.verdict.accepted
                 verdicts[fault] = engine.judgement.verdict
 
     assert verdicts == {

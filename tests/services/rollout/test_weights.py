@@ -1,16 +1,24 @@
 """A replica follows the store: before it is ready, while it runs, and when a version does not load."""
 
+import asyncio
 import json
 import logging
 import math
 import shutil
+import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import fsspec
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.services.rollout.engine_runs import started, until, watching
+from tests.services.rollout.engine_runs import LONG, PROMPT, started, until, watching
+from tests.services.rollout.idle_engine import IdleEngine
 from trackway.clients.weights import WeightStore
+from trackway.rollout.app import create_app
+from trackway.rollout.engines.protocol import Piece
 from trackway.rollout.engines.sim.engine import SimEngine
 from trackway.rollout.engines.torch import engine as torch_engine
 from trackway.rollout.engines.torch.engine import TorchEngine
@@ -61,6 +69,66 @@ async def test_a_version_published_later_is_loaded_without_a_request(
     async with watching(engine, store, tmp_path / "cache"):
         store.publish(1, "run", other_path)
         await until(lambda: engine.version == 1)
+
+
+@pytest.mark.parametrize("kind", ["whole", "adapter"])
+async def test_a_replica_generates_while_it_fetches_reads_and_proves_new_weights(
+    engine: TorchEngine, model_path: Path, other_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    store, folder, pieces, done = WeightStore(f"memory://{tmp_path.name}"), tmp_path / "1", list[Piece](), list[str]()
+    shutil.copytree(other_path, folder)
+    if kind == "adapter":
+        (folder / "adapter_config.json").write_text("{}")
+    store.publish(1, "run", folder, proof=WeightProof(digests=tensor_digests(folder)))
+
+    async def listen() -> None:
+        while True:
+            pieces.extend([piece async for piece in engine.stream(PROMPT, LONG, "a")])
+
+    def beside_tokens(what: str, work: Callable[..., object]) -> Callable[..., object]:
+        """The work, once more pieces came than were there when it was asked for."""
+
+        def waits(*given: object) -> object:
+            seen, end = len(pieces), time.monotonic() + 20
+            while len(pieces) == seen:
+                assert time.monotonic() < end, f"expected tokens while the replica has to {what}, got none"
+                time.sleep(0.001)
+            done.append(what)
+            return work(*given)
+
+        return waits
+
+    load = torch_engine.load
+    monkeypatch.setattr(store, "fetch", beside_tokens("fetch", store.fetch))
+    monkeypatch.setattr(torch_engine, "load", beside_tokens("read", load))
+    merge = beside_tokens("merge", lambda decoder, base, _: load(decoder, other_path))
+    monkeypatch.setattr(torch_engine, "load_merged", merge)
+    monkeypatch.setattr(torch_engine, "prove", beside_tokens("prove", torch_engine.prove))
+    listening = asyncio.create_task(listen())
+    async with watching(engine, store, tmp_path / "cache", interval_s=60) as watcher:
+        listening.cancel()
+        await asyncio.wait([listening])
+        assert (engine.version, watcher.latest) == (1, 1)
+
+    assert done == ["fetch", "read" if kind == "whole" else "merge", "prove"]
+    fsspec.filesystem("memory").store.clear()
+
+
+async def test_replicas_of_a_host_share_a_cache_for_each_store(
+    model_path: Path, other_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("a", "b"):
+        store = WeightStore(f"memory://{tmp_path.name}-{name}")
+        store.publish(1, "run", other_path)
+        for _ in range(2):
+            app = create_app(RolloutSettings(model_path=model_path, weights_url=store.url), IdleEngine())
+            async with app.router.lifespan_context(app):
+                pass
+
+    caches = [sorted(path.name for path in cache.iterdir()) for cache in tmp_path.glob("trackway-weights-*")]
+    assert caches == [[".lock", "1"]] * 2
+    fsspec.filesystem("memory").store.clear()
 
 
 async def test_while_the_weights_are_asleep_nothing_is_loaded(
