@@ -2,18 +2,19 @@
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from make_model import MODEL, build
 
-from tests.model.real_model import Published, engine_settings, made_by, sampled
+from tests.model.real_model import RANK, Published, engine_settings, made_by, sampled
 from tests.services.rollout.engine_runs import started
+from tests.vllm.vllm_runs import ENVIRONMENT, Misled
 from trackway.rollout.engines.protocol import Engine
 from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.rollout.engines.torch.engine import TorchEngine
+from trackway.rollout.settings import RolloutSettings
 from trackway.wire.trajectory import Trajectory
-
-ENVIRONMENT = Path(__file__).parents[2] / ".venv-vllm"
 
 
 @pytest.fixture(scope="session")
@@ -37,16 +38,26 @@ async def torch_engine(model: Path) -> AsyncIterator[Engine]:
         yield engine
 
 
-@pytest.fixture(scope="session")
-async def vllm_engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engine]:
-    """A real vLLM."""
+def vllm_settings(model: Path, log: Path, **more: Any) -> RolloutSettings:
+    """Of a real vLLM; skips where it is not installed."""
     if not (ENVIRONMENT / ".ready").exists():
         pytest.skip(f"expected vLLM in {ENVIRONMENT}, found none: `make test-vllm` builds it")
-    log = tmp_path_factory.mktemp("vllm") / "vllm.log"
-    settings = engine_settings(
-        model, engine="vllm", engine_python=ENVIRONMENT / "bin" / "python", engine_log=log, enforce_eager=True
-    )
-    async with started(VllmEngine(settings)) as engine:
+    python = ENVIRONMENT / "bin" / "python"
+    return engine_settings(model, engine="vllm", engine_python=python, engine_log=log, enforce_eager=True, **more)
+
+
+@pytest.fixture(scope="session")
+async def vllm_engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engine]:
+    """A real vLLM that takes no adapters, as a rollout service starts it by default."""
+    async with started(VllmEngine(vllm_settings(model, tmp_path_factory.mktemp("vllm") / "vllm.log"))) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+async def adapter_engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Misled]:
+    """A real vLLM that loads adapters by its own routes."""
+    log = tmp_path_factory.mktemp("adapters") / "vllm.log"
+    async with started(Misled(vllm_settings(model, log, max_lora_rank=RANK))) as engine:
         yield engine
 
 

@@ -20,7 +20,8 @@ from trackway.wire.trajectory import Reward, StopReason, Tags, Trajectory
 from trackway.wire.weights import WeightProof
 
 GROUPS, ROLLOUTS, TOKENS = 4, 4, 24
-LORA = {"lora_rank": 16, "lora_alpha": 32, "lr": 3e-4}
+RANK, ALPHA = 16, 32
+LORA = {"lora_rank": RANK, "lora_alpha": ALPHA, "lr": 3e-4}
 FULL = {"lr": 1e-5}
 
 
@@ -98,7 +99,7 @@ async def sampled(engine: Engine, model: Path, temperature: float = 1.0) -> list
 
 @contextmanager
 def made_by(kind: str, model: Path, batch: Sequence[Trajectory], folder: Path) -> Iterator[Published]:
-    """A learner of this kind after an update, such as `LoRA, 2 ranks`, and its export."""
+    """A learner of this kind after an update, such as `LoRA, 2 ranks`, and what it publishes."""
     settings = LORA if kind.startswith("LoRA") else FULL
     if kind.endswith("1 rank"):
         proof = update(ALONE, model, settings, batch, folder)
@@ -117,11 +118,11 @@ _learners: list[Learner] = []
 def update(
     ranks: Ranks, model: Path, settings: dict[str, Any], batch: Sequence[Trajectory], folder: Path
 ) -> WeightProof:
-    """An update on the batch by a learner that stays in this process, and the export of its weights."""
+    """An update on the batch by a learner that stays in this process, and what it publishes."""
     config = learner_config(model, remove_padding=True, micro_batch_size=8, **settings)
     learner = Learner(config, ranks)
     learner.update(batch)
-    learner.export(folder)
+    learner.export_to_engines(folder)
     _learners[:] = [learner]
     return learner.proof(folder, previous_version=1)
 

@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 from make_rows import make_rows
 
-from tests.model.real_model import GROUPS, ROLLOUTS, TOKENS, Published, sampled
+from tests.model.real_model import ALPHA, GROUPS, RANK, ROLLOUTS, TOKENS, Published, sampled
+from tests.services.rollout.planted_adapters import changed, other_prefix, scaled
+from tests.vllm.vllm_runs import Misled
 from trackway.deploy.runs import plot
 from trackway.rollout.engines.protocol import Engine
 from trackway.trainer.run_state.folder import RunFolder
+from trackway.wire.errors import TrackwayError
 from trackway.wire.trajectory import Trajectory
 from trackway.wire.weights import Verdict
 
@@ -35,6 +38,38 @@ async def test_vllm_and_the_learner_have_the_same_logprobs(
     await _check("vllm", vllm_engine, published, model, batch)
 
 
+@pytest.mark.parametrize("published", ["LoRA, 1 rank", "LoRA, 2 ranks"], indirect=True)
+async def test_vllm_with_the_adapter_loaded_by_its_routes_and_the_learner_have_the_same_logprobs(
+    adapter_engine: Misled, published: Published, model: Path, batch: list[Trajectory]
+) -> None:
+    await _check("vllm, adapter", adapter_engine, published, model, batch)
+
+    cards = (await adapter_engine.http.get("/v1/models"))["data"]
+    assert str(published.folder) in [card["root"] for card in cards]
+
+
+@pytest.mark.parametrize("published", ["LoRA, 1 rank"], indirect=True)
+async def test_an_adapter_with_a_wrong_prefix_or_scaled_twice_is_noticed(
+    adapter_engine: Misled, published: Published, tmp_path: Path
+) -> None:
+    folder, proof = published.folder, published.proof
+    prefix = changed(folder, tmp_path / "prefix", other_prefix)
+    twice = changed(folder, tmp_path / "twice", lambda tensors: scaled(tensors, ALPHA / RANK))
+    with pytest.raises(TrackwayError, match=r"another name or shape in base_model\.model\.lm\.model\.layers"):
+        await adapter_engine.load_weights(prefix, adapter_engine.version + 1, proof)
+
+    verdicts: list[str] = []
+    for planted in (prefix, twice):  # past that check, as if the server had done it
+        adapter_engine.instead = {folder: planted}
+        with pytest.raises(TrackwayError) as raised:
+            await adapter_engine.load_weights(folder, adapter_engine.version + 1, proof)
+        verdicts.append(str(raised.value.detail["verdict"]))
+        print(f"vllm, adapter with a planted fault: {raised.value.message}")
+    adapter_engine.instead = {}
+
+    assert verdicts == [Verdict.STALE, Verdict.WRONG]  # the base, which vLLM answers as, is the version before
+
+
 async def _check(name: str, engine: Engine, published: Published, model: Path, batch: list[Trajectory]) -> None:
     await engine.load_weights(published.folder, engine.version + 1, published.proof)
 
@@ -47,7 +82,7 @@ async def _check(name: str, engine: Engine, published: Published, model: Path, b
     assert len(differences) == GROUPS * ROLLOUTS * TOKENS
     assert max(differences) < 1e-4 < 1e-2 < max(before)
     assert engine.judgement is not None
-    # vLLM fuses most tensors and an adapter has no digests: there the answers tell new from old.
+    # vLLM fuses most tensors and an adapter has no digests: there the answers show that the weights are the new ones.
     by_digests = name == "torch" and published.proof.digests
     assert engine.judgement.verdict is (Verdict.PROVEN if by_digests else Verdict.ROUNDED)
 

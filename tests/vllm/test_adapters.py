@@ -18,6 +18,7 @@ from tests.vllm.vllm_runs import (
     MARKS,
     PROMPT,
     SHORT,
+    Misled,
     Weights,
     busy,
     idle,
@@ -45,17 +46,6 @@ def versions(base: Path, tmp_path_factory: pytest.TempPathFactory) -> AdapterVer
 def merged(versions: AdapterVersions) -> dict[str, PreTrainedModel]:
     """Transformers' models with each version merged into them."""
     return {version: load(folder) for version, folder in versions.whole.items()}
-
-
-class Misled(VllmEngine):
-    """Loads a different adapter from the one requested."""
-
-    instead: tuple[Path, Path] | None = None
-    """The requested folder, and the folder that is loaded instead."""
-
-    async def _load_adapter(self, folder: Path, name: str) -> None:
-        requested, loaded = self.instead or (folder, folder)
-        await super()._load_adapter(loaded if folder == requested else folder, name)
 
 
 @pytest.fixture
@@ -135,8 +125,9 @@ async def test_the_proof_tells_the_traps_of_adapters_and_the_one_before_serves_o
 ) -> None:
     verdicts: dict[str, Verdict] = {}
     for number, (fault, folder) in enumerate(versions.folders.items()):
+        lora.instead = {}
         await lora.load_weights(versions.folders["old kept"], 2 * number + 1, None)
-        lora.instead = versions.folders["right"], folder
+        lora.instead = {versions.folders["right"]: folder}
         try:
             await lora.load_weights(versions.folders["right"], 2 * number + 2, versions.proof)
         except TrackwayError as error:
@@ -144,7 +135,7 @@ async def test_the_proof_tells_the_traps_of_adapters_and_the_one_before_serves_o
             assert lora.version == 2 * number + 1
             assert worst(await lora.generate(PROMPT, GREEDY, "a"), merged["1"], GREEDY) < 1e-4
         else:
-            assert lora.judgement is not None
+            assert lora.judgement is not None and lora.judgement.verdict.accepted
             verdicts[fault] = lora.judgement.verdict
 
     assert verdicts == {

@@ -7,24 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.services.rollout.planted_weights import DEMO, USUAL, Pairs, Versions, make_versions
-from tests.vllm.vllm_runs import GREEDY, MARKS, PROMPT, VOCAB, settings_of, started
+from tests.vllm.vllm_runs import GREEDY, MARKS, PROMPT, VOCAB, Misled, settings_of, started
 from trackway.rollout.engines.remote.vllm import VllmEngine
-from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.weights import Verdict, WeightProof
 
 pytestmark = MARKS
-
-
-class Misled(VllmEngine):
-    """Loads another folder than the one it is told."""
-
-    def __init__(self, settings: RolloutSettings) -> None:
-        super().__init__(settings)
-        self.instead: dict[Path, Path] = {}
-
-    async def _reload(self, folder: Path) -> None:
-        await super()._reload(self.instead.get(folder, folder))
 
 
 @pytest.fixture(scope="module")

@@ -40,6 +40,20 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 Engine = TypeVar("Engine", bound=VllmEngine)
 
 
+class Misled(VllmEngine):
+    """Loads another folder than the one it is told, of whole weights or of an adapter."""
+
+    def __init__(self, settings: RolloutSettings) -> None:
+        super().__init__(settings)
+        self.instead: dict[Path, Path] = {}
+
+    async def _reload(self, folder: Path) -> None:
+        await super()._reload(self.instead.get(folder, folder))
+
+    async def _load_adapter(self, folder: Path, name: str) -> None:
+        await super()._load_adapter(self.instead.get(folder, folder), name)
+
+
 class Weights(NamedTuple):
     """One published set of weights, and what transformers knows about it."""
 

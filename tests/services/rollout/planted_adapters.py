@@ -35,9 +35,9 @@ def changed(folder: Path, into: Path, change: Callable[[Tensors], Tensors]) -> P
     return into
 
 
-def scaled(tensors: Tensors) -> Tensors:
+def scaled(tensors: Tensors, scale: float = ALPHA / RANK) -> Tensors:
     """With alpha / rank in B already, so that an engine that scales it does so twice."""
-    return {name: tensor * (ALPHA / RANK) if ".lora_B." in name else tensor for name, tensor in tensors.items()}
+    return {name: tensor * scale if ".lora_B." in name else tensor for name, tensor in tensors.items()}
 
 
 def other_prefix(tensors: Tensors) -> Tensors:
