@@ -1,6 +1,7 @@
 """The console's page in a real browser, from the list of runs to a token."""
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -269,6 +270,7 @@ def test_no_text_of_a_run_becomes_a_part_of_the_page(browser: Browser, url: str)
 @pytest.mark.parametrize("width", [1280, 390])
 def test_each_page_fits_a_screen_and_a_phone_in_both_colour_schemes(browser: Browser, url: str, width: int) -> None:
     place = "run=tidy&step=2&sample=7&rollout=1"
+    tables = {"": 1, "failures?run=tidy": 3, "search?run=tidy&text=42": 11}
     for dark, background in ((False, "rgb(245, 246, 244)"), (True, "rgb(16, 19, 22)")):
         browser.size(width, dark=dark)
         for view in (
@@ -277,7 +279,7 @@ def test_each_page_fits_a_screen_and_a_phone_in_both_colour_schemes(browser: Bro
             "step?run=tidy&step=2",
             f"trajectory?{place}",
             f"tokens?{place}",
-            "search?run=tidy",
+            "search?run=tidy&text=42",
             "prompt?run=tidy&sample=7",
             "failures?run=tidy",
             "compare?run=tidy&of=1/7/0,2/7/1,2/10/0",
@@ -291,10 +293,10 @@ def test_each_page_fits_a_screen_and_a_phone_in_both_colour_schemes(browser: Bro
             assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
             assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == background
             assert accessibility.faults(browser) == [], view
-            if view.startswith("failures"):  # all of a failure can be seen without scrolling to the side
+            if view in tables:  # whose rows can be seen without scrolling to the side
+                browser.wait(f"document.querySelectorAll('.panel.scroll tbody tr').length === {tables[view]}")
                 panels = "[...document.querySelectorAll('.panel.scroll')]"
-                assert browser.evaluate(f"{panels}.length === 3"), browser.text()
-                assert browser.evaluate(f"{panels}.every((panel) => panel.scrollWidth <= panel.clientWidth)")
+                assert browser.evaluate(f"{panels}.every((panel) => panel.scrollWidth <= panel.clientWidth)"), view
 
 
 def test_what_is_missing_says_what_to_do(browser: Browser, url: str, outputs: Path) -> None:
@@ -307,7 +309,10 @@ def test_what_is_missing_says_what_to_do(browser: Browser, url: str, outputs: Pa
     assert browser.evaluate("document.querySelector('input[type=number]').validationMessage") == refused
     assert browser.evaluate("location.hash") == "#/step?run=tidy&step=2"
     browser.open(f"{url}#/run?run=other")
-    assert "Open the run" in browser.text()
+    links = "[...document.querySelectorAll('.problem a')].map((a) => `${a.innerText} ${a.hash}`)"
+    assert browser.evaluate(links) == ["Open the list of runs #/runs"]
+    browser.open(f"{url}#/failures?run=other")
+    assert browser.evaluate(links) == ["Open the run #/run?run=other", "Open the list of runs #/runs"]
     browser.open(f"{url}#/nonsense")
     assert "There is no view nonsense" in browser.text()
     for view in ("system", "try"):
@@ -326,6 +331,7 @@ def test_folders_that_are_dead_empty_broken_or_of_another_kind_say_so(
     (tmp_path / "outputs/broken/state.json").write_text("{")
     torn = tmp_path / "outputs/broken/trajectories/step_2.parquet"
     torn.write_bytes(torn.read_bytes()[:2000])
+    shutil.rmtree(write_run(tmp_path / "outputs", "bare").path / "trajectories")
     (tmp_path / "photos/holiday").mkdir(parents=True)
     (tmp_path / "photos/holiday/a.parquet").write_bytes(b"not ours")
     url = serve(tmp_path / "outputs")
@@ -335,6 +341,9 @@ def test_folders_that_are_dead_empty_broken_or_of_another_kind_say_so(
     browser.open(f"{url}#/run?run=dead")
     assert f"trackway train --resume dead --outputs {tmp_path}/outputs" in browser.text()
     assert f"trackway runs logs dead --outputs {tmp_path}/outputs" in browser.text()
+    for view in ("failures?run=bare", "search?run=bare&text=a", "run?run=bare"):
+        browser.open(f"{url}#/{view}")
+        assert "No trajectories are written yet." in browser.text(), view
     browser.open(f"{url}#/run?run=broken")
     assert "cannot be read" in browser.text() and "0.25" in browser.text()  # its metrics are whole
     browser.open(f"{url}#/step?run=broken&step=2")

@@ -185,7 +185,7 @@ def test_one_prompt_at_steps_1_15_and_30(person: Person) -> None:
 
 
 def test_every_time_out_of_one_tool(person: Person) -> None:
-    person.run().link("Failures").link("all", beside="tool timeout · calculator").sees("30 hits")
+    person.run().link("Failures").link("find all", beside="tool timeout · calculator").sees("30 hits")
     steps = "[...document.querySelectorAll('table.hits a.open')].map((a) => a.hash.match(/step=(\\d+)/)[1]).join()"
     assert person.value(steps) == ",".join(str(step) for step in range(STEPS, 0, -1))
 

@@ -98,7 +98,7 @@ def test_the_system_page_has_each_service_and_no_token(client: TestClient) -> No
     }
     [replica] = services["tools"]["replicas"]
     assert (replica["ready"], replica["spans_lost"], replica["version"]) == (True, 0, None)
-    assert replica["queues"] == {"in_flight": 1.0, "tool_instances": 0.0}
+    assert replica["queues"] == {"in_flight": 0.0, "tool_instances": 0.0}
     assert "no one listens" in services["rollout"]["message"]
     assert "passes" not in reply.text and SECRET not in reply.text
 
@@ -143,6 +143,8 @@ def test_the_pages_of_services_errors_and_the_token_fit_both_sizes_and_colour_sc
             browser.open(f"{url}#/{view}")
             browser.wait(f"document.getElementById('main').innerText.includes({text!r})")
             assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), (view, dark)
+            tables = "[...document.querySelectorAll('.panel.scroll')]"
+            assert browser.evaluate(f"{tables}.every((table) => table.scrollWidth <= table.clientWidth)"), (view, dark)
             assert accessibility.faults(browser) == [], (view, dark)
 
     browser.open(f"{url}#/")

@@ -197,7 +197,10 @@ async def _queues(client: ServiceClient, replica: ReplicaInfo, token: str | None
         text = (await at_replica.send("GET", "/metrics")).text
     except TrackwayError:
         return {}
-    return {name.removeprefix("trackway_"): float(value) for name, value in _SAMPLE.findall(text)}
+    queues = {name.removeprefix("trackway_"): float(value) for name, value in _SAMPLE.findall(text)}
+    if "in_flight" in queues:  # without this question
+        queues["in_flight"] = max(0.0, queues["in_flight"] - 1)
+    return queues
 
 
 def _replica(info: ReplicaInfo, queues: dict[str, float]) -> ReplicaState:

@@ -184,6 +184,6 @@ class ParquetReader:
             return TrackwayError(ErrorCode.OVERLOADED, message)
         message = (
             f"expected trajectories in {file.path}, got a file that cannot be read ({reason}); look at another step, "
-            "or let the run write it again: trackway train --resume"
+            "or resume the run if its newest checkpoint is of an earlier one"
         )
         return TrackwayError(ErrorCode.CONFLICT, message)

@@ -83,7 +83,7 @@ async function show() {
     [content, hasServices] = await busy(Promise.all([drawn, services]));
   } catch (error) {
     if (visit.signal.aborted) return;
-    content = problem(error, parameters);
+    content = problem(error, view, parameters);
   }
   if (visit !== open) return;
   frame(view, parameters);
@@ -113,14 +113,14 @@ function frame(view, parameters) {
   document.title = `${crumbs.slice(1).map(([text]) => text).join(" · ") || "Runs"} – Trackway`;
 }
 
-function problem(error, parameters) {
+function problem(error, view, parameters) {
   if (!(error instanceof ApiError)) console.error(error);
   if (error.status === 401) return signIn(error.message);
-  const back = parameters.run ? link("run", { run: parameters.run }) : link("runs");
+  const back = [parameters.run && view !== "run" && h("a", { href: link("run", { run: parameters.run }) }, "Open the run"), h("a", { href: link("runs") }, "Open the list of runs")].filter(Boolean);
   return h("div", { class: "problem", role: "alert" },
     h("h1", {}, { 404: "Not found", 422: "This address cannot be opened" }[error.status] ?? "This could not be shown"),
     h("p", {}, visible(error.message)),
-    h("p", {}, h("a", { href: back }, parameters.run ? "Open the run" : "Open the list of runs"), " · ",
+    h("p", {}, back.map((way) => [way, " · "]),
       h("button", { type: "button", class: "plain", onclick: show }, "Try again")));
 }
 

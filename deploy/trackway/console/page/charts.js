@@ -138,7 +138,7 @@ function stripes(context, at, gradient) {
 export function lines({ series, height = 180, pick, label }) {
   const known = series.map((line) => ({ ...line, at: line.steps.map((step, i) => [step, line.values[i]]).filter(([, value]) => value !== null) }));
   const all = known.flatMap((line) => line.at);
-  if (!all.length) return h("div", { class: "chart none", style: { height: `${height}px` } }, "no values yet");
+  if (!all.length) return h("div", { class: "chart none", style: { height: `${height}px` } }, "no values");
   const steps = all.map(([step]) => step), values = all.map(([, value]) => value);
   const [first, last] = [Math.min(...steps), Math.max(...steps)];
   let [least, most] = [Math.min(...values), Math.max(...values)];
@@ -210,10 +210,10 @@ function floating(svg, x, text) {
 }
 
 /** A curve without axes, for a table or a card. */
-export function spark(values, label, width = 120, height = 30) {
+export function spark(values, label, { floor = Infinity, width = 120, height = 30 } = {}) {
   const known = values.map((value, index) => [index, value]).filter(([, value]) => value !== null);
   if (!known.length) return h("span", { class: "dim" }, "–");
-  const least = Math.min(...known.map(([, value]) => value)), most = Math.max(...known.map(([, value]) => value));
+  const least = Math.min(floor, ...known.map(([, value]) => value)), most = Math.max(...known.map(([, value]) => value));
   const x = (index) => 2 + (index / (values.length - 1 || 1)) * (width - 6);
   const y = (value) => height - 3 - ((value - least) / (most - least || 1)) * (height - 6);
   const path = known.map(([index, value], i) => `${i ? "L" : "M"}${x(index).toFixed(1)} ${y(value).toFixed(1)}`).join("");

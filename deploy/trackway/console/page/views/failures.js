@@ -26,6 +26,7 @@ function causes(page, run, only, service, steps) {
     h("div", { class: "segments", role: "group", "aria-label": "Which failures" }, Object.entries(filters).map(([name, words]) => h("a", { href: link("failures", { run, only: name, service }), "aria-current": name === only ? "true" : null }, words))),
     kept.length > 0 && csv(`${fileName(run)}-failures`, COLUMNS, () => kept.map((failure) => COLUMNS.map((name) => failure[name]))));
   if (!page.failures.length && page.files_left) return [title, ...damaged];
+  if (!page.files) return [title, empty("No trajectories are written yet.", "They appear after the first step, or after the first validation.")];
   if (!page.failures.length) return [title, ...damaged, empty("Nothing failed: no rollout ended by an error, no call failed, nothing was tried again.", h("a", { href: link("run", { run }) }, "Open the run"))];
   if (!kept.length) return [title, ...damaged, empty("None of the failures is of this kind.", h("a", { href: link("failures", { run }) }, "Show all"))];
   return [title, ...damaged, ...Object.entries(KINDS).map(([kind, words]) => {
@@ -44,7 +45,7 @@ function row(run, failure, steps) {
   return h("tr", {}, h("td", {}, h("b", {}, failure.code.replaceAll("_", " ")), failure.tool && ` · ${visible(failure.tool)}`, " ",
     failure.service && h("span", { class: "chip" }, failure.service), " ", failure.infrastructure && h("span", { class: "chip warn", title: "a service, a machine or the network failed" }, "infrastructure"), failure.message && h("div", { class: "found" }, visible(failure.message))),
     h("td", { class: "num strong" }, number(failure.count), failure.rollouts !== failure.count && h("div", { class: "dim small" }, `in ${plural(failure.rollouts, "rollout")}`)),
-    h("td", { class: "nowrap" }, steps.length > 1 ? spark(steps.map((step) => bySteps.get(step) ?? 0), "failures") : null, failure.validation > 0 && h("div", { class: "dim small" }, `${number(failure.validation)} in validation`)),
+    h("td", { class: "nowrap" }, steps.length > 1 ? spark(steps.map((step) => bySteps.get(step) ?? 0), "failures", { floor: 0 }) : null, failure.validation > 0 && h("div", { class: "dim small" }, `${number(failure.validation)} in validation`)),
     h("td", { class: "nowrap" }, h("a", { class: "open", href: trajectoryLink("trajectory", run, example) }, `${example.validation ? "v" : "step "}${example.step} · ${visible(example.sample)} · ${example.rollout}`)),
-    h("td", {}, h("a", { href: search }, "all")));
+    h("td", {}, h("a", { href: search }, "find all")));
 }

@@ -76,8 +76,8 @@ function cards({ summary, metrics }, series) {
   const accuracy = summary.accuracy.values.filter((value) => value !== null);
   const card = (name, value, note, kind = "") => h("div", { class: `card ${kind}` }, h("span", {}, name), h("b", {}, value), h("small", {}, note ?? ""));
   return h("div", { class: "cards" },
-    card("mean reward", number(last(summary.reward.values)), `step 1: ${number(summary.reward.values[0])}`),
-    card("accuracy", number(last(accuracy)), accuracy.length > 1 ? `before: ${number(accuracy[0])}` : "not measured yet"),
+    card("mean reward", number(last(summary.reward.values)), summary.reward.steps.length ? `step ${number(summary.reward.steps[0])}: ${number(summary.reward.values[0])}` : "no step yet"),
+    card("accuracy", number(last(accuracy)), accuracy.length > 1 ? `before: ${number(accuracy[0])}` : accuracy.length ? "measured once" : "not measured"),
     card("a step takes", seconds(mean(series["timing_s/step"]?.values ?? [])), `${seconds(summary.seconds)} so far`),
     card("tokens per second", number(metrics["perf/throughput"] ?? null), summary.tokens === null ? "trained and prompt tokens" : `${number(summary.tokens)} tokens so far`),
     summary.gpu_seconds !== null && card("GPU time", seconds(summary.gpu_seconds), "of the GPUs of its configuration"),

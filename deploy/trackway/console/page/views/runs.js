@@ -77,16 +77,16 @@ function page(list, elsewhere, chosen, offset, to, choose) {
 }
 
 function row(run, isChosen, choose) {
-  const accuracy = run.accuracy.values.filter((value) => value !== null);
+  const [rewards, accuracy] = [run.reward, run.accuracy].map(({ values }) => values.filter((value) => value !== null));
   return h("tr", { class: "click", onclick: (event) => { if (!event.target.closest("a, input, label")) location.hash = link("run", { run: run.key }); } },
     h("td", {}, h("input", { type: "checkbox", value: run.key, checked: isChosen, "aria-label": `show ${run.key} in the charts`, onchange: (event) => choose(event.target.checked) })),
     h("td", {}, h("a", { class: "open strong", href: link("run", { run: run.key }) }, visible(run.key)),
       run.message && h("div", { class: "dim clip", title: run.message }, visible(run.message))),
     h("td", {}, stateChip(run), run.restarts > 0 && h("span", { class: "dim" }, ` ${plural(run.restarts, "restart")}`)),
-    h("td", { class: "nowrap" }, `${number(run.step)} / ${number(run.total_steps)}`),
-    h("td", { class: "nowrap" }, spark(run.reward.values, "reward"), " ", h("b", {}, number(run.reward.values.at(-1), 2))),
-    h("td", { class: "nowrap" }, accuracy.length > 1 ? [number(accuracy[0], 2), h("span", { class: "dim" }, " → "), h("b", {}, number(accuracy.at(-1), 2))] : h("b", {}, number(accuracy[0], 2))),
-    h("td", { class: `num ${run.failed ? "bad-text" : ""}` }, number(run.failed)),
+    h("td", { class: "nowrap", "data-name": "step" }, `${number(run.step)} / ${number(run.total_steps)}`),
+    h("td", { class: "nowrap", "data-name": "reward" }, rewards.length > 0 && [spark(run.reward.values, "reward"), " "], h("b", {}, number(rewards.at(-1), 2))),
+    h("td", { class: "nowrap", "data-name": "accuracy" }, accuracy.length > 1 ? [number(accuracy[0], 2), h("span", { class: "dim" }, " → "), h("b", {}, number(accuracy.at(-1), 2))] : h("b", {}, number(accuracy[0], 2))),
+    h("td", { class: `num ${run.failed ? "bad-text" : ""}`, "data-name": "failed" }, number(run.failed)),
     h("td", { class: "num nowrap" }, seconds(run.seconds), run.tokens !== null && h("div", { class: "dim small" }, `${compact(run.tokens)} tokens`),
       run.gpu_seconds !== null && h("div", { class: "dim small" }, `GPUs ${seconds(run.gpu_seconds)}`)),
     h("td", { class: "num nowrap dim", "data-changed": run.changed || null }, run.changed ? ago(run.changed) : "–"));

@@ -23,7 +23,8 @@ export default async function search(visit) {
     queries("search", READY.map(([name, parameters, title]) => [name, link("search", { run, ...parameters }), title]), Object.keys(asked).length ? [words(asked), asked] : null,
       (parameters) => link("search", { run, ...parameters }), [["SQL", link("sql", { run })]]),
     form(run, asked, about.metrics), results);
-  if (Object.keys(asked).length) read(visit, asked, results);
+  if (!about.files.length) results.append(empty("No trajectories are written yet.", "They appear after the first step, or after the first validation."));
+  else if (Object.keys(asked).length) read(visit, asked, results);
   else results.append(empty("Give a text, a tool, an error or a range of rewards.", "All that is given must fit; the newest step comes first."));
   return page;
 }

@@ -5,7 +5,8 @@ import { csv } from "./parts.js";
 
 const EVERY_MS = 5000;
 const COLUMNS = ["replica", "pid", "ready", "reason", "version", "latest", "spans_ended", "spans_waiting", "spans_lost", "threads"];
-const WORDS = { in_flight: "requests in progress", engine_running: "running", engine_waiting: "waiting", trajectories_running: "trajectories", tool_instances: "tool instances" };
+const WORDS = { in_flight: ["request in progress", "requests in progress"], engine_running: ["running"], engine_waiting: ["waiting"], trajectories_running: ["trajectory", "trajectories"], tool_instances: ["tool instance", "tool instances"] };
+/** Of one, and of several. */
 
 export default async function system(visit) {
   const root = h("div", { class: "stack" });
@@ -18,6 +19,7 @@ export default async function system(visit) {
   return root;
 }
 
+const words = (key, value) => (value === 1 ? WORDS[key]?.[0] : WORDS[key]?.at(-1)) ?? key;
 const replicas = (services) => services.flatMap((service) => service.replicas);
 const sum = (values) => values.reduce((total, value) => total + (value ?? 0), 0);
 const lag = (replica) => (replica.version === null ? 0 : Math.max(0, replica.latest - replica.version));
@@ -50,11 +52,17 @@ function service({ service: name, url, answers, message, replicas: list }) {
   const head = ["replica", "ready", "queues", ...(weights ? ["weights"] : []), "spans lost", "waiting", "traces to", "threads"];
   return h("section", { class: "panel flush scroll", tabindex: 0, "aria-label": `replicas of ${name}` }, h("div", { class: "panel-head padded" }, h("h2", {}, name), aside), h("table", { class: "replicas" },
     h("thead", {}, h("tr", {}, head.map((text) => h("th", { scope: "col" }, text)))),
-    h("tbody", {}, list.map((replica) => h("tr", {},
+    h("tbody", {}, list.map((replica) => named(head, h("tr", {},
       h("td", {}, h("b", {}, visible(replica.replica)), h("div", { class: "dim small" }, `pid ${replica.pid}`)),
       h("td", {}, replica.ready ? h("span", { class: "chip good" }, "ready") : [h("span", { class: "chip bad" }, "not ready"), " ", visible(replica.reason)]),
-      h("td", {}, Object.entries(replica.queues).map(([key, value]) => h("div", { class: "nowrap" }, `${number(value)} `, h("span", { class: "dim" }, WORDS[key] ?? key))), !Object.keys(replica.queues).length && h("span", { class: "dim" }, "not reachable from here")),
+      h("td", {}, Object.entries(replica.queues).map(([key, value]) => h("div", { class: "nowrap" }, `${number(value)} `, h("span", { class: "dim" }, words(key, value)))), !Object.keys(replica.queues).length && h("span", { class: "dim" }, "not reachable from here")),
       weights && h("td", { class: "nowrap" }, replica.version === null ? "–" : [`version ${replica.version} `, lag(replica) > 0 && h("span", { class: "chip warn" }, `${plural(lag(replica), "version")} behind`), replica.verdict && h("div", { class: "dim small" }, replica.verdict)]),
       h("td", { class: replica.spans_lost ? "bad-text strong" : null }, number(replica.spans_lost)), h("td", {}, number(replica.spans_waiting)),
-      h("td", {}, replica.trace_backends.join(", ") || "–"), h("td", {}, number(replica.threads)))))));
+      h("td", {}, replica.trace_backends.join(", ") || "–"), h("td", {}, number(replica.threads))))))));
+}
+
+/** The row whose cells have the names of their columns, which a phone shows above them. */
+function named(head, row) {
+  [...row.cells].forEach((cell, index) => (cell.dataset.name = head[index]));
+  return row;
 }
