@@ -46,12 +46,14 @@ from trackway.wire.trajectory import Reward, Trajectory
 MODEL = "policy"
 """Name of the model in a session; any other name is accepted too."""
 _BASE = re.compile(r"/sessions/[^/]+(/v1)?")
-_MODEL_PATH = re.compile(r"(/sessions/[^/]+)?/v1/")
+_MODEL_PATH = re.compile(r"(/sessions/[^/]+)?/(v1/|(chat/)?completions$|responses$)")
 _METHODS = ["DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"]
 _ROUTES = (
     *("GET /v1/models", "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses"),
     *("POST /v1/messages", "POST /v1/messages/count_tokens"),
 )
+_WITHOUT_VERSION = ("/chat/completions", "/completions", "/responses")
+"""What OpenAI's clients call when their base URL lacks `/v1`."""
 _SHOWN_CHARS = 200
 _OPEN_S = 30.0
 """Longest wait for a slot of the replica."""
@@ -296,21 +298,27 @@ def _anthropic(at: str) -> APIRouter:
 def _unknown_to_anthropic(at: str) -> APIRouter:
     """What Anthropic's clients ask for beyond the routes."""
     router = APIRouter(prefix=at, route_class=AnthropicSessionRoute)
-    router.api_route("/v1/messages/{rest:path}", methods=_METHODS, include_in_schema=False)(_no_such_route)
+    for path in ("/v1/messages/{rest:path}", "/v1/v1/messages"):
+        router.api_route(path, methods=_METHODS, include_in_schema=False)(_no_such_route)
     return router
 
 
 def _unknown_to_openai(at: str) -> APIRouter:
     """What OpenAI's clients ask for beyond the routes."""
     router = APIRouter(prefix=at, route_class=OpenAISessionRoute)
-    router.api_route("/v1/{rest:path}", methods=_METHODS, include_in_schema=False)(_no_such_route)
+    for path in ("/v1/{rest:path}", *_WITHOUT_VERSION):
+        router.api_route(path, methods=_METHODS, include_in_schema=False)(_no_such_route)
     return router
 
 
 async def _no_such_route(request: Request) -> None:
     path = request.scope["path"]
-    route = path[path.rindex("/v1/") :] if "/v1/" in path else path
-    message = f"expected {', '.join(_ROUTES)}, got {request.method} {route[:_SHOWN_CHARS]}; call one of them"
+    route, remedy = path[path.find("/v1/") :], "call one of them"
+    if "/v1/" not in path:
+        route, remedy = path, "end the base URL of OpenAI's clients in /v1"
+    elif route.startswith("/v1/v1/"):
+        remedy = "leave /v1 out of the base URL of Anthropic's clients"
+    message = f"expected {', '.join(_ROUTES)}, got {request.method} {route[:_SHOWN_CHARS]}; {remedy}"
     if methods := [known.split()[0] for known in _ROUTES if known.split()[1] == route]:
         raise HTTPException(405, message, {"allow": ", ".join(methods)})
     raise TrackwayError(ErrorCode.NOT_FOUND, message)

@@ -271,7 +271,7 @@ class Session:
     def _admit(self) -> None:
         """Raise INVALID_REQUEST when no further call is taken."""
         if self.ended.is_set():
-            raise self._over("the session has ended")
+            raise self._after_end()
         if self._calls >= self._bounds.max_calls:
             raise self._reached(StopReason.MAX_TURNS, f"at most {self._bounds.max_calls} calls (bounds.max_calls)")
         self._calls += 1
@@ -279,7 +279,7 @@ class Session:
     def _admit_beside(self) -> None:
         """Raise INVALID_REQUEST when no further retry or token count is taken."""
         if self.ended.is_set():
-            raise self._over("the session has ended")
+            raise self._after_end()
         most = _BESIDE * self._bounds.max_calls
         if self._beside >= most:
             bound = f"at most {most} retries and token counts ({_BESIDE} for each of bounds.max_calls)"
@@ -449,7 +449,7 @@ class Session:
         room = await self._budget.reserve(room, choices, self.ended)
         call.reserved = room * choices
         if self.ended.is_set():
-            raise self._over("the session has ended")
+            raise self._after_end()
         if room < 1:
             bound = f"at most {self._bounds.max_tokens} tokens of the model (bounds.max_tokens)"
             raise self._reached(StopReason.MAX_RESPONSE, bound)
@@ -489,6 +489,10 @@ class Session:
         if self.limit is None:
             self.limit, self.refused = limit, refused
         return refused
+
+    def _after_end(self) -> TrackwayError:
+        message = "the session has ended (by /end, with its agent, or by limits.timeout_s); open another one"
+        return TrackwayError(ErrorCode.INVALID_REQUEST, message)
 
     def _over(self, why: str) -> TrackwayError:
         return TrackwayError(ErrorCode.INVALID_REQUEST, f"{why}; end the agent, or raise the session's bounds")

@@ -262,3 +262,24 @@ async def test_a_wrong_method_beside_the_model_is_refused_with_the_right_one(ser
     ):
         response = await services.client.request(method, f"/sessions/{access.session_id}{route}")
         assert (response.status_code, response.headers["allow"]) == (405, allowed)
+
+
+@pytest.mark.parametrize(
+    ("route", "remedy"),
+    [
+        ("/chat/completions", "end the base URL of OpenAI's clients in /v1"),
+        ("/completions", "end the base URL of OpenAI's clients in /v1"),
+        ("/responses", "end the base URL of OpenAI's clients in /v1"),
+        ("/v1/v1/messages", "leave /v1 out of the base URL of Anthropic's clients"),
+    ],
+)
+async def test_a_base_url_of_the_other_api_is_refused_in_the_clients_format_with_the_remedy(
+    services: AgentServices, route: str, remedy: str
+) -> None:
+    access = await opened(services)
+
+    for path, headers in ((f"/sessions/{access.session_id}", {}), ("", {"x-api-key": access.api_key})):
+        response = await services.client.post(f"{path}{route}", json={}, headers=headers)
+        assert (response.status_code, "type" in response.json()) == (404, route.endswith("messages"))
+        message = response.json()["error"]["message"]
+        assert f"got POST {path if '/v1/' not in route else ''}{route}; {remedy}" in message

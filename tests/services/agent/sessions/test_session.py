@@ -411,7 +411,9 @@ async def test_a_session_ends_by_its_time_with_what_was_written(services: AgentS
     assert trajectory.error is not None and trajectory.error.code == "deadline_exceeded"
     assert trajectory.response_ids == services.model.encode(ANSWER)
     refused = await chat(services, access, [{"role": "user", "content": "8+8?"}])
-    assert refused.status_code == 400 and "the session has ended" in refused.json()["error"]["message"]
+    assert refused.status_code == 400
+    message = "the session has ended (by /end, with its agent, or by limits.timeout_s); open another one"
+    assert refused.json()["error"]["message"] == message
 
 
 async def _ended_by_itself(services: AgentServices, access: SessionAccess) -> Trajectory:

@@ -60,6 +60,8 @@ async def test_a_key_calls_its_sessions_model_and_nothing_else(
         assert await status(f"{own}/v1/chat/completions", key, **BODY) == 200
         assert await status("/v1/chat/completions", key, **BODY) == 200
         assert await status("/v1/chat/completions", {"x-api-key": access.api_key}, **BODY) == 200
+        assert await status(f"{own}/chat/completions", key, **BODY) == await status("/responses", key, **BODY) == 404
+        assert await status(f"/sessions/{other.session_id}/chat/completions", key, **BODY) == 401
         assert await status(f"{own}/v1/chat/completions", bearer(TOKEN), **BODY) == 200
         assert await status(f"{own}/v1/chat/completions", bearer(access.api_key[:-1] + "x"), **BODY) == 401
         assert await status(f"/sessions/{other.session_id}/v1/chat/completions", key, **BODY) == 401
