@@ -3,6 +3,7 @@
 import json
 import os
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from tests.console.example_run import (
 )
 from trackway.console import export, file_results, over_steps, spans, trajectory_files
 from trackway.console.app import create_app
-from trackway.console.trajectory_files import ParquetReader
+from trackway.console.trajectory_files import File, ParquetReader
 from trackway.serving import AuthSettings, ServiceSettings
 from trackway.serving.tokens import Token
 from trackway.trainer.run_state.folder import Activity, RunFolder
@@ -666,6 +667,26 @@ def test_what_goes_over_all_steps_answers_in_parts_the_newest_first(
     assert counted[3]["failures"][0]["steps"]["steps"] == [1, 2, 3]
     write_trajectories(folder.path / "trajectories/step_2.parquet", [rollout("tidy", 2, 7, 0)])
     assert prompt() == (3, 0, [1, 1, 2, 3, 3])
+
+
+def test_the_first_answer_reads_few_files_and_later_ones_more_at_once(
+    outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_results, "FIRST_TOGETHER", 2)
+    write_run(outputs, steps=9)  # and a validation
+    read: list[int] = []
+    across = ParquetReader.across
+
+    def counted(self: ParquetReader, sql: str, files: Sequence[File], **values: object):
+        read.append(len(files))
+        return across(self, sql, files, **values)
+
+    monkeypatch.setattr(ParquetReader, "across", counted)
+    monkeypatch.setattr(file_results, "BUDGET_S", 0.0)
+    assert get(outputs, "failures", run="tidy")["files_left"] == 8
+    monkeypatch.setattr(file_results, "BUDGET_S", 60.0)
+    assert get(outputs, "failures", run="tidy")["files_left"] == 0
+    assert read[::3] == [2, 2, 4, 2]  # three queries for each
 
 
 def test_a_step_that_is_written_again_with_the_same_size_is_read_again(outputs: Path) -> None:

@@ -11,6 +11,8 @@ from trackway.console.trajectory_files import TOGETHER, File
 
 BUDGET_S = 0.3
 """Seconds after which a request answers with what it has."""
+FIRST_TOGETHER = 16
+"""Files of the first query of a request, so that something is shown soon; each further one has twice as many."""
 _MOST_KEPT = 16
 """Queries whose results are kept."""
 
@@ -52,12 +54,13 @@ class FileResults:
         kept = {file: before[file] for file in files if file in before}
         ended = time.monotonic() + BUDGET_S
         newest, missing = list(reversed(files)), [file for file in reversed(files) if file not in kept]
-        is_enough = False
+        is_enough, together = False, FIRST_TOGETHER
         while missing:
             if enough is not None and _rows_before(missing[0], newest, kept) >= enough:
                 missing, is_enough = [], True
                 break
-            batch, missing = missing[:TOGETHER], missing[TOGETHER:]
+            together = min(together, TOGETHER)
+            batch, missing, together = missing[:together], missing[together:], 2 * together
             rows, unreadable = read(batch)
             by_file: dict[File, list[Row]] = {file: [] for file in batch}
             for file, row in rows:

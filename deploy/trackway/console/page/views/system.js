@@ -40,7 +40,7 @@ function cards(services) {
     card("replicas", `${all.filter((replica) => replica.ready).length} of ${all.length}`, "ready"),
     card("generations", number(queue("engine_running")), `${number(queue("engine_waiting"))} waiting`),
     card("trajectories", number(queue("trajectories_running")), "running or waiting"),
-    card("weights", versions.length ? `version ${Math.max(...versions.map((replica) => replica.latest))}` : "–", behind ? `${plural(behind, "replica")} behind` : "no replica is behind", behind ? "bad" : ""),
+    card("weights", versions.length ? `version ${Math.max(...versions.map((replica) => replica.latest))}` : "–", behind ? `${plural(behind, "replica")} behind` : versions.length ? "no replica is behind" : "no replica has any", behind ? "bad" : ""),
     card("spans lost", number(lost), `${number(sum(all.map((replica) => replica.spans_waiting)))} waiting`, lost ? "bad" : ""));
 }
 
