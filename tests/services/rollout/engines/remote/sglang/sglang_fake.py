@@ -210,18 +210,20 @@ class Fake:
 
     def prefill(self, request: Request) -> None:
         entries = self.cache.get(request.body.extra_key, []) if self.radix_cache else []
-        for tokens, version in entries:
+        weights = request.body.lora_path or self.version
+        for tokens, theirs in entries:
             same = common(tokens, request.body.input_ids[:-1])
             if same > request.cached:
                 request.cached = same
-                if version != self.version:
-                    self.crimes.append(f"KV of weights {version} was reused under {self.version}")
+                if theirs != weights:
+                    self.crimes.append(f"KV of weights {theirs} was reused under {weights}")
 
     def leave(self, request: Request) -> None:
         self.requests.remove(request)
         if self.radix_cache and request.seed_names:
             sequence = (*request.body.input_ids, *request.output)
-            self.cache.setdefault(request.body.extra_key, []).append((sequence, request.seed_names[0]))
+            weights = request.body.lora_path or request.seed_names[0]
+            self.cache.setdefault(request.body.extra_key, []).append((sequence, weights))
 
     def abort(self, rid: str, abort_all: bool) -> None:
         for request in [r for r in self.requests if abort_all or (rid and r.body.rid.startswith(rid))]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tests.services.rollout.engine_runs import started
+from tests.services.rollout.engine_runs import started, until
 from tests.services.rollout.engines.remote.sglang import sglang_fake as fakes
 from tests.services.rollout.engines.remote.sglang.sglang_cases import PROMPT, answer, in_flight, params, proof, sent
 from tests.services.rollout.engines.remote.sglang.sglang_fake import Fake
@@ -110,6 +110,15 @@ async def test_a_run_gets_a_place_when_another_has_ended(
         await third.load_weights(adapter(7), 1, proof(7))
         assert (await third.generate(PROMPT, params(5), "r")).token_ids == answer(7, 5)
     assert fake.adapters == {}
+
+
+async def test_a_replica_keeps_the_adapter_that_serves_and_the_one_before(
+    runs: Runs, fake: Fake, adapter: Callable[[int], Path]
+) -> None:
+    async with runs("a") as first:
+        for seed in (4, 5, 6):
+            await first.load_weights(adapter(seed), seed, proof(seed))
+        await until(lambda: sorted(fake.adapters.values()) == [5, 6])
 
 
 async def test_whole_weights_and_frozen_servers_are_refused_beside_other_runs(
