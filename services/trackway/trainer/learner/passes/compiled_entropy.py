@@ -26,11 +26,15 @@ def compiled_entropy(like: Tensor, *, with_gradient: bool) -> Callable[[Tensor],
     compiled = torch.compile(entropy_from_logits, dynamic=True, fullgraph=True)
 
     def entropy(logits: Tensor) -> Tensor:
+        # The compiler takes 0 and 1 rows for constants, and would make functions for them.
+        if len(logits) < 2:
+            return entropy(torch.cat([logits, logits]))[:1] if len(logits) else entropy_from_logits(logits)
         # Logits have their type already, and any other state of autocast would make a second function.
         with torch.autocast(like.device.type, torch.bfloat16, enabled=False, cache_enabled=False):
             return compiled(logits)
 
-    probe = torch.zeros(PROBE_ROWS, *like.shape, dtype=like.dtype, device=like.device, requires_grad=with_gradient)
+    rows = PROBE_ROWS + (len(like) == PROBE_ROWS)  # of equal sizes the compiler takes one for the other
+    probe = torch.zeros(rows, *like.shape, dtype=like.dtype, device=like.device, requires_grad=with_gradient)
     try:
         with torch.set_grad_enabled(with_gradient):
             entropies = entropy(probe)

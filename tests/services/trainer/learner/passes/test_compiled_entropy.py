@@ -33,9 +33,11 @@ def nothing_compiled() -> Iterator[None]:
 
 
 @needs_compiler
+@pytest.mark.usefixtures("nothing_compiled")
 def test_the_entropy_and_its_gradient_are_the_eager_ones_and_do_not_depend_on_the_other_rows():
     importlib.util.find_spec("pip")  # as libraries do; on Python 3.11 setuptools then has no distutils of its own
     compiled = compiled_entropy(torch.empty(64), with_gradient=True)
+    functions = counters["stats"]["unique_graphs"]
     logits = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
 
     def results(entropy: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -47,9 +49,10 @@ def test_the_entropy_and_its_gradient_are_the_eager_ones_and_do_not_depend_on_th
 
     ours, theirs = results(compiled, logits), results(entropy_from_logits, logits)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
-    for count in (1, 4):
+    for count in (0, 1, 4):
         part = results(compiled, logits[:count])
         torch.testing.assert_close(part, (ours[0][:count], ours[1][:count]), rtol=0, atol=0)
+    assert counters["stats"]["unique_graphs"] == functions
 
 
 @needs_compiler
