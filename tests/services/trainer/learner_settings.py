@@ -22,6 +22,7 @@ KEYS = {
     "ref_max_token_len_per_gpu": f"{POLICY}.ref.log_prob_max_token_len_per_gpu",
     "reshard_after_forward": f"{ACTOR}.fsdp_config.reshard_after_forward",
     "forward_prefetch": f"{ACTOR}.fsdp_config.forward_prefetch",
+    "fsdp_size": f"{ACTOR}.fsdp_config.fsdp_size",
     "offload_policy": f"{ACTOR}.fsdp_config.offload_policy",
     "ulysses_size": f"{ACTOR}.ulysses_sequence_parallel_size",
     "use_fused_kernels": f"{POLICY}.model.use_fused_kernels",

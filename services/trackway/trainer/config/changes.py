@@ -14,7 +14,7 @@ CHANGEABLE = (
     *("trackway.rank_timeout_s", "trackway.placement_timeout_s"),
     f"{_ACTOR}.ulysses_sequence_parallel_size",
     *(f"{_ACTOR}.{name}" for name in ("ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", "ppo_max_token_len_per_gpu")),
-    *(f"{_ACTOR}.fsdp_config.{name}" for name in ("param_offload", "optimizer_offload", "offload_policy")),
+    *(f"{_ACTOR}.fsdp_config.{name}" for name in ("fsdp_size", "param_offload", "optimizer_offload", "offload_policy")),
 )
 """Keys that a resumed run may take anew: its ranks, their nodes, and how much each of them computes and holds."""
 

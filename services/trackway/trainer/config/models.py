@@ -555,6 +555,18 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _shards_divide_the_ranks(self) -> Self:
+        count = self.placement.ranks
+        sections = {"actor_rollout_ref.actor.fsdp_config": self.actor_rollout_ref.actor.fsdp_config}
+        for name, section in {**sections, "critic.fsdp": self.critic.fsdp}.items():
+            if 0 < section.fsdp_size < count and count % section.fsdp_size:
+                raise ValueError(
+                    f"{name}.fsdp_size: expected a divisor of trackway.learner_ranks ({count}), or -1, got "
+                    f"{section.fsdp_size}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _sessions_replace_rows(self) -> Self:
         if self.trackway.rollouts_from != "sessions":
             return self

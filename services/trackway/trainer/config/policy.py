@@ -200,6 +200,10 @@ class WeightsConfig(Section):
 class ShardingConfig(WeightsConfig):
     """Sharding of a model over the learner's ranks, and CPU offload, which has no effect without a GPU."""
 
+    fsdp_size: int = Field(default=-1, ge=-1)
+    """Consecutive ranks that share the weights, such as those of a node; each such group holds all of them (hybrid
+    sharding). -1, or as many as there are ranks, shares them over all; else it divides their number. The result does
+    not depend on it, but for rounding."""
     reshard_after_forward: bool = True
     """Free the gathered weights of a layer between its forward and its backward, which gathers them again; no effect
     in one process."""

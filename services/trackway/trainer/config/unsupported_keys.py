@@ -13,7 +13,7 @@ from pydantic import JsonValue
 
 _DEPLOYED = "engines, replicas and GPUs belong to the rollout service's Serve config"
 _SEQUENCES = "actor.ulysses_sequence_parallel_size decides"
-_FSDP2 = "trackway.learner_ranks shards the learner by FSDP2, over all ranks, computing in trackway.dtype"
+_FSDP2 = "trackway.learner_ranks shards the learner by FSDP2, computing in trackway.dtype"
 _ACTOR_MICRO = "actor.ppo_micro_batch_size_per_gpu counts the trajectories of a pass"
 _MICRO = "rollout.log_prob_micro_batch_size_per_gpu counts the trajectories of a pass"
 _REF_MICRO = "ref.log_prob_micro_batch_size_per_gpu counts the trajectories of a pass"
@@ -24,7 +24,6 @@ _AGENT = "the agent service's deployment decides"
 _FSDP = ("use_orig_params", "use_no_sync_for_gradient_accumulation", "turbo_config.*")
 """Keys below `fsdp_config`."""
 _SHARDING = {
-    "fsdp_size": "weights are sharded over all ranks of the learner, as with -1; the numbers are the same",
     "wrap_policy.*": "each decoder layer is sharded by itself, and the rest together; the numbers are the same",
 }
 """The same, of how weights are sharded."""
@@ -106,6 +105,7 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.ref.log_prob_micro_batch_size": _REF_MICRO,
     **{f"actor_rollout_ref.ref.fsdp_config.{name}": _FSDP2 for name in _FSDP},
     **{f"actor_rollout_ref.ref.fsdp_config.{name}": reason for name, reason in _SHARDING.items()},
+    "actor_rollout_ref.ref.fsdp_config.fsdp_size": "the reference is sharded as the actor is",
     "actor_rollout_ref.ref.fsdp_config.reshard_after_forward": "the reference is sharded as the actor is",
     "actor_rollout_ref.ref.fsdp_config.forward_prefetch": "the reference is sharded as the actor is",
     "actor_rollout_ref.ref.fsdp_config.offload_policy": "ref.fsdp_config.param_offload decides",

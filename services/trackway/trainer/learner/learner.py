@@ -177,7 +177,7 @@ class Learner:
             gradient_checkpointing=model.enable_gradient_checkpointing,
             remove_padding=model.use_remove_padding,
             offload=fsdp.param_offload or fsdp.offload_policy,
-            ranks=ranks,
+            ranks=ranks.sharing_weights(fsdp.fsdp_size),
             reshard_after_forward=fsdp.reshard_after_forward,
             forward_prefetch=fsdp.forward_prefetch,
             bfloat16_gathers=fsdp.is_gathered_in_bfloat16,
@@ -216,7 +216,7 @@ class Learner:
             remove_padding=config.model.use_remove_padding,
             offload=config.ref.fsdp_config.param_offload,
             frozen=True,
-            ranks=self.ranks,
+            ranks=self.policy.ranks,
             bfloat16_weights=config.ref.fsdp_config.is_bfloat16,
             reshard_after_forward=config.actor.fsdp_config.reshard_after_forward,
             forward_prefetch=config.actor.fsdp_config.forward_prefetch,
@@ -372,7 +372,7 @@ class Learner:
         if self.policy.adapter is not None:
             progress["base_logprobs"] = self._base_logprobs()
         weights = self.policy.tensors()
-        require_finite_shards(weights, self.ranks)
+        require_finite_shards(weights, self.policy.ranks)
         parts = {
             "model": weights,
             "optimizer": adamw.named_state(self.optimizer, self.policy.model),

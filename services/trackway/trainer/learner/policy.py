@@ -153,7 +153,8 @@ class Policy:
             start = None if lora.adapter_path is None else model_folder(lora.adapter_path)
             self.adapter = Adapter(self.model, lora, start)
             for parameter in self.model.parameters():  # PEFT makes float32 ones, and FSDP2 needs one type
-                parameter.data = parameter.data.to(self.weights_dtype)
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(self.weights_dtype)
         self.model.train(gradient_checkpointing)
         if gradient_checkpointing:
             self.model.activation_checkpointing_enable({"use_reentrant": False})

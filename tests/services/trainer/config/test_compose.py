@@ -164,6 +164,14 @@ def test_sequences_are_divided_over_ranks_that_they_fit_and_packed():
     assert compose([f"{key}=8"]).placement.ranks == 1  # a recipe of verl's, in one process
 
 
+def test_the_ranks_that_share_weights_divide_the_ranks():
+    for key in ("actor_rollout_ref.actor.fsdp_config.fsdp_size", "critic.fsdp.fsdp_size"):
+        with pytest.raises(TrackwayError, match=rf"{key}: expected a divisor of .* \(6\), or -1, got 4"):
+            compose(["trackway.learner_ranks=6", f"{key}=4"])
+        for size in (-1, 2, 6, 8):
+            compose(["trackway.learner_ranks=6", f"{key}={size}"])
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [

@@ -16,6 +16,7 @@ from trackway.trainer.config.critic import CriticOptimConfig
 from trackway.trainer.config.policy import (
     CheckpointContents,
     FSDPConfig,
+    MixedPrecisionConfig,
     PolicyLossConfig,
     RefOffloadConfig,
     ShardingConfig,
@@ -161,6 +162,14 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     f"{ACTOR}.fsdp_config.optimizer_offload": (True, {"learner.actor.fsdp_config.optimizer_offload": True}),
     f"{ACTOR}.fsdp_config.offload_policy": (True, {"learner.actor.fsdp_config.offload_policy": True}),
     f"{ACTOR}.fsdp_config.reshard_after_forward": (False, {"learner.actor.fsdp_config.reshard_after_forward": False}),
+    **{
+        f"{section}.fsdp_config.mixed_precision.param_dtype": (
+            "fp32",
+            {f"learner.{name}.fsdp_config.mixed_precision": MixedPrecisionConfig(param_dtype="fp32")},
+        )
+        for section, name in ((ACTOR, "actor"), (REF, "ref"))
+    },
+    f"{ACTOR}.fsdp_config.fsdp_size": (2, {"learner.actor.fsdp_config.fsdp_size": 2}),
     f"{ACTOR}.fsdp_config.forward_prefetch": (True, {"learner.actor.fsdp_config.forward_prefetch": True}),
     f"{ACTOR}.fsdp_config.entropy_from_logits_chunk_size": (
         64,
@@ -603,7 +612,13 @@ _CRITIC_OPTIM: Keys = {
     **{"num_cycles": 2.0, "lr_scheduler_type": "cosine", "zero_indexed_step": False},
 }
 _CRITIC_FSDP: Keys = {"optimizer_offload": True, "offload_policy": True, "reshard_after_forward": False}
-_CRITIC_FSDP |= {"forward_prefetch": True, "model_dtype": "bf16", "full_determinism": True}
+_CRITIC_FSDP |= {
+    "fsdp_size": 2,
+    "mixed_precision": {"param_dtype": "fp32"},
+    "forward_prefetch": True,
+    "model_dtype": "bf16",
+    "full_determinism": True,
+}
 OF_VALUE_MODEL: list[tuple[Keys, Fields]] = [
     ({f"{MODEL}.path": "m"}, {"model_path": "m"}),
     ({f"{MODEL}.path": "m", "critic.model.path": "v"}, {"model_path": "v"}),

@@ -45,7 +45,7 @@ class Critic:
             gradient_checkpointing=settings.gradient_checkpointing,
             remove_padding=settings.remove_padding,
             offload=fsdp.param_offload or fsdp.offload_policy,
-            ranks=ranks,
+            ranks=ranks.sharing_weights(fsdp.fsdp_size),
             reshard_after_forward=fsdp.reshard_after_forward,
             forward_prefetch=fsdp.forward_prefetch,
             bfloat16_gathers=fsdp.is_gathered_in_bfloat16,

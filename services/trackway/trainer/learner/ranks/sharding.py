@@ -44,6 +44,7 @@ class Ranks:
     ) -> None:
         """`timeout` is that of the mesh's collectives."""
         self.mesh = mesh
+        """All ranks in one row, which share the weights; or rows of them, each with all weights (`sharing_weights`)."""
         self.writers = writers
         """The same ranks as a group of its own, in which checkpoints are written while training goes on."""
         self.per_node = per_node
@@ -51,6 +52,8 @@ class Ranks:
         self.sequences = sequences
         """The ranks with the same rows as this one, each with its share of their tokens; None for a rank alone."""
         self.count = 1 if mesh is None else mesh.size()
+        self.sharing = 1 if mesh is None else mesh.size(-1)
+        """Ranks that share the weights; as many consecutive ones have all of them."""
         self.index = 0 if mesh is None else mesh.get_rank()
         per_row = 1 if sequences is None else sequences.size
         self.row_groups = self.count // per_row
@@ -58,6 +61,7 @@ class Ranks:
         self.row_group = self.index // per_row
         self._timeout = timeout
         self._divided: dict[int, Ranks] = {}
+        self._sharing: dict[int, Ranks] = {}
 
     @property
     def is_first(self) -> bool:
@@ -87,6 +91,24 @@ class Ranks:
             own = SequenceRanks(size, self.index % size, cast(ProcessGroup, groups[self.index // size]))
             self._divided[size] = Ranks(self.mesh, self._timeout, own, self.writers, self.per_node)
         return self._divided[size]
+
+    def sharing_weights(self, size: int) -> "Ranks":
+        """The same ranks, of which each `size` consecutive ones share the weights; all for 0 or less, or for more.
+
+        A collective. Raises ValueError unless `size` divides their number.
+        """
+        if self.mesh is None or not 0 < size < self.count:
+            return self
+        if self.count % size:
+            raise ValueError(
+                f"expected trackway.learner_ranks to be a multiple of fsdp_size ({size}), got {self.count}; change one "
+                "of them"
+            )
+        if size not in self._sharing:
+            shape, names = (self.count // size, size), ("replicas", "shards")
+            mesh = init_device_mesh(self.mesh.device_type, shape, mesh_dim_names=names)
+            self._sharing[size] = Ranks(mesh, self._timeout, self.sequences, self.writers, self.per_node)
+        return self._sharing[size]
 
     def summed(self, values: Tensor) -> Tensor:
         """The sum over the ranks of their values on the CPU, which may be overwritten. A collective."""
@@ -143,9 +165,12 @@ def shard(
 
     `reshard_after_forward` frees the gathered weights of a layer until its backward; `forward_prefetch` begins to
     gather those of the next layer before a layer's forward; `offload` keeps the shards in main memory, and has no
-    effect on CPUs. `gather_dtype` is that in which weights are gathered and computed with; None for their own. Shards,
-    gradients and their sums stay in the dtype of the weights, except sums for bfloat16, which are in float32.
+    effect on CPUs. `gather_dtype` is that in which weights are gathered and computed with; None for their own, as those
+    of a model that keeps some in float32. Shards, gradients and their sums stay in the dtype of the weights, except
+    sums for bfloat16, which are in float32.
     """
+    if kept_in_float32(model, model.named_parameters()):
+        gather_dtype = None
     policy = CPUOffloadPolicy() if offload and mesh.device_type != "cpu" else OffloadPolicy()
     computed = {gather_dtype or parameter.dtype for parameter in model.parameters()}
     precision = MixedPrecisionPolicy(
@@ -168,6 +193,12 @@ def shard(
             # Gradients are summed, not averaged: losses are already divided by totals of the whole mini-batch.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def kept_in_float32(model: PreTrainedModel, tensors: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
+    """Those of the named tensors that the model's class keeps in float32 where the others are bfloat16."""
+    parts = model._keep_in_fp32_modules_strict or ()
+    return [(name, tensor) for name, tensor in tensors if any(part in name for part in parts)]
 
 
 def reshard(model: PreTrainedModel) -> None:
@@ -196,17 +227,19 @@ def gathered_in(rank: int, tensor: Tensor, ranks: Ranks, dtype: torch.dtype) -> 
     """The whole tensor on the CPU in one rank, None in the others. A collective if it is sharded."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().to("cpu", dtype).contiguous() if ranks.index == rank else None
+    if ranks.index // ranks.sharing != rank // ranks.sharing:
+        return None  # each rank is given what it lacks by those that share the weights with it
     # FSDP2 gives each rank as many rows as torch.chunk: the last ones may have fewer, or none.
-    rows = -(-tensor.shape[0] // ranks.count)
+    rows, group = -(-tensor.shape[0] // ranks.sharing), tensor.device_mesh.get_group(-1)
     with torch.no_grad():
         shard = tensor.to_local().to(dtype)
     padded = torch.zeros((rows, *tensor.shape[1:]), dtype=dtype, device=shard.device)
     padded[: len(shard)] = shard
     if ranks.index != rank:
-        distributed.gather(padded, dst=rank)
+        distributed.gather(padded, dst=rank, group=group)
         return None
-    complete = torch.empty((rows * ranks.count, *tensor.shape[1:]), dtype=dtype, device=shard.device)
-    distributed.gather(padded, list(complete.split(rows)), dst=rank)
+    complete = torch.empty((rows * ranks.sharing, *tensor.shape[1:]), dtype=dtype, device=shard.device)
+    distributed.gather(padded, list(complete.split(rows)), dst=rank, group=group)
     return complete[: tensor.shape[0]].to("cpu")
 
 
@@ -219,21 +252,21 @@ def scatter_into(target: Tensor, complete: Tensor | None, ranks: Ranks) -> None:
             own.copy_(complete)
         distributed.broadcast(own, src=0)
         return
-    rows = -(-target.shape[0] // ranks.count)
+    rows = -(-target.shape[0] // ranks.sharing)
     received = torch.empty((rows, *target.shape[1:]), dtype=target.dtype, device=own.device)
     parts: list[Tensor] | None = None
     if complete is not None:
-        padded = torch.zeros((rows * ranks.count, *target.shape[1:]), dtype=target.dtype, device=own.device)
+        padded = torch.zeros((rows * ranks.sharing, *target.shape[1:]), dtype=target.dtype, device=own.device)
         padded[: target.shape[0]] = complete
-        parts = list(padded.split(rows))
+        parts = list(padded.split(rows)) * (ranks.count // ranks.sharing)
     distributed.scatter(received, parts, src=0)
     own.copy_(received[: len(own)])
 
 
 def require_finite_shards(tensors: Mapping[str, Tensor], ranks: "Ranks") -> None:
     """Raises NotFiniteError in every rank unless all values of the tensors are finite. A collective."""
-    counts = torch.tensor([not_finite(tensor) for tensor in local(tensors.values())])
-    require_none(tensors, ranks.summed(counts).tolist())
+    counts = ranks.summed(torch.tensor([not_finite(tensor) for tensor in local(tensors.values())]))
+    require_none(tensors, (counts // (ranks.count // ranks.sharing)).tolist())
 
 
 def shard_like(complete: Tensor, like: Tensor) -> Tensor:

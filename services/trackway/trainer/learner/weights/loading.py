@@ -19,9 +19,9 @@ from torch import Tensor, distributed, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from trackway.trainer.learner.finite import SHOWN_TENSORS, not_finite, require_none
+from trackway.trainer.learner.finite import SHOWN_TENSORS
 from trackway.trainer.learner.passes.head import head_of
-from trackway.trainer.learner.ranks.sharding import Ranks, local, scatter_into
+from trackway.trainer.learner.ranks.sharding import Ranks, kept_in_float32, local, require_finite_shards, scatter_into
 from trackway.trainer.learner.weights.adapter import base_names
 from trackway.trainer.learner.weights.sharded_files import read_files, tensors_in
 
@@ -34,8 +34,8 @@ logger = logging.getLogger("trackway.trainer")
 def load_model(folder: Path, dtype: torch.dtype, *, needs_head: bool = True) -> PreTrainedModel:
     """The causal language model of a folder, without dropout.
 
-    Raises ValueError, with their names, for weights that the folder lacks; those of the vocabulary head only if it
-    `needs_head`.
+    Raises ValueError, with their names, for tied weights that differ, and for weights that the folder lacks; those of
+    the vocabulary head only if it `needs_head`.
     """
     model, lacking = _loaded(folder, dtype)
     if not needs_head:
@@ -75,8 +75,7 @@ class ShareLoader:
             self._read(files, weights)
         else:
             self._receive(weights)
-        counts = self._ranks.summed(torch.tensor([not_finite(tensor) for tensor in local(weights.values())]))
-        require_none(weights, counts.tolist())
+        require_finite_shards(weights, self._ranks)
 
     def _saved_buffers(self) -> dict[str, Tensor]:
         saved = self.model.state_dict().keys()
@@ -106,10 +105,7 @@ class ShareLoader:
         self._ranks.of_each(lambda: read_files(files, {name: other}))
         ours, theirs = local([weight, other])
         if self._ranks.summed(torch.tensor(int(not torch.equal(ours, theirs)))):
-            raise ValueError(
-                f"expected {name} and {source} in {self._folder} to be equal, as its config.json ties them, got two "
-                "weights; set tie_word_embeddings to false there"
-            )
+            raise _not_tied(name, source, self._folder)
 
     def _receive(self, weights: Mapping[str, Tensor]) -> None:
         """Receives this rank's rows of each weight from the first rank, which loads the model whole."""
@@ -133,6 +129,13 @@ class ShareLoader:
             scatter_into(target, whole.get(name), self._ranks)
 
 
+def _not_tied(name: str, source: str, folder: Path) -> ValueError:
+    return ValueError(
+        f"expected {name} and {source} in {folder} to be equal, as its config.json ties them, got two weights; set "
+        "tie_word_embeddings to false there"
+    )
+
+
 def _config(folder: Path) -> PreTrainedConfig:
     config = AutoConfig.from_pretrained(folder)
     # Dropout would make the ratio to the sampler's logprobs differ from 1 under equal weights.
@@ -142,9 +145,13 @@ def _config(folder: Path) -> PreTrainedConfig:
 
 
 def _loaded(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, set[str]]:
-    """The model, and the names of the parameters that the folder lacks."""
+    """The model, and the names of the parameters that the folder lacks. Raises ValueError for tied ones that differ."""
     loaded = AutoModelForCausalLM.from_pretrained(folder, config=_config(folder), dtype=dtype, output_loading_info=True)
     model, report = cast(tuple[PreTrainedModel, dict[str, set[str]]], loaded)
+    # transformers takes away the pairs that differ.
+    tied = model.get_expanded_tied_weights_keys(all_submodels=False)
+    for name in tied.keys() - model.all_tied_weights_keys.keys():
+        raise _not_tied(name, tied[name], folder)
     return model, report["missing_keys"] & {name for name, _ in model.named_parameters()}
 
 
@@ -152,9 +159,22 @@ def _without_weights(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model with its parameters on the meta device."""
     with _parameters_on_meta():
         model = AutoModelForCausalLM.from_config(_config(folder), dtype=dtype)
+    if dtype == torch.bfloat16:
+        _keep_in_float32(model)
     if model.can_generate() and (folder / GENERATION).exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()
+
+
+def _keep_in_float32(model: PreTrainedModel) -> None:
+    """Makes the buffers float32 that the class of a bfloat16 model keeps so. Raises ValueError for such parameters."""
+    for _, buffer in kept_in_float32(model, model.named_buffers()):
+        buffer.data = buffer.data.float()
+    for name, _ in kept_in_float32(model, model.named_parameters()):
+        raise ValueError(
+            f"expected fsdp_config.model_dtype=fp32 for several ranks of {type(model).__name__}, which keeps {name} in "
+            "float32, got bf16; FSDP2 cannot train weights of both types, set it to fp32"
+        )
 
 
 @contextmanager

@@ -12,6 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    Dots1Config,
+    Dots1ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -140,7 +144,7 @@ def same(ranks: RankProcesses, config: LearnerConfig, folder: Path | None = None
 def test_ranks_load_what_one_process_loads_and_export_the_same_folder(ranks: RankProcesses, tmp_path: Path, model: str):
     folder = saved(MODELS[model](), tmp_path / "model")
 
-    same(ranks, learner_config(folder, use_kl_loss=True), tmp_path)
+    same(ranks, learner_config(folder, use_kl_loss=True, fsdp_size=2 if "Qwen3" in model else -1), tmp_path)
 
     files = [{path.name: path.read_bytes() for path in (tmp_path / of).iterdir()} for of in ("several", "one")]
     assert files[0] == files[1]
@@ -157,6 +161,29 @@ def test_adapters_and_value_heads_are_those_of_one_process(ranks: RankProcesses,
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
     same(ranks, learner_config(folder, **SETTINGS[setting]))
+
+
+def test_what_a_model_keeps_in_float32_is_so_in_ranks_too_or_refused_by_name(two_ranks: RankProcesses, tmp_path: Path):
+    bfloat16 = {"dtype": "bfloat16", **SETTINGS["a policy with bfloat16 weights"]}
+    sizes: dict[str, Any] = SIZES | {"hidden_size": 16, "moe_intermediate_size": 8}
+    experts: dict[str, Any] = {
+        "n_routed_experts": 3,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    dots = Dots1ForCausalLM(Dots1Config(**sizes, **experts, first_k_dense_replace=1))
+    ernie = Ernie4_5_MoeForCausalLM(Ernie4_5_MoeConfig(**sizes, moe_num_experts=3, moe_k=2))
+
+    same(two_ranks, learner_config(saved(dots, tmp_path / "a buffer"), **bfloat16))
+    config = learner_config(saved(ernie, tmp_path / "a parameter"), **bfloat16)
+    kept = [name for name, weight in loaded(ALONE, config).items() if "gate" in name and weight.dtype == torch.float32]
+
+    assert "policy model.layers.1.mlp.gate.weight" in kept
+    assert two_ranks.run(refusals, config)[0].startswith(
+        "expected fsdp_config.model_dtype=fp32 for several ranks of Ernie4_5_MoeForCausalLM, which keeps model.layers.1"
+    )
 
 
 def test_files_of_an_index_are_read_and_those_beside_them_are_not(two_ranks: RankProcesses, tmp_path: Path):
@@ -206,7 +233,8 @@ def test_weights_that_do_not_fit_the_model_are_refused_by_name(two_ranks: RankPr
     not_finite = changed(folder, {norm: torch.tensor([1.0] * 19 + [torch.nan])})
     expected = f"expected finite weights, got NaN or infinities in {norm} (1 of 20)"
     assert [refusals(ALONE, not_finite), *two_ranks.run(refusals, not_finite)] == [expected] * 3
-    untied = two_ranks.run(refusals, changed(folder, {"lm_head.weight": torch.zeros(61, 20)}))
+    unequal = changed(folder, {"lm_head.weight": torch.zeros(61, 20)})
+    untied = [refusals(ALONE, unequal), *two_ranks.run(refusals, unequal)]
     told = "expected lm_head.weight and model.embed_tokens.weight in .* to be equal, as its config.json ties them"
     assert all(re.match(told, error) for error in untied)
 

@@ -33,6 +33,7 @@ from trackway.trainer.learner.ranks.publication import INDEX, RankWriters
 from trackway.trainer.learner.ranks.sharding import ALONE, Ranks, gathered, local, shard
 from trackway.trainer.learner.ranks.snapshot import Snapshot
 from trackway.trainer.learner.weights.peft_folder import WEIGHTS
+from trackway.trainer.learner.weights.sharded_files import read_whole
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.run_state.checkpoint import save_checkpoint
 from trackway.trainer.run_state.export import export_checkpoint
@@ -82,6 +83,7 @@ VARIANTS = {
     "full KL": {"kl_loss_type": "full", "remove_padding": True},
     "head in chunks": {"use_fused_kernels": True, "chunk_size": 3, "kl_loss_type": "full", "micro_batch_size": 4},
     "kl_cov, shuffled": {"loss_mode": "kl_cov", "kl_cov_ratio": 0.2, "shuffle": True},
+    "a compiled entropy": {"use_torch_compile": True, "remove_padding": True},
     "weights normalised": {"rollout_is": "sequence", "rollout_is_batch_normalize": True, "ppo_epochs": 2},
 }
 
@@ -95,6 +97,12 @@ BFLOAT16 = {
     "weights in bfloat16": ({f"{section}.model_dtype": "bf16" for section in SECTIONS}, torch.bfloat16),
 }
 
+HYBRID = {
+    "alone": {},
+    "with rows divided": {"ulysses_size": 2},
+    "LoRA": {"lora_rank": 3, "lr": 1e-2},
+    "a value model": {**CRITIC, "critic.fsdp.fsdp_size": 2},
+}
 EXPORTED = {"the whole model": {}, "a value model": CRITIC, "LoRA": {"lora_rank": 3, "lr": 1e-2}}
 SEQUENCES = {
     "one row at a time": (2, 2, {"micro_batch_size": 1}),
@@ -213,6 +221,8 @@ def test_updates_of_several_ranks_are_those_of_one_process(
     assert max(float(gradient.abs().max()) for gradient in expected.gradients.values()) > 1e-3
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The distutils package is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_updates_of_two_ranks_are_those_of_one_process_with(
     two_ranks: RankProcesses, tiny_model: Path, batches: list[list[Trajectory]], tmp_path: Path, variant: str
@@ -648,6 +658,31 @@ def test_rows_that_cannot_be_divided_are_refused_by_name(
     assert refused(untied_model, ulysses_size=2, remove_padding=True) == heads
     assert refused(four_heads, ulysses_size=2).startswith(f"expected packed rows with {key}=2, got padded ones")
     assert f"to be a multiple of {key} (3), got 2" in refused(four_heads, ulysses_size=3, remove_padding=True)
+
+
+def test_a_number_of_ranks_that_cannot_share_the_weights_so_is_refused(four_ranks: RankProcesses, four_heads: Path):
+    told = "expected trackway.learner_ranks to be a multiple of fsdp_size (3), got 4; change one of them"
+    assert four_ranks.run(refusal, learner_config(four_heads, fsdp_size=3)) == [told] * 4
+
+
+@pytest.mark.parametrize("variant", HYBRID)
+def test_groups_of_ranks_that_each_hold_all_weights_update_as_one_process_does(
+    four_ranks: RankProcesses, four_heads: Path, batches: list[list[Trajectory]], tmp_path: Path, variant: str
+):
+    settings = EVERYTHING | {"fsdp_size": 2, "remove_padding": True} | HYBRID[variant]
+    config = learner_config(four_heads, dtype="float64", **settings)
+    expected = trained(ALONE, config, batches[:2], tmp_path / "one")
+
+    outcomes = four_ranks.run(trained, config, batches[:2], tmp_path / "several")
+
+    assert_same(outcomes, expected, TOLERANCE["float64"])
+    saved, alone = (read_whole(tmp_path / of / "actor" / "model") for of in ("several", "one"))
+    torch.testing.assert_close(saved, alone, rtol=0, atol=TOLERANCE["float64"])
+    files = {path.name for path in (tmp_path / "several" / "actor").glob("model*")}
+    assert files == {"model-00001-of-00004.safetensors", "model-00002-of-00004.safetensors"}
+    weights, moments = held(ALONE, config, batches[0])
+    for share, of_moments in four_ranks.run(held, config, batches[0]):
+        assert (share / weights, of_moments / moments) == (pytest.approx(0.5, abs=0.1), pytest.approx(0.5, abs=0.1))
 
 
 def held(ranks: Ranks, config: LearnerConfig, batch: list[Trajectory]) -> tuple[int, int]:
