@@ -21,49 +21,132 @@ EXAMPLES: dict[str, dict] = yaml.safe_load((HERE / "examples.yaml").read_text())
 
 
 _TESTS = "tests/services/trainer"
+_SERVICES = "tests/deploy/config/test_services_for_run.py"
+_PROJECT = "tests/deploy/runs/test_project.py"
+_ASYNC = f"{_TESTS}/config/test_asynchronous.py"
+_DATASET = f"{_TESTS}/data/test_dataset.py"
+_BUILD = f"{_TESTS}/loop/test_build.py"
 SEEN_BY: dict[str, str] = {
-    f"{section}{name}": file
-    for section, file, names in (
+    f"{section}{name}": test
+    for section, test, names in (
         (
             "actor_rollout_ref.rollout.",
-            "tests/deploy/config/test_services_for_run.py",
+            f"{_SERVICES}::test_eight_gpus_make_four_replicas_of_two_that_sleep_while_the_learner_works",
+            ("name", "gpu_memory_utilization", "tensor_model_parallel_size"),
+        ),
+        (
+            "actor_rollout_ref.rollout.",
+            f"{_SERVICES}::test_every_engine_key_reaches_its_setting",
+            ("dtype", "max_model_len", "max_num_seqs", "enable_prefix_caching"),
+        ),
+        (
+            "actor_rollout_ref.rollout.",
+            f"{_SERVICES}::test_a_build_of_vllm_for_the_cpu_is_used_when_one_is_named",
+            ("enforce_eager",),
+        ),
+        (
+            "actor_rollout_ref.rollout.engine_kwargs.",
+            f"{_SERVICES}::test_arguments_of_the_engine_follow_those_of_the_file_on_its_command_line",
+            ("vllm", "sglang"),
+        ),
+        (
+            "actor_rollout_ref.rollout.",
+            f"{_PROJECT}::test_the_services_of_a_project_get_its_modules_loops_tools_and_its_scorer",
             (
-                *("name", "dtype", "gpu_memory_utilization", "enforce_eager", "tensor_model_parallel_size"),
-                *("max_model_len", "max_num_seqs", "enable_prefix_caching", "engine_kwargs.vllm"),
-                *("engine_kwargs.sglang", "multi_turn.tool_config_path"),
+                *("multi_turn.tool_config_path", "multi_turn.function_tool_path", "multi_turn.format"),
+                "agent.agent_loop_config_path",
             ),
         ),
         (
             "actor_rollout_ref.rollout.",
-            "tests/deploy/runs/test_project.py",
-            ("multi_turn.function_tool_path", "multi_turn.format", "agent.agent_loop_config_path"),
+            f"{_TESTS}/config/test_compose.py::test_a_bad_value_is_refused_with_its_key",
+            ("mode",),
         ),
-        ("actor_rollout_ref.rollout.", f"{_TESTS}/config/test_compose.py", ("mode",)),
-        ("data.", "tests/deploy/config/test_services_for_run.py", ("apply_chat_template_kwargs",)),
-        ("data.", f"{_TESTS}/data/test_dataset.py", ("train_files", "shuffle", "train_max_samples", "val_max_samples")),
-        ("data.", f"{_TESTS}/loop/test_forecast.py", ("val_files",)),
-        ("data.", f"{_TESTS}/data/test_dataset.py", ("seed",)),
-        ("data.", f"{_TESTS}/data/test_prompt_filter.py", ("filter_overlong_prompts",)),
-        ("reward.reward_manager.", f"{_TESTS}/config/test_compose.py", ("name",)),
-        ("custom_reward_function.", "tests/services/reward/test_functions.py", ("path", "name")),
-        ("trainer.", f"{_TESTS}/tracking/test_loggers.py", ("logger",)),
-        ("trainer.", f"{_TESTS}/loop/test_build.py", ("rollout_data_dir", "validation_data_dir")),
-        ("trainer.", f"{_TESTS}/loop/test_resume.py", ("resume_mode", "resume_from_path")),
-        ("trainer.", f"{_TESTS}/run_state/test_folder.py", ("default_local_dir",)),
-        ("trainer.", f"{_TESTS}/config/test_asynchronous.py", ("use_v1",)),
+        (
+            "data.",
+            f"{_SERVICES}::test_variables_of_the_chat_template_are_the_agent_services",
+            ("apply_chat_template_kwargs",),
+        ),
+        ("data.", f"{_DATASET}::test_several_files_of_either_format_are_one_dataset", ("train_files", "val_files")),
+        (
+            "data.",
+            f"{_DATASET}::test_a_bounded_number_of_rows_is_drawn_as_in_verl",
+            ("shuffle", "seed", "train_max_samples", "val_max_samples"),
+        ),
+        (
+            "data.",
+            f"{_TESTS}/data/test_prompt_filter.py::test_the_schemas_are_the_servers_as_far_as_the_run_offers_them",
+            ("filter_overlong_prompts",),
+        ),
+        (
+            "reward.reward_manager.",
+            f"{_TESTS}/config/test_compose.py::test_the_reward_managers_that_score_as_in_verl_are_accepted",
+            ("name",),
+        ),
+        (
+            "custom_reward_function.",
+            "tests/services/reward/test_functions.py::test_the_function_of_a_file_gets_verls_arguments_and_its_own",
+            ("path", "name"),
+        ),
+        (
+            "reward.reward_model.",
+            f"{_SERVICES}::test_a_reward_model_gets_a_service_of_its_own_and_the_reward_service_its_path",
+            (
+                *("enable", "model_path", "rollout.dtype", "rollout.max_num_seqs"),
+                *("rollout.prompt_length", "rollout.response_length"),
+            ),
+        ),
+        (
+            "reward.reward_model.rollout.",
+            f"{_SERVICES}::test_verls_old_spelling_of_a_reward_model_is_read_and_its_server_has_gpus_beside_the_runs",
+            (
+                *("name", "tensor_model_parallel_size", "gpu_memory_utilization", "enforce_eager"),
+                *("enable_prefix_caching", "max_model_len"),
+            ),
+        ),
+        (
+            "trainer.",
+            f"{_TESTS}/tracking/test_loggers.py::test_tensorboard_has_every_row_under_its_exact_name",
+            ("logger",),
+        ),
+        (
+            "trainer.",
+            f"{_BUILD}::test_the_filter_the_penalty_the_samples_and_the_profiler_are_built_from_their_keys",
+            ("rollout_data_dir", "validation_data_dir"),
+        ),
+        (
+            "trainer.",
+            f"{_TESTS}/loop/test_resume.py::test_a_named_checkpoint_gives_its_weights_and_place_but_not_its_row",
+            ("resume_mode", "resume_from_path"),
+        ),
+        (
+            "trainer.",
+            f"{_TESTS}/run_state/test_folder.py"
+            "::test_the_checkpoints_may_lie_elsewhere_but_not_beside_those_of_another_run",
+            ("default_local_dir",),
+        ),
+        (
+            "trainer.",
+            f"{_ASYNC}::test_the_v1_trainers_mode_sync_leaves_the_decision_to_async_training",
+            ("use_v1",),
+        ),
         (
             "trainer.v1.",
-            f"{_TESTS}/config/test_asynchronous.py",
+            f"{_ASYNC}::test_the_v1_trainer_with_engines_on_its_gpus_publishes_after_each_batch_and_runs_ahead_by_part_of_one",
+            ("trainer_mode", "colocate_async.num_warmup_batches"),
+        ),
+        (
+            "trainer.v1.",
+            f"{_ASYNC}::test_the_v1_trainer_with_separate_engines_publishes_after_each_batch",
             (
-                *("trainer_mode", "colocate_async.num_warmup_batches", "separate_async.num_warmup_batches"),
-                *("separate_async.parameter_sync_step", "sampler.max_off_policy_threshold"),
-                "sampler.max_off_policy_strategy",
+                *("separate_async.num_warmup_batches", "separate_async.parameter_sync_step"),
+                *("sampler.max_off_policy_threshold", "sampler.max_off_policy_strategy"),
             ),
         ),
     )
     for name in names
 }
-"""Honoured key -> the file whose tests see its effect, where it is not in test_from_config_keys.py."""
+"""Honoured key -> the test that sees its effect, where it is not in test_from_config_keys.py."""
 
 
 def kinds(key: str) -> list[str]:
@@ -91,8 +174,15 @@ def test_each_honoured_key_has_a_test_that_sees_its_effect():
     tables = {*KEYS, *(key for keys, _ in (*TOGETHER, *OF_VALUE_MODEL) for key in keys)}
 
     assert honoured - tables == SEEN_BY.keys()
-    texts = {file: (HERE.parents[1] / file).read_text() for file in SEEN_BY.values()}
-    assert [key for key, file in SEEN_BY.items() if key.rpartition(".")[2] not in texts[file]] == []
+    tests = {key: test.split("::") for key, test in SEEN_BY.items()}
+    texts = {file: (HERE.parents[1] / file).read_text() for file, _ in tests.values()}
+    gone = [
+        test
+        for test in dict.fromkeys(SEEN_BY.values())
+        if f"def {test.split('::')[1]}(" not in texts[test.split("::")[0]]
+    ]
+    assert gone == []
+    assert [key for key, (file, _) in tests.items() if key.rpartition(".")[2] not in texts[file]] == []
 
 
 def test_verls_defaults_are_accepted():

@@ -16,6 +16,7 @@ from typing import SupportsFloat, TypeVar, cast, overload
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from trackway.reward.reward_model import RewardModel
 from trackway.serving.own_code import Declared, module_of_file
 from trackway.serving.threads import in_thread
 from trackway.wire.reward import ANY_DATA_SOURCE, ScoreRequest, ScorerInfo
@@ -50,6 +51,7 @@ class FunctionScorer:
         name: str,
         data_sources: Sequence[str] = (ANY_DATA_SOURCE,),
         kwargs: Mapping[str, JsonValue] | None = None,
+        reward_model: RewardModel | None = None,
     ) -> None:
         self.info = ScorerInfo(
             name=name,
@@ -58,11 +60,16 @@ class FunctionScorer:
             description=(inspect.getdoc(function) or "").partition("\n")[0],
         )
         self._function = function
-        self._takes_lists = _takes_lists(function)
+        self._takes_lists = _takes(function, "solution_strs")
         self._kwargs = kwargs or {}
+        self._reward_model = reward_model
 
     async def score(self, request: ScoreRequest, method: str) -> Reward:
-        """The function's score. TypeError with what it returned when that is not a number."""
+        """The function's score. TypeError with what it returned when that is not a number.
+
+        With a reward model the function gets `reward_router_address`, as in verl, and `reward_model_tokenizer` if it
+        has a parameter of that name.
+        """
         arguments: dict[str, object] = {
             "data_source": request.data_source,
             "solution_str": request.solution_str,
@@ -71,6 +78,10 @@ class FunctionScorer:
         }
         if self._takes_lists:
             arguments = {f"{name}s": [value] for name, value in arguments.items()}
+        if self._reward_model is not None:
+            arguments["reward_router_address"] = self._reward_model.router_address
+            if _takes(self._function, "reward_model_tokenizer"):
+                arguments["reward_model_tokenizer"] = await self._reward_model.tokenizer()
         arguments |= self._kwargs
         if inspect.iscoroutinefunction(self._function):
             returned = await self._function(**arguments)
@@ -93,9 +104,10 @@ def reward_of(returned: object) -> Reward:
     )
 
 
-def _takes_lists(function: Callable[..., object]) -> bool:
+def _takes(function: Callable[..., object], name: str) -> bool:
+    """Whether the function has a parameter of this name."""
     try:
-        return "solution_strs" in inspect.signature(function).parameters
+        return name in inspect.signature(function).parameters
     except (TypeError, ValueError):  # a function without a signature, such as some of C
         return False
 
@@ -158,8 +170,8 @@ def scorers_of_modules(modules: Sequence[str]) -> list[FunctionScorer]:
     return _declared.within(modules)
 
 
-def scorer_of_file(wanted: RewardFunction) -> FunctionScorer:
-    """The scorer of `custom_reward_function`.
+def scorer_of_file(wanted: RewardFunction, reward_model: RewardModel | None = None) -> FunctionScorer:
+    """The scorer of `custom_reward_function`, which asks `reward_model` if there is one.
 
     FileNotFoundError; ValueError when the file has no such function; OwnCodeError when it cannot be imported.
     """
@@ -171,4 +183,6 @@ def scorer_of_file(wanted: RewardFunction) -> FunctionScorer:
             f"custom_reward_function.name: expected a function of {wanted.path}, which has "
             f"{', '.join(functions) or 'none'}, got {wanted.name!r}; correct the name"
         )
-    return FunctionScorer(function, f"{wanted.path.name}:{wanted.name}", kwargs=wanted.reward_kwargs)
+    return FunctionScorer(
+        function, f"{wanted.path.name}:{wanted.name}", (ANY_DATA_SOURCE,), wanted.reward_kwargs, reward_model
+    )

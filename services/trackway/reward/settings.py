@@ -6,6 +6,7 @@ from pydantic import Field
 
 from trackway.reward.functions import RewardFunction
 from trackway.reward.judge import JudgeSettings
+from trackway.reward.reward_model import RewardModelSettings
 from trackway.reward.weighted import WeightedScorers
 from trackway.serving.own_code import OwnCodeSettings
 
@@ -17,6 +18,8 @@ class RewardSettings(OwnCodeSettings):
     """Additional scorers by import path `pkg.mod:Class`: classes with `info` and `score` as in scorers.Scorer."""
     custom_reward_function: RewardFunction | None = None
     """A function of a Python file that scores every data source, as verl's `custom_reward_function`."""
+    reward_model: RewardModelSettings | None = None
+    """verl's reward model, which `custom_reward_function` asks: the fields of reward_model.RewardModelSettings."""
     judges: list[JudgeSettings] = Field(default_factory=list[JudgeSettings])
     """Models that score: `base_url`, `model`, and the other fields of judge.JudgeSettings."""
     weighted_scorers: list[WeightedScorers] = Field(default_factory=list[WeightedScorers])

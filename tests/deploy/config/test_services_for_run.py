@@ -232,3 +232,63 @@ def test_on_running_services_each_given_key_of_the_deployment_is_told() -> None:
     assert spread == []  # they place the learner's ranks
     assert {decision.reason for decision in decided} == {"decided by the running deployment"}
     assert decided_already(compose([])) == []
+
+
+RM = "reward.reward_model"
+JUDGED = (f"{RM}.enable=true", f"{RM}.model_path=/models/judge", "custom_reward_function.path=/rewards.py")
+
+
+def test_a_reward_model_gets_a_service_of_its_own_and_the_reward_service_its_path() -> None:
+    keys = ("max_num_seqs=7", "prompt_length=96", "response_length=32", "dtype=float32", "tensor_model_parallel_size=2")
+    services = made(0, *JUDGED, *(f"{RM}.rollout.{key}" for key in keys), engine_url="http://policy")
+
+    assert services.missing == []
+    assert args(services, "reward")["reward_model"] == {"path": "/models/judge"}
+    names = {"model_path": "/models/judge", "model_name": "/models/judge"}
+    assert args(services, "reward_model") == {
+        **{"engine": "torch", "max_num_seqs": 7, "max_model_len": 128, "dtype": "float32"},
+        **names,
+    }
+    application = services.serve_config["applications"][-1]
+    assert (application["name"], application["route_prefix"]) == ("reward_model", "/reward_model")
+    assert application["import_path"] == "trackway.deploy.graph:rollout"
+    [deployment] = application["deployments"]
+    assert (deployment["num_replicas"], deployment["max_ongoing_requests"]) == (1, 14)
+    assert "reward_model" not in args(made(0, "custom_reward_function.path=/rewards.py"), "reward")
+
+
+def test_verls_old_spelling_of_a_reward_model_is_read_and_its_server_has_gpus_beside_the_runs() -> None:
+    old = (
+        *("reward_model.enable=true", "reward_model.model.path=/models/judge", "reward_model.rollout.name=vllm"),
+        *("reward_model.rollout.gpu_memory_utilization=0.75", "reward_model.rollout.enforce_eager=true"),
+        *("reward_model.rollout.tensor_model_parallel_size=2", "reward_model.rollout.enable_prefix_caching=false"),
+        *("reward_model.rollout.max_model_len=64", "custom_reward_function.path=/rewards.py"),
+    )
+    services = made(4, *old, f"{R}.name=vllm", "trainer.n_gpus_per_node=2", engine_python="/opt/python")
+
+    assert services.missing == []
+    assert args(services, "reward_model") == {
+        **{"engine_python": "/opt/python", "engine": "vllm", "tensor_parallel_size": 2, "max_model_len": 64},
+        **{"gpu_memory_utilization": 0.75, "enforce_eager": True, "prefix_caching": False},
+        **{"model_path": "/models/judge", "model_name": "/models/judge"},
+    }
+    [deployment] = services.serve_config["applications"][-1]["deployments"]
+    assert deployment["ray_actor_options"] == {"num_cpus": 0.5, "num_gpus": 2}
+
+    too_few = made(3, *old, f"{R}.name=vllm", "trainer.n_gpus_per_node=2", engine_python="/opt/python").missing
+    assert too_few == [
+        "reward.reward_model: expected 2 GPUs beside the run's 2, got 3 on this machine; lower "
+        "trainer.n_gpus_per_node, or serve the model elsewhere and give its address as "
+        "custom_reward_function.reward_kwargs.reward_router_address"
+    ]
+
+
+def test_a_classifier_as_the_reward_model_is_missing_here(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForSequenceClassification"]}')
+
+    [missing] = made(0, *JUDGED, f"{RM}.model_path={tmp_path}").missing
+
+    assert missing == (
+        f"reward.reward_model.model_path: expected a generative model, got a classifier at {tmp_path}; load it in the "
+        "function of custom_reward_function.path, and leave enable out"
+    )

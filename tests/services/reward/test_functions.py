@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from trackway.reward.functions import FunctionScorer, RewardFunction, reward_of, scorer
+from trackway.reward.reward_model import RewardModelSettings
 from trackway.reward.scorers import ScorerRegistry, scorers_of
 from trackway.reward.service import RewardService
 from trackway.reward.settings import RewardSettings
@@ -203,3 +204,21 @@ def test_the_decorator_leaves_the_function_as_it_is() -> None:
 
     assert scorer(plain) is plain
     assert scorer("me/sums")(plain) is plain
+
+
+@pytest.mark.anyio
+async def test_the_address_of_the_reward_model_is_that_of_its_service_and_an_own_argument_replaces_it(
+    tmp_path: Path,
+) -> None:
+    text = """
+def compute_score(data_source, solution_str, ground_truth, extra_info, reward_router_address):
+    return {"127.0.0.1:8000/reward_model": 1.0, "here:1/v0": 2.0, "mine": 3.0}[reward_router_address]
+"""
+    settings = of_file(tmp_path, text)
+    beside = settings.model_copy(update={"reward_model": RewardModelSettings(path="none")})
+    there = {"reward_model": RewardModelSettings.model_validate({"path": "none", "base_url": "http://here:1/v0/"})}
+    own = of_file(tmp_path, text, reward_kwargs={"reward_router_address": "mine"})
+
+    scored = [await score(given) for given in (beside, settings.model_copy(update=there), own)]
+
+    assert [reward.score for reward in scored] == [1.0, 2.0, 3.0]

@@ -25,6 +25,7 @@ from trackway.deploy.deployment.serve_api import ServeApi, ray_token
 from trackway.deploy.local import preflight
 from trackway.deploy.local.access import check_access, host_of
 from trackway.deploy.local.settings import UpSettings
+from trackway.reward.reward_model import REWARD_MODEL
 from trackway.system.user_error import UserError
 from trackway.tracing import TracingSettings
 from trackway.trainer.config import RunConfig
@@ -34,7 +35,7 @@ from trackway.trainer.data.own_code import SERVICES, loaded_code, not_loaded
 from trackway.trainer.loop.forecast import Forecast, forecast
 from trackway.trainer.run_state.checkpoint import named_checkpoint
 from trackway.trainer.service_urls import ServiceUrls
-from trackway.trainer.supervisor.manager import runnable
+from trackway.trainer.supervisor.manager import check_adapter, runnable
 from trackway.trainer.traces.preflight import unusable, without_entity
 from trackway.trainer.tracking import missing_for_loggers
 from trackway.wire.errors import TrackwayError
@@ -90,6 +91,10 @@ class RunCheck:
             runnable(config)
         except TrackwayError as error:
             findings.wrong.append(error.message)
+        try:
+            check_adapter(config)
+        except TrackwayError as error:
+            findings.missing_here.append(error.message)
         if not self._subject.elsewhere:
             try:
                 named_checkpoint(config)
@@ -115,6 +120,8 @@ class RunCheck:
             self._takes_weights(deployment)
         if deployment is not None and config.placement.nodes > 1:
             self._nodes(deployment)
+        if deployment is not None and config.reward.reward_model.enable:
+            self._asks_a_reward_model(deployment)
         if self._subject.services is not None:
             self._start(self._subject.services)
         elif deployment is None:
@@ -136,6 +143,20 @@ class RunCheck:
             self.findings.missing_here.append(
                 f"trackway.weights_transport={want}: expected a rollout service with weights_transport: {want}, got "
                 f"{got}; start the services with engine: vllm and that setting, or leave the key out"
+            )
+
+    def _asks_a_reward_model(self, deployment: Deployment) -> None:
+        """Running services must have been started with the run's reward model."""
+        key = "reward.reward_model.enable"
+        if deployment.attached:
+            self.findings.not_checked.append(f"{key}: whether the reward service asks the run's reward model")
+            return
+        want = self._subject.config.reward.reward_model.model_path
+        got = serve_config.args_of(deployment.serve_config, REWARD_MODEL).get("model_name")
+        if got != want:
+            self.findings.missing_here.append(
+                f"{key}: expected running services with the reward model {want}, got {got or 'none'}; stop them with "
+                "`trackway down`, so that the run starts its own"
             )
 
     def _nodes(self, deployment: Deployment) -> None:
@@ -247,6 +268,11 @@ def check_parts(subject: Subject, report: Report = lambda name, state: None) -> 
     check.values()
     if subject.services is not None:
         check.findings.missing_here += subject.services.missing
+        if config.reward.reward_model.enable:
+            check.findings.missing_here.append(
+                "reward.reward_model.enable: expected running services with the reward model, got none, and a trial "
+                "starts no second model; start them with `trackway up` in the project"
+            )
     served = check.served()
     here = RowsHere(config, check.findings, report, MEASURED_ROWS)
     here.read()

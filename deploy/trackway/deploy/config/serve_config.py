@@ -135,6 +135,22 @@ def with_options(
     return changed
 
 
+def with_another(
+    config: dict[str, Any], service: str, name: str, args: Options, deployment: Options | None = None
+) -> dict[str, Any]:
+    """The config with one more application of the kind of `service`: its image, and these settings in place of its own.
+
+    It has one replica, and is served below its name.
+    """
+    changed = copy.deepcopy(config)
+    [like] = [application for application in changed["applications"] if application["name"] == service]
+    [target] = copy.deepcopy(like["deployments"])
+    target.pop("autoscaling_config", None)
+    another = {**copy.deepcopy(like), "name": name, "route_prefix": f"/{name}", "args": {}, "deployments": [target]}
+    changed["applications"].append(another)
+    return with_options(changed, name, args, {"num_replicas": 1, **(deployment or {})})
+
+
 def args_of(config: dict[str, Any], service: str) -> dict[str, Any]:
     """The settings of one service; empty when the config does not have it."""
     return next(

@@ -6,6 +6,7 @@ trackway.modules, code_path                       ->  what the agent, tools and 
 agent.agent_loop_config_path, multi_turn.format   ->  the agent service's loops and parser
 data.apply_chat_template_kwargs                   ->  the agent service's chat template
 custom_reward_function                            ->  the reward service's scorer
+reward.reward_model                               ->  a service of its own, which that scorer asks
 
 A request that this machine cannot meet is recorded: as a decision with its reason, or as missing if the run would
 differ.
@@ -22,8 +23,10 @@ from pydantic import JsonValue
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.engine_python import SERVERS, engine_python, runs_already
 from trackway.deploy.config.serve_config import Replicas
+from trackway.reward.reward_model import REWARD_MODEL
 from trackway.trainer.config import RunConfig, given_to_deployment
 from trackway.trainer.config.compose import leaves
+from trackway.trainer.config.models import RewardModelConfig
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _GPUS = "trainer.n_gpus_per_node"
@@ -43,6 +46,9 @@ _OF_SERVERS = (
     "free_cache_engine",
     "multi_stage_wake_up",
 )
+_REWARD_MODEL = "reward.reward_model"
+_OF_THE_MACHINE = ("engine_python", "engine_start_s", "device")
+"""Settings of a rollout service that are those of the machine, for any model."""
 _SERVER_SEQS = 256
 """Default number of concurrent requests of one server. The embedded engine reserves memory for each request."""
 _ENGINE_LEN = 4096
@@ -133,7 +139,8 @@ def services_for(config: RunConfig, gpus: int, base: dict[str, Any]) -> RunServi
 
     `missing` lists requirements that the machine lacks and that no smaller deployment can meet.
     """
-    services = RunServices(config, base, _engine(config, gpus, base))
+    rollout_args = serve_config.args_of(base, "rollout")
+    services = RunServices(config, base, _engine(config.actor_rollout_ref.rollout.name, gpus, rollout_args))
     if too_many := too_many_nodes(config):
         services.missing.append(too_many)
     if gpus and services.engine != "sim":
@@ -145,6 +152,8 @@ def services_for(config: RunConfig, gpus: int, base: dict[str, Any]) -> RunServi
     _set_agent(config, services)
     _set_modules(config, services)
     _set_reward_function(config, services)
+    if config.reward.reward_model.enable:
+        _set_reward_model(config.reward.reward_model, gpus, base, services)
     services.config = _without(config, free_cache=services.engine not in SERVERS, gpus=not gpus)
     return services
 
@@ -155,9 +164,9 @@ def _without(config: RunConfig, *, free_cache: bool, gpus: bool) -> RunConfig:
     return config.with_values({key: None for key, left_out in unusable.items() if left_out})
 
 
-def _engine(config: RunConfig, gpus: int, base: dict[str, Any]) -> str:
-    args = serve_config.args_of(base, "rollout")
-    asked = config.actor_rollout_ref.rollout.name or args.get("engine", "torch")
+def _engine(name: str | None, gpus: int, args: dict[str, Any]) -> str:
+    """The engine of this name, or of these settings, that can run here."""
+    asked = name or args.get("engine", "torch")
     if asked == "hf":
         return "torch"
     there = runs_already(args) or (asked == "vllm" and engine_python(args) is not None)  # vLLM has builds for the CPU
@@ -320,3 +329,44 @@ def _set_reward_function(config: RunConfig, services: RunServices) -> None:
         return
     args = {"custom_reward_function": function.model_dump(mode="json")}
     services.serve_config = serve_config.with_options(services.serve_config, "reward", args)
+
+
+def _set_reward_model(model: RewardModelConfig, gpus: int, base: dict[str, Any], services: RunServices) -> None:
+    """Add the service of the reward model: a rollout service without a weight store, whose weights stay as they are."""
+    if "ForSequenceClassification" in _architecture(model.model_path):
+        services.missing.append(
+            f"{_REWARD_MODEL}.model_path: expected a generative model, got a classifier at {model.model_path}; load it "
+            "in the function of custom_reward_function.path, and leave enable out"
+        )
+    there = {key: value for key, value in serve_config.args_of(base, "rollout").items() if key in _OF_THE_MACHINE}
+    engine = _engine(model.rollout.name, gpus, there)
+    if model.rollout.name in SERVERS and engine == "torch":
+        services.decide(f"{_REWARD_MODEL}.rollout.name", model.rollout.name, "torch, the embedded engine", NO_GPU)
+    server = engine in SERVERS
+    args: dict[str, Any] = {**there, "engine": engine, "model_path": model.model_path, "model_name": model.model_path}
+    for key, setting in _SETTINGS.items():
+        value = model.max_model_len if key == "max_model_len" else getattr(model.rollout, key)
+        if value is not None and (server or key not in _OF_SERVERS):
+            args[setting] = value
+    needed = (model.rollout.tensor_model_parallel_size or 1) if server else 1
+    taken = services.config.trainer.n_gpus_per_node or 0
+    if gpus and server:
+        args["tensor_parallel_size"] = needed
+    if gpus and taken + needed > gpus:
+        services.missing.append(
+            f"{_REWARD_MODEL}: expected {needed} GPUs beside the run's {taken}, got {gpus} on this machine; lower "
+            f"{_GPUS}, or serve the model elsewhere and give its address as "
+            "custom_reward_function.reward_kwargs.reward_router_address"
+        )
+    options: dict[str, Any] = {"max_ongoing_requests": 2 * args.get("max_num_seqs", _SERVER_SEQS)}
+    if gpus:
+        options["ray_actor_options"] = {"num_gpus": needed}
+    services.serve_config = serve_config.with_another(services.serve_config, "rollout", REWARD_MODEL, args, options)
+    asks = {REWARD_MODEL: {"path": model.model_path}}
+    services.serve_config = serve_config.with_options(services.serve_config, "reward", asks)
+
+
+def _architecture(model_path: str | None) -> str:
+    """The name of the model's class, if its folder is here."""
+    file = Path(model_path or "") / "config.json"
+    return str(json.loads(file.read_text()).get("architectures")) if file.is_file() else ""

@@ -26,6 +26,7 @@ Show = Callable[[RunInfo], None]
 
 _POLL_S = 0.5
 _MODEL = "actor_rollout_ref.model.path"
+_MODELS = (_MODEL, "actor_rollout_ref.model.lora_adapter_path", "reward.reward_model.model_path")
 _PATHS = (
     "actor_rollout_ref.rollout.multi_turn.tool_config_path",
     "actor_rollout_ref.rollout.multi_turn.function_tool_path",
@@ -38,7 +39,7 @@ _PATHS = (
     "custom_reward_function.path",
     "trackway.code_path",
 )
-"""Keys of one path each, besides the model's."""
+"""Keys of one path each, besides the models'."""
 STOP_DEADLINE_S = 180.0
 """Longest wait for a run to save its checkpoint and stop."""
 OUTAGE_DEADLINE_S = 600.0
@@ -109,7 +110,7 @@ def localised(config: RunConfig, folder: Path | None = None, from_here: frozense
     return _with_paths(
         config,
         lambda key, path: _whole_path(path, base_of(key)),
-        lambda path: _whole_model(path, base_of(_MODEL)),
+        lambda key, path: _whole_model(path, base_of(key)),
     )
 
 
@@ -118,14 +119,13 @@ def elsewhere(config: RunConfig) -> RunConfig:
     return _with_paths(config, _path_there, _model_there)
 
 
-def _with_paths(config: RunConfig, path: Callable[[str, str], str], model: Callable[[str], str]) -> RunConfig:
-    """The configuration with `path(key, value)` applied to every path and `model` to the model's path."""
+def _with_paths(config: RunConfig, path: Callable[[str, str], str], model: Callable[[str, str], str]) -> RunConfig:
+    """The configuration with `path(key, value)` applied to every path and `model(key, value)` to a model's path."""
     changed: dict[str, object] = {
         key: [path(key, file) for file in attrgetter(key)(config)] for key in ("data.train_files", "data.val_files")
     }
     changed |= {key: path(key, value) for key in _PATHS if (value := attrgetter(key)(config))}
-    if config.actor_rollout_ref.model.path:
-        changed[_MODEL] = model(config.actor_rollout_ref.model.path)
+    changed |= {key: model(key, value) for key in _MODELS if (value := attrgetter(key)(config))}
     return config.with_values(changed)
 
 
@@ -144,9 +144,9 @@ def _path_there(key: str, path: str) -> str:
     )
 
 
-def _model_there(path: str) -> str:
+def _model_there(key: str, path: str) -> str:
     here = path.startswith((".", "~")) or Path(path).is_dir()
-    return _path_there(_MODEL, path) if here else path
+    return _path_there(key, path) if here else path
 
 
 def _whole_path(path: str, folder: Path) -> str:

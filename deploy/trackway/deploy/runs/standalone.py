@@ -22,6 +22,7 @@ from trackway.deploy.deployment.running import find_running
 from trackway.deploy.local import up
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs import launch, project
+from trackway.reward.reward_model import REWARD_MODEL
 from trackway.system.user_error import UserError
 from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.config.changes import CHANGEABLE, changes_between
@@ -77,7 +78,7 @@ class StandaloneRun:
             check_interpreters(self.running)
             return self.running
         settings = self._start_settings.model_copy(update={"model_path": model_of(self.config)})
-        return up.bring_up(settings, report, self.services.serve_config)
+        return up.bring_up(settings, report, with_models(self.services.serve_config))
 
     @property
     def _start_settings(self) -> UpSettings:
@@ -161,12 +162,24 @@ def services_of_project(settings: UpSettings) -> tuple[UpSettings, dict[str, Any
         raise UserError("; ".join(services.missing))
     given = "model_path" in settings.model_fields_set
     model = {} if given else {"model_path": model_of(services.config)}
-    return settings.model_copy(update=model), services.serve_config
+    return settings.model_copy(update=model), with_models(services.serve_config)
 
 
 def model_of(config: RunConfig) -> Path:
     """The model's folder. A Hub id is downloaded here once, before the services need it."""
-    path = str(config.actor_rollout_ref.model.path)
+    return _folder_of("actor_rollout_ref.model.path", str(config.actor_rollout_ref.model.path))
+
+
+def with_models(config: dict[str, Any]) -> dict[str, Any]:
+    """The Serve config with the folder of the reward model, if there is one; a Hub id is downloaded here once."""
+    path = serve_config.args_of(config, REWARD_MODEL).get("model_path")
+    if path is None:
+        return config
+    folder = _folder_of("reward.reward_model.model_path", path)
+    return serve_config.with_options(config, REWARD_MODEL, {"model_path": str(folder)})
+
+
+def _folder_of(key: str, path: str) -> Path:
     if Path(path).is_dir():
         return Path(path)
     from trackway.trainer.learner.policy import model_folder  # imports transformers' models, which takes seconds
@@ -175,6 +188,5 @@ def model_of(config: RunConfig) -> Path:
         return model_folder(path)
     except Exception as error:  # the Hub's client raises many types, including httpx's
         raise UserError(
-            f"actor_rollout_ref.model.path: expected a model's folder or an id on the Hugging Face Hub, got {path}: "
-            f"{error}"
+            f"{key}: expected a model's folder or an id on the Hugging Face Hub, got {path}: {error}"
         ) from error

@@ -337,7 +337,7 @@ def _known_names() -> tuple[str, ...]:
 
 def unknown_key(key: str, known: Iterable[str]) -> TrackwayError:
     """The error for an unknown key, with the nearest known keys by last part or by whole name."""
-    names = list(known)
+    names = [name for name in known if name not in MOVED]
     close = difflib.get_close_matches(key, names, n=3, cutoff=0.6)
     last = {name.rpartition(".")[2] for name in names}
     alike = difflib.get_close_matches(key.rpartition(".")[2], last, n=1, cutoff=0.8)

@@ -129,11 +129,54 @@ class RewardManagerConfig(Section):
     name other than `dapo`, which alone has it in verl."""
 
 
+class RewardModelEngineConfig(Section):
+    """The engine of the reward model, for the deployment; null leaves the choice to it."""
+
+    name: Literal["vllm", "sglang", "hf", "torch"] | None = None
+    """A vLLM or SGLang server, or the embedded torch engine (also `hf`)."""
+    tensor_model_parallel_size: int | None = Field(default=None, ge=1)
+    """GPUs per replica, which are not those of the rollout engines; null is one. There is one replica."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Share of a GPU's memory for the engine's weights and KV cache."""
+    enforce_eager: bool | None = None
+    """Run the engine without CUDA graphs."""
+    enable_prefix_caching: bool | None = None
+    """Reuse the KV cache of common prompt prefixes."""
+    dtype: Literal["float32", "bfloat16", "auto"] | None = None
+    """Data type of the engine."""
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    """Most concurrent requests."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Most tokens of question and answer together; null is `prompt_length` + `response_length` if both are given."""
+    prompt_length: int | None = Field(default=None, ge=1)
+    """Most tokens of a question."""
+    response_length: int | None = Field(default=None, ge=1)
+    """Most tokens of an answer."""
+
+
+class RewardModelConfig(Section):
+    """A generative model that `custom_reward_function` asks; the services of a run serve it beside the policy."""
+
+    enable: bool = False
+    """Serve `model_path` as the service `reward_model`. The function gets its address, to which it adds
+    `/v1/chat/completions`, as `reward_router_address`, and its tokenizer as `reward_model_tokenizer`."""
+    model_path: str | None = None
+    """Folder or Hub id of the model, and its name in requests."""
+    rollout: RewardModelEngineConfig = Field(default_factory=RewardModelEngineConfig)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Most tokens of question and answer together."""
+        asked, answered = self.rollout.prompt_length, self.rollout.response_length
+        return self.rollout.max_model_len or (asked + answered if asked and answered else None)
+
+
 class RewardConfig(Section):
     """What the trainer makes of scores."""
 
     reward_manager: RewardManagerConfig = Field(default_factory=RewardManagerConfig)
     reward_kwargs: RewardKwargsConfig = Field(default_factory=RewardKwargsConfig)
+    reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig)
 
 
 class GlobalProfilerConfig(Section):
@@ -402,6 +445,21 @@ class RunConfig(Section):
             raise ValueError(
                 "reward.reward_manager.name: expected dapo with reward.reward_kwargs.overlong_buffer_cfg.enable=true, "
                 f"got {manager}, which ignores the buffer in verl; set reward.reward_manager.name=dapo, or enable=false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_function_asks_the_reward_model(self) -> Self:
+        model = self.reward.reward_model
+        if not model.enable:
+            return self
+        if not model.model_path:
+            raise ValueError("reward.reward_model.model_path: expected a model with enable=true, got none; name it")
+        if self.custom_reward_function.path is None:
+            raise ValueError(
+                "reward.reward_model.enable: expected custom_reward_function.path, a function that asks the model at "
+                "reward_router_address, got none; verl scores by a classifier then, which is not served here: load "
+                "it in a function of your own"
             )
         return self
 

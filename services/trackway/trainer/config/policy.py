@@ -1,5 +1,7 @@
 """The section `actor_rollout_ref.*`: the model, its optimisation, how it is sampled, and the reference policy."""
 
+import json
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
@@ -76,14 +78,28 @@ class ModelConfig(LoraConfig):
     The result does not change."""
     lora_adapter_path: str | None = None
     """Folder or Hugging Face id of an adapter as PEFT writes it, from which training starts; null starts a new one.
-    Needs `lora_rank`, `lora_alpha` and `target_modules` as the adapter has them."""
+    With `lora_rank=0`, its rank, alpha and layers are those in the folder; for one that is not on this machine, give
+    `lora_rank`, `lora_alpha` and `target_modules` as the adapter has them."""
     lora: LoraSyncConfig = Field(default_factory=LoraSyncConfig)
 
-    @model_validator(mode="after")
-    def _an_adapter_has_its_rank(self) -> Self:
-        if self.lora_adapter_path is not None and not self.lora_rank:
-            raise ValueError("lora_rank: expected the rank of lora_adapter_path, got 0; set it")
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _an_adapter_brings_its_shape(cls, given: dict[str, object]) -> dict[str, object]:
+        path = given.get("lora_adapter_path")
+        file = Path(str(path)).expanduser() / "adapter_config.json"
+        if path is None or given.get("lora_rank") or not file.is_file():
+            return given
+        try:
+            adapter = json.loads(file.read_bytes())
+            shape = {"lora_rank": adapter["r"], "lora_alpha": adapter["lora_alpha"]}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"lora_adapter_path: expected PEFT's settings in {file}, got {error!r}") from error
+        return {**given, **shape, "target_modules": adapter.get("target_modules"), "exclude_modules": None}
+
+    @property
+    def lacks_rank(self) -> bool:
+        """Whether training starts from an adapter of unknown rank."""
+        return self.lora_adapter_path is not None and not self.lora_rank
 
 
 class OptimConfig(Section):
@@ -444,8 +460,8 @@ class RolloutConfig(Section):
 
     n: int = Field(default=1, ge=1, le=1024)
     """Rollouts per prompt: the size of the group for relative advantages."""
-    mode: Literal["async"] = "async"
-    """Always asynchronous, since rollouts are requests to a service."""
+    mode: Literal["async", "sync"] = "async"
+    """Either of verl's: rollouts are requests to a service, and those of a batch run concurrently."""
     temperature: float = Field(default=1.0, gt=0)
     """Divisor of the logits, in sampling and in the learner's log-probabilities."""
     top_p: float = Field(default=1.0, gt=0, le=1)

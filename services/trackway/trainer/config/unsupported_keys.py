@@ -200,7 +200,7 @@ NO_EFFECT: dict[str, str] = {
     "data.custom_cls.name": "only with data.custom_cls.path",
     "reward.num_workers": _REWARD,
     "reward.reward_manager.module.name": "only with reward.reward_manager.module.path",
-    "reward.reward_model.*": "only with reward.reward_model.enable",
+    "reward.reward_model.*": "the reward model has GPUs and a service of its own",
     "reward.sandbox_fusion.*": "only with reward.sandbox_fusion.url",
     "reward_model.*": _REWARD,
     "sandbox_fusion.*": "only with sandbox_fusion.url",
@@ -225,7 +225,9 @@ class Only(NamedTuple):
         return " or ".join(map(str, self.values)) or "null"
 
 
-_NO_REWARD_MODEL = "serve the model anywhere and name its URL in `judges` of the reward service"
+_OWN_REWARD_SERVER = (
+    "serve the model yourself and give its address as custom_reward_function.reward_kwargs.reward_router_address"
+)
 _NO_MEGATRON = "the learner is PyTorch's; take the keys of verl's FSDP recipe"
 _OWN_SANDBOX = "run code in a scorer of your own: give custom_reward_function.path"
 _NO_QAT = "quantised training is not implemented; leave it out"
@@ -308,14 +310,17 @@ ONLY: dict[str, Only] = {
     "reward.reward_manager.source": Only(("register",), "give custom_reward_function.path"),
     "reward.reward_manager.module.path": Only((), "give custom_reward_function.path"),
     "reward.reward_kwargs.*": Only((), "give arguments of a scorer as custom_reward_function.reward_kwargs"),
-    "reward.reward_model.enable": Only((False,), _NO_REWARD_MODEL),
+    **{
+        f"reward.reward_model.rollout.{name}": Only((), _OWN_REWARD_SERVER)
+        for name in ("engine_kwargs.*", "quantization")
+    },
     "reward.sandbox_fusion.url": Only((), _OWN_SANDBOX),
     **{
         f"reward.{name}": Only((), "a judge of the reward service has judges.max_in_flight instead; leave it out")
         for name in ("max_concurrent", "max_rpm", "max_tpm", "estimated_tokens_per_request", "timeout")
     },
+    "reward_model.rollout.engine_kwargs.*": Only((), _OWN_REWARD_SERVER),
     "reward_model.reward_kwargs.*": Only((), "give arguments of a scorer as custom_reward_function.reward_kwargs"),
-    "reward_model.enable": Only((False,), _NO_REWARD_MODEL),
     "reward_model.reward_loop_source": Only(("register",), "give custom_reward_function.path"),
     "reward_model.reward_loop_module_path": Only((), "give custom_reward_function.path"),
     "reward_model.sandbox_fusion.url": Only((), _OWN_SANDBOX),
@@ -352,6 +357,15 @@ MOVED: dict[str, str] = (
             for name in ("tau_pos", "tau_neg")  # as verl's SAPO example writes them
         },
         "reward_model.reward_manager": "reward.reward_manager.name",
+        "reward_model.enable": "reward.reward_model.enable",
+        "reward_model.model.path": "reward.reward_model.model_path",
+        **{
+            f"reward_model.rollout.{name}": f"reward.reward_model.rollout.{name}"
+            for name in (
+                *("name", "tensor_model_parallel_size", "gpu_memory_utilization", "enforce_eager", "dtype"),
+                *("enable_prefix_caching", "max_model_len", "max_num_seqs", "prompt_length", "response_length"),
+            )
+        },
         "reward_model.reward_kwargs.max_resp_len": "reward.reward_kwargs.max_resp_len",
         "actor_rollout_ref.actor.optim.warmup_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
         "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
@@ -381,7 +395,7 @@ DEPLOYMENT: tuple[str, ...] = (
     ),
     "data.apply_chat_template_kwargs",
     "trainer.n_gpus_per_node",
-    *("custom_reward_function.path", "trackway.modules", "trackway.code_path"),
+    *("custom_reward_function.path", "reward.reward_model.model_path", "trackway.modules", "trackway.code_path"),
 )
 """Keys for the deployment of the services; services that already run are not affected. Null leaves a key unset."""
 

@@ -71,6 +71,7 @@ class RunManager:
         that a service cannot send to. StorageError, and no run is started, when its folder cannot be written.
         """
         config = runnable(resolve(request.config))
+        check_adapter(config)
         named_checkpoint(config)
         await self._check_tracking(config)
         code = await self._loaded_code(config)
@@ -257,6 +258,17 @@ class RunManager:
             self.registry.require_settled(busy[0])
             message = f"run {busy[0].run!r} is {self.registry.standing(busy[0])} and one run is active at a time; "
             raise TrackwayError(ErrorCode.CONFLICT, message + "stop it, or wait until it ends", run=busy[0].run)
+
+
+def check_adapter(config: RunConfig) -> None:
+    """Raise TrackwayError(INVALID_REQUEST) when training starts from an adapter whose rank is not known."""
+    if config.actor_rollout_ref.model.lacks_rank:
+        raise TrackwayError(
+            ErrorCode.INVALID_REQUEST,
+            "actor_rollout_ref.model.lora_adapter_path: expected a folder with adapter_config.json on this machine, "
+            f"got {config.actor_rollout_ref.model.lora_adapter_path}; correct the path, or set model.lora_rank, "
+            "lora_alpha and target_modules as the adapter has them",
+        )
 
 
 def runnable(config: RunConfig) -> RunConfig:

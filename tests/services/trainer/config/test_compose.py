@@ -1,3 +1,4 @@
+import json
 import re
 import shlex
 from pathlib import Path
@@ -176,7 +177,10 @@ def test_the_ranks_that_share_weights_divide_the_ranks():
     ("argument", "message"),
     [
         ("data.train_batch_size=many", "data.train_batch_size: Input should be a valid integer"),
-        ("actor_rollout_ref.rollout.mode=sync", "actor_rollout_ref.rollout.mode: Input should be 'async', got 'sync'"),
+        (
+            "actor_rollout_ref.rollout.mode=x",
+            "actor_rollout_ref.rollout.mode: Input should be 'async' or 'sync', got 'x'",
+        ),
         ("data.train_batch_size=8", "ppo_mini_batch_size: expected at most data.train_batch_size"),
         ("data.seed", "expected key=value in Hydra's grammar, got 'data.seed'"),
         ("data.seed=${nowhere}", "the configuration does not compose"),
@@ -332,9 +336,20 @@ def test_a_wandb_run_that_weave_would_drop_is_refused(run_id: str):
             "critic.fsdp.seed: expected the value of actor_rollout_ref.actor.fsdp_config.seed, which is 42, got 7",
         ),
         ("critic.optim.optimizer=SGD", "critic.optim.optimizer: expected AdamW, got SGD; other optimizers are not"),
-        ("reward_model.enable=True", "reward_model.enable: expected False, got True; serve the model anywhere"),
+        ("reward_model.enable=True", "reward.reward_model.model_path: expected a model with enable=true, got none"),
+        (
+            "reward.reward_model={enable:true,model_path:m}",
+            "reward.reward_model.enable: expected custom_reward_function.path, a function that asks the model",
+        ),
+        (
+            "+reward.reward_model.rollout.quantization=fp8",
+            "reward.reward_model.rollout.quantization: expected null, got fp8; serve the model yourself",
+        ),
+        (
+            "+reward_model.rollout.engine_kwargs.vllm.swap_space=8",
+            "reward_model.rollout.engine_kwargs.vllm.swap_space: expected null, got 8; serve the model yourself",
+        ),
         ("+actor_rollout_ref.model.lora.rank=32", "lora.rank: expected 0, got 32; set"),
-        ("+actor_rollout_ref.model.lora_adapter_path=a", "lora_rank: expected the rank of lora_adapter_path, got 0"),
         ("+actor_rollout_ref.model.override_config.tie=true", "override_config.tie: expected null, got True; change"),
         ("+reward.reward_kwargs.alpha=1", "reward.reward_kwargs.alpha: expected null, got 1; give arguments"),
         ("trainer.default_local_dir=s3://b/c", "trainer.default_local_dir: expected a folder, got the URL s3://b/c"),
@@ -412,6 +427,24 @@ def test_a_value_model_that_gae_cannot_train_is_refused(lines: list[str], messag
         compose(["algorithm.adv_estimator=gae", *lines])
 
 
+def test_an_adapter_brings_its_rank_alpha_and_layers_unless_a_rank_is_given(tmp_path: Path):
+    adapter = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "peft_type": "LORA"}
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(adapter))
+    path = f"+actor_rollout_ref.model.lora_adapter_path={tmp_path}"
+
+    model = compose([path]).actor_rollout_ref.model
+    given = compose([path, "actor_rollout_ref.model.lora_rank=2"]).actor_rollout_ref.model
+    elsewhere = compose([f"{path}/gone"]).actor_rollout_ref.model
+
+    assert (model.lora_rank, model.lora_alpha, model.target_modules, model.lacks_rank) == (4, 8, ["q_proj"], False)
+    assert (given.lora_rank, given.lora_alpha, given.target_modules) == (2, 16, "all-linear")
+    assert elsewhere.lacks_rank
+    file.write_text("{}")
+    with pytest.raises(TrackwayError, match=r"lora_adapter_path: expected PEFT's settings in .*, got KeyError"):
+        compose([path])
+
+
 def test_the_value_that_is_trained_anyway_is_accepted_and_null_too():
     lines = ["critic.model.lora_rank=0", "reward_model.enable=null", "reward_model.reward_manager=dapo"]
     lines += ["++actor_rollout_ref.model.override_config.attn_implementation=sdpa"]
@@ -419,6 +452,7 @@ def test_the_value_that_is_trained_anyway_is_accepted_and_null_too():
     told = no_effect(compose(lines).trackway.ignored_keys)
 
     assert [key for key, _ in told] == [
+        "reward_model.enable",
         "reward_model.reward_manager",
         "actor_rollout_ref.model.override_config.attn_implementation",
     ]

@@ -14,6 +14,7 @@ from trackway.trainer.learner.algorithm import AGGREGATIONS
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import EmptyBatchError, Learner
 from trackway.wire.trajectory import StopReason, Trajectory
+from trackway.wire.weights import Canary
 
 pytestmark = pytest.mark.slow
 
@@ -281,6 +282,16 @@ def test_an_observer_gets_the_trajectories_of_each_optimizer_step_and_changes_no
         sum(reported["actor/grad_norm"] for _, reported in observations) / 6
     )
     assert observed.canary() == alone.canary()
+
+
+def test_mini_batches_are_drawn_by_their_own_seed_if_there_is_one(tiny_model: Path, rollout: Rollout):
+    def after(**seeds: int) -> Canary:
+        learner = Learner(learner_config(tiny_model, lr=1e-2, shuffle=True, mini_batch_size=2, **seeds))
+        learner.update(ragged(rollout))
+        return learner.canary()
+
+    assert after(seed=1, data_loader_seed=6) == after(seed=2, data_loader_seed=6) == after(seed=6)
+    assert after(seed=1, data_loader_seed=7) != after(seed=6)
 
 
 def test_warm_up_climbs_in_equal_steps_from_the_first_update(tiny_model: Path, rollout: Rollout):

@@ -17,6 +17,11 @@ def test_the_rate_climbs_in_equal_steps_and_then_stays() -> None:
     assert rates(6, lr_warmup_steps=4) == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]
 
 
+def test_a_warm_up_by_ratio_is_that_part_of_all_steps_unless_steps_are_given() -> None:
+    assert rates(6, lr_warmup_steps_ratio=0.5, total_steps=9) == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]
+    assert rates(3, lr_warmup_steps_ratio=0.5, lr_warmup_steps=2, total_steps=9) == [4.0, 8.0, 8.0]
+
+
 def test_without_a_warm_up_the_first_update_has_the_full_rate() -> None:
     assert rates(2) == [8.0, 8.0]
 

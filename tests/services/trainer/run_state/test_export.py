@@ -91,7 +91,9 @@ def test_a_checkpoint_of_an_adapter_is_loaded_beside_its_base_model_by_peft_and_
     assert logprobs(loaded(tmp_path / "adapter")) == pytest.approx(expected, abs=1e-5)
     assert logprobs(loaded(tmp_path / "whole")) == pytest.approx(expected, abs=1e-5)
     started = Learner(learner_config(tiny_model, **LORA, lora_adapter_path=str(tmp_path / "adapter")))
-    assert started.policy.sequence_logprobs(IDS) == expected
+    by_folder = Learner(learner_config(tiny_model, lora_adapter_path=str(tmp_path / "adapter")))
+    assert started.policy.sequence_logprobs(IDS) == by_folder.policy.sequence_logprobs(IDS) == expected
+    assert by_folder.config.lora is not None and by_folder.config.lora[:2] == (LORA["lora_rank"], LORA["lora_alpha"])
     assert started.policy.base_logprobs(IDS) == pytest.approx(logprobs(loaded(tiny_model)), abs=1e-5)
 
 
