@@ -77,6 +77,11 @@ class SubmittedGroup(BaseModel):
     """The step that was next at its submission: the tag `step` of its trajectories."""
     traced: bool = False
 
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Where its prompt is in the order of the data."""
+        return self.position.epoch, self.position.batch, self.place
+
 
 class NextPrompt(BaseModel):
     """The prompt that is submitted next."""
@@ -116,7 +121,7 @@ class SchedulerState(BaseModel):
     retries: int = 0
     """Rollouts that were requested again after a broken stream."""
     left_out: list[SubmittedGroup] = Field(default_factory=list[SubmittedGroup])
-    """Groups that the filter left out since the last update."""
+    """Groups that the filter left out since the last update, and those of later prompts than it trained."""
     drawn: list[str] = Field(default_factory=list[str])
     """Sessions that cannot be drawn again, where a run trains on sessions."""
 
@@ -278,7 +283,7 @@ class GroupScheduler:
         """How many of the oldest `count` prompts since the last update were left out; later steps take the others."""
         prompts = [(group, True) for group in self.state.left_out]
         prompts += [(outstanding.group, False) for outstanding in self._outstanding]
-        prompts.sort(key=lambda prompt: (prompt[0].position.epoch, prompt[0].position.batch, prompt[0].place))
+        prompts.sort(key=lambda prompt: prompt[0].order)
         return sum(is_left_out for _, is_left_out in prompts[:count])
 
     def _too_few(self, size: int, limit: str, remedy: str) -> TrackwayError:
@@ -304,11 +309,14 @@ class GroupScheduler:
     def _end_filtered_step(self) -> None:
         surplus = [] if self.pacing.runs_ahead else self._outstanding
         self._drop(surplus)
-        left_out, self.state.left_out = len(self.state.left_out), []
+        newest = max(outstanding.group.order for outstanding in self._taken)
+        of_later_steps = [group for group in self.state.left_out if self.pacing.runs_ahead and group.order > newest]
+        evicted = len(self.state.left_out) - len(of_later_steps)
+        self.state.left_out = of_later_steps
         self._filtered = {
-            "training/filter_groups/evicted_samples": float(left_out),
+            "training/filter_groups/evicted_samples": float(evicted),
             "training/filter_groups/discarded_surplus_samples": float(len(surplus)),
-            "training/filter_groups/generated_samples": float(len(self._taken) + left_out + len(surplus)),
+            "training/filter_groups/generated_samples": float(len(self._taken) + evicted + len(surplus)),
         }
 
     def take_dropped(self) -> FilteredBatch:

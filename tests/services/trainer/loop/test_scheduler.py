@@ -525,6 +525,22 @@ async def test_a_step_ahead_of_whose_own_prompts_too_few_differ_fails(begin):
         await run.take()
 
 
+async def test_what_was_left_out_ahead_counts_in_the_step_of_its_prompts(begin):
+    run = begin(group_filter=difference(max_prompts=6), depth=1, bound=1)
+    run.submit()
+    await run.generation.end(*((1, index) for index in (1, 5, 6)), scores=SAME)
+    await run.generation.end(*((1, index) for index in (0, 2, 3, 4)))
+    run.used(await run.take())
+    evicted = run.scheduler.metrics()["training/filter_groups/evicted_samples"]
+    run.submit()
+    assert await run.is_waiting()
+    await run.generation.end((1, 7), scores=SAME)
+
+    assert (run.trained, evicted) == ([[(1, 0), (1, 2), (1, 3), (1, 4)]], 1)
+    with pytest.raises(TrackwayError, match=r"3 were left out, and 6 prompts may be taken"):
+        await run.take()
+
+
 async def test_a_step_that_took_every_row_fails_instead_of_waiting(begin):
     run = begin(rows=8, group_filter=difference())
     run.submit()
