@@ -83,7 +83,9 @@ ESTIMATORS: Settings = {
         name: [f"{ESTIMATOR}={name}"]
         for name in (
             "grpo",
+            "grpo_vectorized",
             "rloo",
+            "rloo_vectorized",
             "reinforce_plus_plus",
             "reinforce_plus_plus_baseline",
             "remax",
@@ -104,6 +106,7 @@ _LOSSES: Settings = {
     "dro": _loss("dro", "actor_rollout_ref.actor.policy_loss.dro_beta=0.1"),
     "dppo_tv": _loss("dppo_tv", *_clipped(0.15, 0.15)),
     "dppo_kl": _loss("dppo_kl", *_clipped(0.05, 0.05)),
+    "bypass_pg_is": [f"{CORRECTION}=bypass_pg_is"],  # loss_mode bypass_mode, loss_type reinforce
     **{name: _loss(name) for name in ("sapo", "cispo", "gpg", "clip_cov", "kl_cov", "geo_mean")},
 }
 # Four updates from each batch: in the first one r is 1, where most of these losses have the same gradient.

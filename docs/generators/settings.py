@@ -19,6 +19,7 @@ from generators.markdown import breakable, code, page, table
 from trackway.agent.settings import AgentSettings
 from trackway.deploy.local.settings import UpSettings
 from trackway.reward.judge import JudgeSettings
+from trackway.reward.reward_model import RewardModelSettings
 from trackway.reward.settings import RewardSettings
 from trackway.reward.weighted import WeightedScorers
 from trackway.rollout.settings import RolloutSettings
@@ -77,6 +78,8 @@ def settings_page() -> str:
         table(("Key", "Default", "Meaning"), _cells(settings_of(JudgeSettings))),
         "Keys of the entries of its `weighted_scorers`:",
         table(("Key", "Default", "Meaning"), _cells(settings_of(WeightedScorers))),
+        "Keys of its `reward_model`:",
+        table(("Key", "Default", "Meaning"), _cells(settings_of(RewardModelSettings))),
     )
 
 

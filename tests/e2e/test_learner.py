@@ -10,25 +10,46 @@ from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs import launch
 from trackway.system.user_error import UserError
 from trackway.trainer.learner.weights.sharded_files import read_whole
-from trackway.wire.trainer import RunState
+from trackway.wire.trainer import RunInfo, RunState
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
-def test_the_engine_samples_from_the_adapter_that_two_ranks_train(deployment: Deployment, started) -> None:
+@pytest.fixture(scope="module")
+def adapter(deployment: Deployment, started) -> RunInfo:
+    """A run that trains an adapter on two ranks, on groups that differ, less the score of a greedy rollout of each."""
     words = ("trackway.learner_ranks=2", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.actor.optim.lr=0.01")
-    info = launch.follow(deployment, started("adapter", 3, *words).run, quiet)
+    filtered = ("algorithm.adv_estimator=remax", "algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=2")
+    traced = ("trackway.trace_prompts_per_step=2",)
+    return launch.follow(deployment, started("adapter", 3, *words, *filtered, *traced).run, quiet)
 
-    rows = [json.loads(line) for line in (Path(info.folder) / "metrics.jsonl").read_text().splitlines()]
-    drifts = [row["data"]["training/rollout_logprob_diff_max"] for row in rows if row["step"]]
-    versions = sorted({span.version for trajectory in trajectories_of(info) for span in trajectory.weight_versions})
-    names = set(read_whole(next(Path(info.folder).rglob("global_step_3/actor")) / "model"))
 
-    assert (info.state, info.restarts) == (RunState.FINISHED, 0)
-    assert [trajectory.error for trajectory in trajectories_of(info) if trajectory.error] == []
+def metrics_of(info: RunInfo) -> list[dict[str, float]]:
+    """The metrics of each step."""
+    rows = map(json.loads, (Path(info.folder) / "metrics.jsonl").read_text().splitlines())
+    return [row["data"] for row in rows if row["step"]]
+
+
+def test_the_engine_samples_from_the_adapter_that_two_ranks_train(adapter: RunInfo) -> None:
+    drifts = [row["training/rollout_logprob_diff_max"] for row in metrics_of(adapter)]
+    versions = sorted({span.version for trajectory in trajectories_of(adapter) for span in trajectory.weight_versions})
+    names = set(read_whole(next(Path(adapter.folder).rglob("global_step_3/actor")) / "model"))
+
+    assert (adapter.state, adapter.restarts) == (RunState.FINISHED, 0)
+    assert [trajectory.error for trajectory in trajectories_of(adapter) if trajectory.error] == []
     assert len(drifts) == 3 and max(drifts) < 1e-4
     assert versions == list(range(versions[0], versions[0] + 4))  # the last one answers the validation
     assert names and all(".lora_" in name for name in names)
+
+
+def test_what_a_filter_left_out_is_in_the_metrics(adapter: RunInfo) -> None:
+    rows = metrics_of(adapter)
+    evicted = int(sum(row["training/filter_groups/evicted_samples"] for row in rows))
+    rollouts = {"used": 3 * 4 * 2, "dropped_filtered": 2 * evicted, "baseline": 3 * 4 + evicted}
+
+    assert evicted > 0
+    assert {name: rows[-1][f"rollouts/{name}"] for name in rollouts} == rollouts
+    assert rows[-1]["rollouts/submitted"] == sum(rollouts.values())
 
 
 def test_a_run_without_the_nodes_of_its_learner_fails_with_what_they_offer(deployment: Deployment, started) -> None:

@@ -16,7 +16,7 @@ from typing import SupportsFloat, TypeVar, cast, overload
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from trackway.reward.reward_model import RewardModel
+from trackway.reward.reward_model import RewardModelAccess
 from trackway.serving.own_code import Declared, module_of_file
 from trackway.serving.threads import in_thread
 from trackway.wire.reward import ANY_DATA_SOURCE, ScoreRequest, ScorerInfo
@@ -51,7 +51,7 @@ class FunctionScorer:
         name: str,
         data_sources: Sequence[str] = (ANY_DATA_SOURCE,),
         kwargs: Mapping[str, JsonValue] | None = None,
-        reward_model: RewardModel | None = None,
+        reward_model: RewardModelAccess | None = None,
     ) -> None:
         self.info = ScorerInfo(
             name=name,
@@ -170,7 +170,7 @@ def scorers_of_modules(modules: Sequence[str]) -> list[FunctionScorer]:
     return _declared.within(modules)
 
 
-def scorer_of_file(wanted: RewardFunction, reward_model: RewardModel | None = None) -> FunctionScorer:
+def scorer_of_file(wanted: RewardFunction, reward_model: RewardModelAccess | None = None) -> FunctionScorer:
     """The scorer of `custom_reward_function`, which asks `reward_model` if there is one.
 
     FileNotFoundError; ValueError when the file has no such function; OwnCodeError when it cannot be imported.

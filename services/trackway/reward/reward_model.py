@@ -26,7 +26,7 @@ class RewardModelSettings(BaseModel):
     `base_url`."""
 
 
-class RewardModel:
+class RewardModelAccess:
     """The arguments that verl adds to the call of a scoring function."""
 
     def __init__(self, settings: RewardModelSettings, services_url: str) -> None:

@@ -249,6 +249,7 @@ def test_a_reward_model_gets_a_service_of_its_own_and_the_reward_service_its_pat
         **{"engine": "torch", "max_num_seqs": 7, "max_model_len": 128, "dtype": "float32"},
         **names,
     }
+    serve_config.check(CPU_CONFIG, services.serve_config)
     application = services.serve_config["applications"][-1]
     assert (application["name"], application["route_prefix"]) == ("reward_model", "/reward_model")
     assert application["import_path"] == "trackway.deploy.graph:rollout"
@@ -269,12 +270,14 @@ def test_verls_old_spelling_of_a_reward_model_is_read_and_its_server_has_gpus_be
     assert services.missing == []
     assert args(services, "reward_model") == {
         **{"engine_python": "/opt/python", "engine": "vllm", "tensor_parallel_size": 2, "max_model_len": 64},
-        **{"gpu_memory_utilization": 0.75, "enforce_eager": True, "prefix_caching": False},
+        **{"gpu_memory_utilization": 0.75, "enforce_eager": True, "prefix_caching": False, "max_num_seqs": 256},
         **{"model_path": "/models/judge", "model_name": "/models/judge"},
     }
     [deployment] = services.serve_config["applications"][-1]["deployments"]
     assert deployment["ray_actor_options"] == {"num_cpus": 0.5, "num_gpus": 2}
 
+    on_cpu = args(made(0, *old, engine_python="/opt/python"), "reward_model")
+    assert (on_cpu["engine"], on_cpu["device"], "tensor_parallel_size" in on_cpu) == ("vllm", "cpu", False)
     too_few = made(3, *old, f"{R}.name=vllm", "trainer.n_gpus_per_node=2", engine_python="/opt/python").missing
     assert too_few == [
         "reward.reward_model: expected 2 GPUs beside the run's 2, got 3 on this machine; lower "

@@ -26,7 +26,6 @@ from trackway.deploy.config.serve_config import Replicas
 from trackway.reward.reward_model import REWARD_MODEL
 from trackway.trainer.config import RunConfig, given_to_deployment
 from trackway.trainer.config.compose import leaves
-from trackway.trainer.config.models import RewardModelConfig
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _GPUS = "trainer.n_gpus_per_node"
@@ -153,7 +152,7 @@ def services_for(config: RunConfig, gpus: int, base: dict[str, Any]) -> RunServi
     _set_modules(config, services)
     _set_reward_function(config, services)
     if config.reward.reward_model.enable:
-        _set_reward_model(config.reward.reward_model, gpus, base, services)
+        _set_reward_model(config, gpus, base, services)
     services.config = _without(config, free_cache=services.engine not in SERVERS, gpus=not gpus)
     return services
 
@@ -331,8 +330,9 @@ def _set_reward_function(config: RunConfig, services: RunServices) -> None:
     services.serve_config = serve_config.with_options(services.serve_config, "reward", args)
 
 
-def _set_reward_model(model: RewardModelConfig, gpus: int, base: dict[str, Any], services: RunServices) -> None:
+def _set_reward_model(config: RunConfig, gpus: int, base: dict[str, Any], services: RunServices) -> None:
     """Add the service of the reward model: a rollout service without a weight store, whose weights stay as they are."""
+    model = config.reward.reward_model
     if "ForSequenceClassification" in _architecture(model.model_path):
         services.missing.append(
             f"{_REWARD_MODEL}.model_path: expected a generative model, got a classifier at {model.model_path}; load it "
@@ -349,9 +349,10 @@ def _set_reward_model(model: RewardModelConfig, gpus: int, base: dict[str, Any],
         if value is not None and (server or key not in _OF_SERVERS):
             args[setting] = value
     needed = (model.rollout.tensor_model_parallel_size or 1) if server else 1
-    taken = services.config.trainer.n_gpus_per_node or 0
-    if gpus and server:
-        args["tensor_parallel_size"] = needed
+    if server:
+        args |= {"tensor_parallel_size": needed} if gpus else {"device": "cpu"}
+        args.setdefault("max_num_seqs", _SERVER_SEQS)
+    taken = config.trainer.n_gpus_per_node or 0
     if gpus and taken + needed > gpus:
         services.missing.append(
             f"{_REWARD_MODEL}: expected {needed} GPUs beside the run's {taken}, got {gpus} on this machine; lower "

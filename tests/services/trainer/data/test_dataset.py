@@ -145,11 +145,11 @@ def test_columns_of_other_names_are_read_as_prompt_and_data_source(tmp_path):
     file = tmp_path / "rows.jsonl"
     row = {"chat": [{"role": "user", "content": "1+1"}], "scorer": "mine", "data_source": "origin"}
     file.write_text(json.dumps({**row, "reward_model": {"ground_truth": "2"}}) + "\n")
-    data = resolve({"data.prompt_key": "chat", "data.reward_fn_key": "scorer"}).data
+    files: dict[str, JsonValue] = {"data.train_files": str(file), "data.val_files": str(file)}
 
-    [read] = load_rows([str(file)], columns=data.columns).samples
+    read = load_data(resolve({**files, "data.prompt_key": "chat", "data.reward_fn_key": "scorer"}))
 
-    assert (read.prompt[0].content, read.data_source) == ("1+1", "mine")
+    assert [(row.prompt[0].content, row.data_source) for rows in read for row in rows.samples] == [("1+1", "mine")] * 2
     assert resolve({}).data.columns == {}
     with pytest.raises(TrackwayError, match=r"expected the column talk \(data.prompt_key.* got chat, scorer"):
         load_rows([str(file)], columns={"prompt": "talk"})

@@ -456,3 +456,14 @@ async def test_the_budget_lowers_what_is_asked_for_in_training_and_validation(tr
     assert {index for validation, index in traced if validation} == {0, 1}
     assert [trajectory.trace_id for trajectory in second] == [None] * 4
     assert "val-core/openai/gsm8k/acc/mean@1" in validated
+
+
+@pytest.mark.usefixtures("shared_http")
+async def test_the_metrics_of_a_validation_name_the_number_of_rollouts_of_each_row(training: Training, agent_url: str):
+    template = replace(validation_template(compose([]), "run", TraceTarget()), n=2)
+    training.plan = replace(training.plan, validation_n=2)
+    training.validation_rollouts = Rollouts(AgentClient(agent_url), template, RetryPolicy())
+
+    metrics = await training.validate(0)
+
+    assert "val-core/openai/gsm8k/acc/mean@2" in metrics and "val-core/openai/gsm8k/acc/mean@1" not in metrics

@@ -10,11 +10,11 @@ pytestmark = pytest.mark.slow
 
 F64 = torch.float64
 # Two rows; the third token of the first is an observation. The values before the update are 1, and clipped at 1/2.
-# (V - R)^2 and (clip(V) - R)^2: 1, 1 | 4, 9/4 | - | 0, 1/4 | 1, 1/4 | 9/4, 1.
+# (V - R)^2 and (clip(V) - R)^2: 1, 1 | 4, 9/4 | - | 0, 1/4 | 0, 1/4 | 9/4, 1.
 PREDICTED = torch.tensor([[1.0, 2.0, 7.0, 2.0], [0.0, -0.5, 7.0, 7.0]], dtype=F64)
-RETURNS = torch.tensor([[2.0, 0.0, 7.0, 2.0], [1.0, 1.0, 0.0, 0.0]], dtype=F64)
+RETURNS = torch.tensor([[2.0, 0.0, 7.0, 2.0], [0.0, 1.0, 0.0, 0.0]], dtype=F64)
 MASK = torch.tensor([[1, 1, 0, 1], [1, 1, 0, 0]], dtype=torch.bool)
-HALF_LOSSES = [1 / 2, 4 / 2, 1 / 8, 1 / 2, 9 / 8]
+HALF_LOSSES = [1 / 2, 4 / 2, 1 / 8, 1 / 8, 9 / 8]
 
 
 def loss_of(
@@ -39,8 +39,8 @@ def test_the_loss_is_half_the_larger_square_aggregated(mode: str, expected: floa
     loss, stats = loss_of(mode, scale=4.0)
 
     assert float(loss) == pytest.approx(expected, rel=1e-12)
-    # Only the fourth token of the first row has a clipped loss above its own.
-    assert stats == {"vf_clipfrac": 1 / 5, "vpred_mean": pytest.approx((1 + 2 + 2 + 0 - 0.5) / 5)}
+    # A value that moved to its return has a clipped loss above its own: one above the range, and one below.
+    assert stats == {"vf_clipfrac": 2 / 5, "vpred_mean": pytest.approx((1 + 2 + 2 + 0 - 0.5) / 5)}
 
 
 def test_a_clipped_token_and_an_observation_have_no_gradient():
@@ -49,7 +49,7 @@ def test_a_clipped_token_and_an_observation_have_no_gradient():
     loss_of("token-mean", predicted)[0].backward()
 
     # (V - R) / 5 where the own square is the larger one.
-    expected = torch.tensor([[-1 / 5, 2 / 5, 0, 0], [-1 / 5, -3 / 10, 0, 0]], dtype=F64)
+    expected = torch.tensor([[-1 / 5, 2 / 5, 0, 0], [0, -3 / 10, 0, 0]], dtype=F64)
     torch.testing.assert_close(predicted.grad, expected, rtol=0, atol=1e-12)
 
 
