@@ -81,7 +81,7 @@ def gateway(name: str, port: int, model: str, sink: str, folder: Path) -> Gatewa
     settings |= {"DIRECT": "false"}
     own = {f"TRACKWAY_{key}": value for key, value in settings.items()}
     own |= {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": sink} if traced else {}
-    return Gateway("trackway", uvicorn("trackway.agent.app:create_app", port, "--factory"), own, traced)
+    return Gateway("trackway", uvicorn("sessions_gateway:create_app", port, "--factory"), own, traced)
 
 
 def uvicorn(app: str, port: int, *options: str) -> list[str]:

@@ -166,8 +166,15 @@ class ServiceClient:
         request = _Request(method, path, _content(body), deadline)
         try:
             async with asyncio.timeout(deadline.remaining):
+                failed: list[Exception] = []
+                try:
+                    return await self._once(request, self._headers(session_id, key, deadline))
+                except Exception as error:  # only then set up the retries, which takes as long as a small call
+                    failed.append(error)
                 async for attempt in self._retrying(path, deadline):
                     with attempt:
+                        if failed:
+                            raise failed.pop()
                         return await self._once(request, self._headers(session_id, key, deadline))
         except TimeoutError as error:
             message = (

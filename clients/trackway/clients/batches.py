@@ -35,9 +35,10 @@ _Lines = AbstractAsyncContextManager[AsyncIterator[str]]
 class _Waiting(Generic[RequestT, ReplyT]):
     """A request, and where its result goes: None if it has to be sent alone."""
 
-    entry: BatchEntry[RequestT]
+    request: RequestT
     deadline: Deadline
     size: int
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
     waits: tuple[Waiting, ...] = field(default_factory=waits_of_call)
     result: "asyncio.Future[BatchResult[ReplyT] | Exception | None]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -85,10 +86,7 @@ class Batches(Generic[RequestT, ReplyT]):
         size = self._size(request)
         if not self._supported or size > MAX_BATCH_SIZE:
             return None
-        trace: dict[str, str] = {}
-        inject(trace)
-        entry = self._entry_type.model_construct(request=request, trace=trace)
-        waiting = _Waiting[RequestT, ReplyT](entry, deadline, size)
+        waiting = _Waiting[RequestT, ReplyT](request, deadline, size)
         together = self._waiting.setdefault(group, [])
         together.append(waiting)
         if len(together) == 1:
@@ -133,7 +131,11 @@ class Batches(Generic[RequestT, ReplyT]):
                 waiting.result.add_done_callback(lambda _, batch=batch, task=task: _cancel_if_unwanted(batch, task))
 
     async def _send(self, batch: list[_Waiting[RequestT, ReplyT]], group: str) -> None:
-        request = self._batch_type.model_construct(entries=[waiting.entry for waiting in batch])
+        entries = [
+            self._entry_type.model_construct(request=waiting.request, trace=waiting.context.run(_trace_headers))
+            for waiting in batch
+        ]
+        request = self._batch_type.model_construct(entries=entries)
         deadline = max((waiting.deadline for waiting in batch), key=lambda deadline: deadline.at)
         failure: Exception | None = None
         try:
@@ -151,6 +153,12 @@ class Batches(Generic[RequestT, ReplyT]):
             for waiting in batch:
                 if not waiting.result.done():
                     waiting.result.set_result(failure)
+
+
+def _trace_headers() -> dict[str, str]:
+    headers: dict[str, str] = {}
+    inject(headers)
+    return headers
 
 
 def _batches(together: list[_Waiting[RequestT, ReplyT]]) -> list[list[_Waiting[RequestT, ReplyT]]]:

@@ -5,13 +5,13 @@ import socket
 import ssl
 import weakref
 from collections.abc import Coroutine
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import httpx
 
 if TYPE_CHECKING:
     import aiohttp
+    from httpx_aiohttp import AiohttpTransport
 
 T = TypeVar("T")
 _AddrInfo = tuple[int, int, int, str, tuple[object, ...]]
@@ -38,18 +38,18 @@ def shared_http() -> httpx.AsyncClient:
         from httpx_aiohttp import AiohttpTransport  # late, with aiohttp: a third of the time to import the clients
 
         tls = httpx.create_ssl_context()
-        transport = AiohttpTransport(verify=tls, client=partial(_session, tls))
+        transport = AiohttpTransport(verify=tls, client=_session(tls))
         client = _shared[loop] = _PlainClient(transport)
     return client
 
 
 class _PlainClient(httpx.AsyncClient):
-    """Hands requests to its transport as they are: no redirects, cookies or authentication.
+    """Hands requests to aiohttp as they are: no redirects, cookies or authentication, nor httpx's streams.
 
-    That is a tenth of a small call's CPU.
+    That is a fifth of a small call's CPU.
     """
 
-    def __init__(self, transport: httpx.AsyncBaseTransport) -> None:
+    def __init__(self, transport: "AiohttpTransport") -> None:
         super().__init__(transport=transport, timeout=_SILENCE_S)
         self._plain_transport = transport
 
@@ -57,13 +57,30 @@ class _PlainClient(httpx.AsyncClient):
         """The response, read to its end unless `stream` is set; raises httpx.TransportError."""
         if self.is_closed:
             raise RuntimeError("expected an open HTTP client, got one that is closed")
-        response = await self._plain_transport.handle_async_request(request)
-        if not stream:
-            try:
-                await response.aread()
-            except BaseException:
-                await response.aclose()
-                raise
+        if stream:
+            return await self._plain_transport.handle_async_request(request)
+        return await self._whole(request)
+
+    async def _whole(self, request: httpx.Request) -> httpx.Response:
+        from aiohttp import ClientTimeout
+        from httpx_aiohttp.transport import map_aiohttp_exceptions
+
+        timeout = request.extensions["timeout"]
+        limits = ClientTimeout(sock_connect=timeout["connect"], sock_read=timeout["read"], connect=timeout["pool"])
+        with map_aiohttp_exceptions():
+            async with self._plain_transport.get_client().request(
+                request.method,
+                str(request.url),
+                headers=request.headers,
+                data=request.content or None,
+                allow_redirects=False,
+                auto_decompress=False,
+                timeout=limits,
+            ) as answer:
+                content = await answer.read()
+        body = httpx.ByteStream(content)
+        response = httpx.Response(answer.status, headers=answer.raw_headers, stream=body, request=request)
+        response.read()
         return response
 
 

@@ -184,6 +184,9 @@ def child_span(
     name: str, kind: SpanKind, attributes: Mapping[str, Scalar], links: Sequence[Link] = ()
 ) -> "EnteredSpan":
     """A child of the current span; recorded if the current span is."""
+    parent = trace.get_current_span().get_span_context()
+    if parent.is_valid and not parent.trace_flags.sampled:  # as the sampler decides, without its work
+        return EnteredSpan(NonRecordingSpan(parent), get_current())
     span = tracer().start_span(name, attributes={**kind.attributes, **attributes}, links=links)
     return EnteredSpan(span, get_current())
 

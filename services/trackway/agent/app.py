@@ -15,8 +15,9 @@ from trackway.agent.environments.loop import register_environments
 from trackway.agent.groups import Groups, checked_rollouts, stopping
 from trackway.agent.loop import agents
 from trackway.agent.sessions.external import register_external
+from trackway.agent.sessions.fast_path import add_fast_path
 from trackway.agent.sessions.passing_on import PassingOn
-from trackway.agent.sessions.routes import guest, session_routes
+from trackway.agent.sessions.routes import MODEL_CALLS, guest, session_routes
 from trackway.agent.settings import AgentSettings
 from trackway.agent.verl.loading import load_loops
 from trackway.clients import AgentClient
@@ -65,6 +66,7 @@ def create_app(
         guests=partial(guest, context.sessions),
     )
     app.state.passing_on = PassingOn(context.sessions, own)
+    add_fast_path(app, context.sessions, MODEL_CALLS)
     context.sessions.direct_url = lambda: app.state.direct_url
     return app
 

@@ -54,6 +54,8 @@ class Episode:
     tool_rewards: list[float] = field(default_factory=list)
     reward: Reward | None = None
     """A score that the loop sets itself is kept; otherwise the reward service is asked."""
+    last_answer: GenerateChoice | None = None
+    """What the engine answered last."""
     first_turn: int = 0
     """Number of the first turn, of which seeds and request ids depend."""
     log: str = ""
@@ -151,7 +153,7 @@ class Episode:
             )
             raise TrackwayError(ErrorCode.INTERNAL, message)
         require_trainable("the engine's logprobs", logprobs)
-        start = len(self.response_ids)
+        start, self.last_answer = len(self.response_ids), choice
         self._append(choice.token_ids, 1, logprobs)
         if self.request.sampling_params.logprobs:
             self.top_logprobs += choice.top_logprobs

@@ -16,6 +16,7 @@ from cachetools import LRUCache, cached
 from jinja2 import TemplateError
 from pydantic import JsonValue
 
+from trackway.agent.fast_tokenizer import FastTokenizer
 from trackway.chat.encoding import chars_per_token, check_chars, encode_within
 from trackway.chat.offload import offload
 from trackway.chat.templates import template_message
@@ -50,6 +51,8 @@ class ChatTokens:
             name = tokenizer.name_or_path
             raise ValueError(f"{name}: expected a tokenizer with a chat template, got none; add one to its folder")
         self._tokenizer = tokenizer
+        self.fast = FastTokenizer(tokenizer)
+        """The same tokenizer, without the time that transformers takes around it."""
         self._template_kwargs: dict[str, Any] = dict(template_kwargs or {})
         self._most_chars = chars_per_token(tokenizer.get_vocab(), tokenizer.unk_token_id)
         # The rollouts of a group share a prompt, and observations repeat.
@@ -142,7 +145,7 @@ class ChatTokens:
         return await offload(len(ids), self._decode, list(ids), True)
 
     def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+        return self.fast.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def _char_spans(self, text: str) -> list[tuple[int, int]]:
         if not self._tokenizer.is_fast:
@@ -174,14 +177,9 @@ class ChatTokens:
     def _render(
         self, conversation: list[dict[str, Any]], tools: list[dict[str, Any]] | None, template_kwargs: dict[str, Any]
     ) -> str:
-        rendered = self._tokenizer.apply_chat_template(
-            conversation,
-            tools=tools,  # pyright: ignore[reportArgumentType]  invariance of list in transformers' signature
-            add_generation_prompt=True,
-            tokenize=False,
-            **template_kwargs,
+        return self.fast.apply_chat_template(
+            conversation, tools, add_generation_prompt=True, tokenize=False, **template_kwargs
         )
-        return str(rendered)
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        return tuple(self.fast.encode(text, add_special_tokens=False))

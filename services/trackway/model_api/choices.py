@@ -41,18 +41,25 @@ def jobs_of(
         stop_token_ids=request.stop_token_ids,
         ignore_eos=request.ignore_eos,
         logprobs=request.most_likely,
+        seed=request.seed,
     )
     requests = [
-        GenerateRequest(token_ids=prompt, sampling_params=params, min_weight_version=request.min_weight_version)
+        GenerateRequest(
+            request_id=name,
+            token_ids=prompt,
+            sampling_params=params,
+            min_weight_version=request.min_weight_version,
+        )
         for prompt in prompts
     ]
-    only = len(prompts) * request.n == 1
+    if len(requests) * request.n == 1:
+        return [Job(0, requests[0], Reader(tokenizer, request))]
     return [
         Job(
             index,
             requests[index // request.n].model_copy(  # the ids are shared
                 update={
-                    "request_id": name if only else f"{name}-{index}",
+                    "request_id": f"{name}-{index}",
                     "sampling_params": params.model_copy(update={"seed": _seed(request, index % request.n)}),
                 }
             ),
@@ -157,14 +164,28 @@ def _not_cut(reason: FinishReason | None) -> WholeEnd | None:
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled when the client disconnects."""
-    tasks = (asyncio.create_task(work), asyncio.create_task(_disconnected(request)))
+    working = asyncio.current_task()
+    assert working is not None
+    ended = left = False
+
+    def leave(watching: asyncio.Task[None]) -> None:
+        nonlocal left
+        if not ended and not watching.cancelled():
+            watching.exception()
+            left = working.cancel()
+
+    watching = asyncio.create_task(_disconnected(request))
+    watching.add_done_callback(leave)
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0].done():
-            return tasks[0].result()
-        raise TrackwayError(ErrorCode.INVALID_REQUEST, "the client disconnected before the response was complete")
+        return await work
+    except asyncio.CancelledError:
+        if not left or working.uncancel():
+            raise
+        message = "the client disconnected before the response was complete"
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, message) from None
     finally:
-        await _end(tasks)
+        ended = True
+        watching.cancel()
 
 
 async def _disconnected(request: Request) -> None:

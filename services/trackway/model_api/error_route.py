@@ -28,21 +28,23 @@ class ErrorFormatRoute(JsonRoute):
         async def answer(request: Request) -> Response:
             try:
                 return await handle(request)
-            except TrackwayError as error:
-                return self._response(error)
-            except RequestValidationError as error:
-                return self._response(_invalid(error))
+            except (TrackwayError, RequestValidationError) as error:
+                return self.error_answer(error)
             except HTTPException as error:
-                response = self._response(TrackwayError(code_of(error.status_code), error.detail))
+                response = self.error_answer(TrackwayError(code_of(error.status_code), error.detail))
                 response.status_code = error.status_code
                 response.headers.update(error.headers or {})
                 return response
 
         return answer
 
-    def _response(self, error: TrackwayError) -> JSONResponse:
+    @classmethod
+    def error_answer(cls, error: TrackwayError | RequestValidationError) -> JSONResponse:
+        """The response of an error."""
+        if isinstance(error, RequestValidationError):
+            error = _invalid(error)
         headers = {"x-should-retry": "true" if error.retryable else "false", **retry_after(error)}
-        return JSONResponse(self.error_body(error), status_code=status_of(error), headers=headers)
+        return JSONResponse(cls.error_body(error), status_code=status_of(error), headers=headers)
 
 
 def status_of(error: TrackwayError) -> int:

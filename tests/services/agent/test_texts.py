@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from tests.services.agent.agent_services import AgentServices, call, open_services
 from tests.services.agent.replaceable import answers
 from tests.services.agent.scripted_model import END
+from trackway.agent.fast_tokenizer import FastTokenizer
 from trackway.agent.settings import AgentSettings
 from trackway.tracing import TracingSettings
 
@@ -39,14 +40,18 @@ def texts(spans: list[ReadableSpan], name: str, side: str) -> list[Any]:
 def decodes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often a tokenizer turned ids into text."""
     counts: Counter[str] = Counter()
-    [owner] = [base for base in PreTrainedTokenizerFast.__mro__ if "decode" in vars(base)][:1]
-    decode = vars(owner)["decode"]
 
-    def counting(self: PreTrainedTokenizerBase, *args: Any, **kwargs: Any) -> Any:
-        counts["decode"] += 1
-        return decode(self, *args, **kwargs)
+    def counted(owner: type[Any]) -> None:
+        decode = vars(owner)["decode"]
 
-    monkeypatch.setattr(owner, "decode", counting)
+        def counting(self: object, *args: Any, **kwargs: Any) -> Any:
+            counts["decode"] += 1
+            return decode(self, *args, **kwargs)
+
+        monkeypatch.setattr(owner, "decode", counting)
+
+    counted(next(base for base in PreTrainedTokenizerFast.__mro__ if "decode" in vars(base)))
+    counted(FastTokenizer)
     return counts
 
 

@@ -90,7 +90,8 @@ class OpenAIRequest(WireRequest):
     @model_validator(mode="before")
     @classmethod
     def _without_neutral(cls, fields: JsonValue) -> JsonValue:
-        if not isinstance(fields, dict):
+        dropped = _dropped(cls)
+        if not isinstance(fields, dict) or (dropped.isdisjoint(fields) and None not in fields.values()):
             return fields
         for name in fields.keys() & cls.neutral.keys():
             if fields[name] is not None and fields[name] not in cls.neutral[name]:
@@ -98,7 +99,6 @@ class OpenAIRequest(WireRequest):
                 why = REASONS.get(name, "unsupported")
                 got = {"param": name, "neutral": neutral, "value": shortened(repr(fields[name]), 64), "why": why}
                 raise PydanticCustomError("unsupported", "{param}: expected {neutral}, got {value}: {why}", got)
-        dropped = _dropped(cls)
         return {name: value for name, value in fields.items() if name not in dropped and value is not None}
 
 

@@ -5,6 +5,7 @@ field that changes what the client reads, such as `response_format`, is refused 
 """
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Self
 
 from pydantic import JsonValue, ModelWrapValidatorHandler, PrivateAttr, model_validator
@@ -59,11 +60,16 @@ class SessionCall(OpenAIRequest):
         if not isinstance(fields, dict):
             return handler(fields)
         given = {name: value for name, value in fields.items() if value is not None}
-        known = (cls.model_fields.keys() | cls.neutral.keys()) - SAMPLING - _IGNORED
+        known = _known(cls)
         call = handler({name: value for name, value in given.items() if name in known})
         call._sampling = {name: value for name, value in given.items() if name in SAMPLING}
         call._ignored = frozenset(given.keys() - known - SAMPLING)
         return call
+
+
+@cache
+def _known(kind: type[SessionCall]) -> frozenset[str]:
+    return frozenset(kind.model_fields.keys() | kind.neutral.keys()) - SAMPLING - _IGNORED
 
 
 class SessionChat(SessionCall, ChatRequest):

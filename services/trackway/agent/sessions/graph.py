@@ -5,7 +5,7 @@ what follows is rendered behind that node's recorded ids. A call that changes wh
 nothing, begins a root, with the reason. So parallel branches and sub-agents are paths of one graph.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import accumulate
@@ -35,12 +35,13 @@ class Conversation:
         messages: Sequence[ChatMessage],
         tools: Sequence[ChatTool] = (),
         template: Mapping[str, JsonValue] | None = None,
+        meaning_of: Callable[[ChatMessage], Meaning] = meaning,
     ) -> "Conversation":
         """The conversation of these messages; neighbouring ones of the model are to be joined before."""
         values: list[JsonValue] = [[tool.model_dump(mode="json") for tool in tools], {**(template or {})}]
         options = canonical(values)
         conversation = cls((), options, (sha256(options.encode()).digest(),))
-        return conversation.followed_by(*map(meaning, messages))
+        return conversation.followed_by(*map(meaning_of, messages))
 
     def followed_by(self, *said: Meaning) -> "Conversation":
         """The conversation with these messages after it."""

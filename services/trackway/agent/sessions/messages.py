@@ -18,6 +18,8 @@ from trackway.wire.openai.requests import ChatMessage, ChatRequest
 _FLATTENED = "Calling tools:"
 _MAX_FLATTENED = 65_536
 """Characters of a flattened call that are parsed."""
+_MAX_KNOWN = 1024
+"""Messages of one session whose meaning is kept."""
 _TITLE = re.compile(r"\btitle generator\b|\bgenerate an? [^.\n]{0,80}\btitle\b", re.IGNORECASE)
 """What the instructions of a call say that names a conversation, as opencode and Claude Code make beside the task."""
 
@@ -62,6 +64,24 @@ def meaning(message: ChatMessage) -> Meaning:
     if message.reasoning_content:
         text = f"{message.reasoning_content} {text}"
     return Meaning(role, _words(text), calls, message.tool_call_id or "")
+
+
+class KnownMeanings:
+    """The meanings of a session's messages: most of a call's messages were in the call before."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], Meaning] = {}
+
+    def __call__(self, message: ChatMessage) -> Meaning:
+        """What the message says."""
+        calls = [(call.id, call.function.name, call.function.arguments) for call in message.tool_calls]
+        key = (message.role, text_of(message), *calls, message.tool_call_id, message.reasoning_content)
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            known = self._known[key] = meaning(message)
+        return known
 
 
 def text_of(message: ChatMessage) -> str:

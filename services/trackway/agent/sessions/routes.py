@@ -3,12 +3,14 @@
 import asyncio
 import re
 import time
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, HTTPException, Request, Response
 
 from trackway.agent.context import AgentContext
 from trackway.agent.groups import Groups
+from trackway.agent.sessions.fast_path import ModelCall
 from trackway.agent.sessions.loop import OpenSession, opened
 from trackway.agent.sessions.messages import canonical
 from trackway.agent.sessions.passing_on import PassedOnRoute, session_of_request
@@ -164,7 +166,7 @@ async def _called(request: Request) -> Session:
     """The session of a call; a coroutine, since FastAPI runs plain functions in a thread."""
     sessions: Sessions = request.app.state.passing_on.sessions
     session = sessions.find(session_of_request(request.scope["path"], request.scope["headers"]) or "")
-    session.note_headers(request.headers)
+    session.note_headers(request.headers.raw)
     return session
 
 
@@ -249,25 +251,17 @@ def _openai(at: str) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=None, responses=_either(ChatCompletion))
     async def chat(body: Annotated[SessionChat, Body()], session: Called, request: Request) -> Response:
         """The next message of a conversation, with the run's sampling."""
-        said = _said("chat", session, body)
-        return await session.answer(request, body, ChatResponseBuilder, said, stream=body.stream)
+        return await _chat(body, session, request)
 
     @router.post("/v1/completions", response_model=None, responses=_either(Completion))
     async def completions(body: Annotated[SessionCompletion, Body()], session: Called, request: Request) -> Response:
         """Continue prompts; one that begins with an earlier prompt and its completion continues the recorded ids."""
-        return await session.complete(request, body, _said("completions", session, body))
+        return await _completions(body, session, request)
 
     @router.post("/v1/responses", response_model=None, responses=_either(ResponsesReply))
     async def responses(body: Annotated[SessionResponse, Body()], session: Called, request: Request) -> Response:
         """The next response of a conversation: the whole input, or what is new after `previous_response_id`."""
-        earlier = session.earlier(body.previous_response_id, keep_system=body.instructions is None)
-        chat = response_input.chat_of(body, earlier)
-
-        def build(forced: ChatRequest, tokenizer: Tokenizer, prompt: list[int]) -> ResponsesBuilder:
-            used = {"temperature": forced.temperature, "top_p": forced.top_p}
-            return ResponsesBuilder(body.model_copy(update=used), forced, tokenizer, prompt)
-
-        return await session.answer(request, chat, build, _said("responses", session, body), stream=body.stream)
+        return await _responses(body, session, request)
 
     return router
 
@@ -279,12 +273,7 @@ def _anthropic(at: str) -> APIRouter:
     @router.post("/v1/messages", response_model=None, responses=_either(MessagesReply))
     async def messages(body: Annotated[SessionMessages, Body()], session: Called, request: Request) -> Response:
         """The next message of a conversation, with the run's sampling."""
-        chat = message_input.chat_of(body)
-
-        def build(forced: ChatRequest, _: Tokenizer, prompt: list[int]) -> MessagesResponseBuilder:
-            return MessagesResponseBuilder(body, forced, prompt)
-
-        return await session.answer(request, chat, build, _said("messages", session, body), stream=body.stream)
+        return await _messages(body, session, request)
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: Annotated[SessionTokenCount, Body()], session: Called) -> CountTokensReply:
@@ -322,6 +311,44 @@ async def _no_such_route(request: Request) -> None:
     if methods := [known.split()[0] for known in _ROUTES if known.split()[1] == route]:
         raise HTTPException(405, message, {"allow": ", ".join(methods)})
     raise TrackwayError(ErrorCode.NOT_FOUND, message)
+
+
+async def _chat(body: SessionChat, session: Session, request: Request) -> Response:
+    said = _said("chat", session, body)
+    return await session.answer(request, body, ChatResponseBuilder, said, stream=body.stream)
+
+
+async def _completions(body: SessionCompletion, session: Session, request: Request) -> Response:
+    return await session.complete(request, body, _said("completions", session, body))
+
+
+async def _responses(body: SessionResponse, session: Session, request: Request) -> Response:
+    earlier = session.earlier(body.previous_response_id, keep_system=body.instructions is None)
+    chat = response_input.chat_of(body, earlier)
+
+    def build(forced: ChatRequest, tokenizer: Tokenizer, prompt: list[int]) -> ResponsesBuilder:
+        used = {"temperature": forced.temperature, "top_p": forced.top_p}
+        return ResponsesBuilder(body.model_copy(update=used), forced, tokenizer, prompt)
+
+    return await session.answer(request, chat, build, _said("responses", session, body), stream=body.stream)
+
+
+async def _messages(body: SessionMessages, session: Session, request: Request) -> Response:
+    chat = message_input.chat_of(body)
+
+    def build(forced: ChatRequest, _: Tokenizer, prompt: list[int]) -> MessagesResponseBuilder:
+        return MessagesResponseBuilder(body, forced, prompt)
+
+    return await session.answer(request, chat, build, _said("messages", session, body), stream=body.stream)
+
+
+MODEL_CALLS: Mapping[str, ModelCall[Any]] = {
+    "chat/completions": ModelCall(SessionChat, _chat, OpenAISessionRoute),
+    "completions": ModelCall(SessionCompletion, _completions, OpenAISessionRoute),
+    "responses": ModelCall(SessionResponse, _responses, OpenAISessionRoute),
+    "messages": ModelCall(SessionMessages, _messages, AnthropicSessionRoute),
+}
+"""The calls of a session's model, by their path behind `/v1/`, which are answered without FastAPI."""
 
 
 def _said(route: str, session: Session, body: SessionCall) -> str:

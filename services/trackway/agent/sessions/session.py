@@ -10,10 +10,10 @@ import contextvars
 import hashlib
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from fastapi import Request, Response
 from opentelemetry import trace
@@ -21,7 +21,7 @@ from opentelemetry import trace
 from trackway.agent.episode import Episode
 from trackway.agent.sessions.delivery import DeliveredResponse, Recorded, WaitingStream
 from trackway.agent.sessions.graph import Conversation, Place, Sampled, TokenGraph
-from trackway.agent.sessions.messages import is_auxiliary, joined_turns, meaning
+from trackway.agent.sessions.messages import KnownMeanings, is_auxiliary, joined_turns, meaning, text_of
 from trackway.agent.sessions.token_budget import TokenBudget
 from trackway.chat.encoding import TooLong
 from trackway.model_api.choices import jobs_of, while_connected
@@ -32,6 +32,7 @@ from trackway.model_api.response_builder import ResponseBuilder
 from trackway.model_api.sse import Failed
 from trackway.model_api.stream_decoder import Delta
 from trackway.model_api.tokenizer import Tokenizer
+from trackway.serving.auth import RawHeaders
 from trackway.tracing import inject, turn_span
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -56,7 +57,7 @@ Build = Callable[[ChatRequest, Tokenizer, list[int]], ResponseBuilder]
 
 Asked = TypeVar("Asked", bound=SampledRequest)
 
-_FOREIGN_IDS = ("session-id", "session_id", "session-affinity", "thread-id", "conversation-id", "user-agent")
+_FOREIGN_IDS = (b"session-id", b"session_id", b"session-affinity", b"thread-id", b"conversation-id", b"user-agent")
 """Endings of headers that are recorded as attributes."""
 _MAX_ATTRIBUTES = 32
 _MAX_ATTRIBUTE_CHARS = 256
@@ -124,6 +125,7 @@ class Session:
         """By the body of the call: its record, or None when its client left before the end."""
         self._responses: dict[str, list[ChatMessage]] = {}
         """The messages of each answered response, its own included, by its id."""
+        self._meaning = KnownMeanings()
         self._turns = itertools.count()
         self._generating: set[asyncio.Task[Any]] = set()
         self._budget = TokenBudget(bounds.max_tokens)
@@ -137,7 +139,7 @@ class Session:
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        return cast(Tokenizer, self._loop.services.tokens.tokenizer)
+        return self._loop.services.tokens.fast
 
     @property
     def traceparent(self) -> str | None:
@@ -157,12 +159,13 @@ class Session:
         for task in self._generating:
             task.cancel()
 
-    def note_headers(self, headers: Mapping[str, str]) -> None:
+    def note_headers(self, headers: RawHeaders) -> None:
         """Record ids of the agent's own, at most 32."""
-        for name, value in headers.items():
-            known = name in self.attributes or len(self.attributes) < _MAX_ATTRIBUTES
-            if known and name.lower().endswith(_FOREIGN_IDS):
-                self.attributes[name.lower()] = value[:_MAX_ATTRIBUTE_CHARS]
+        for raw, value in headers:
+            if raw.endswith(_FOREIGN_IDS):
+                name = raw.decode("latin-1")
+                if name in self.attributes or len(self.attributes) < _MAX_ATTRIBUTES:
+                    self.attributes[name] = value.decode("latin-1")[:_MAX_ATTRIBUTE_CHARS]
 
     def note_fields(self, names: Iterable[str]) -> None:
         """Record fields of a call that had no effect, at most 64."""
@@ -289,7 +292,7 @@ class Session:
     async def _chat(self, call: CallInProgress, chat: ChatRequest, build: Build) -> Response:
         chat = self._forced_chat(chat)
         tools = chat.tools if chat.tool_choice != "none" else []
-        conversation = Conversation.of(chat.messages, tools, chat.chat_template_kwargs)
+        conversation = Conversation.of(chat.messages, tools, chat.chat_template_kwargs, self._meaning)
         number, auxiliary = self._number(), is_auxiliary(chat)
         self.graph.has_task |= not auxiliary
         place = self.graph.place(conversation)
@@ -305,21 +308,21 @@ class Session:
             forced = forced_prefix(chat)
             nodes = [self.graph.sampled(context, number, _sampled(delta), forced) for delta in deltas]
             if all(delta.finish_reason for delta in deltas):
-                for node, message, delta in zip(nodes, builder.messages, deltas, strict=True):
-                    self._continue(node, conversation, message, delta)
-                self._responses[builder.id] = [*chat.messages, _echo(builder.messages[0])]
+                echoes = [_echo(message) for message in builder.messages]
+                for node, echo, delta in zip(nodes, echoes, deltas, strict=True):
+                    self._continue(node, conversation, echo, delta)
+                self._responses[builder.id] = [*chat.messages, echoes[0]]
                 self._sampled_nodes[builder.id] = nodes
                 call.answer.set_result(Recorded(number, deltas, nodes, conversation))
 
         return await self._respond(call, chat, builder, [placed], max_tokens, record)
 
-    def _continue(self, node: GraphNode, conversation: Conversation, message: Message, delta: Delta) -> None:
+    def _continue(self, node: GraphNode, conversation: Conversation, echo: ChatMessage, delta: Delta) -> None:
         """Let calls continue the message, also with its stop string, which some clients put back."""
-        echo = _echo(message)
         if delta.stop is not None:
-            whole = echo.model_copy(update={"content": message.content + delta.stop})
+            whole = echo.model_copy(update={"content": text_of(echo) + delta.stop})
             self.graph.continue_message(node, conversation, meaning(whole))
-        self.graph.continue_message(node, conversation, meaning(echo))
+        self.graph.continue_message(node, conversation, self._meaning(echo))
 
     async def _completion(self, call: CallInProgress, asked: CompletionRequest) -> Response:
         asked = self._forced(asked)
@@ -397,10 +400,11 @@ class Session:
         messages = joined_turns(chat.messages)
 
         def renamed() -> None:
-            self._responses[builder.id] = [*messages, _echo(builder.messages[0])]
-            for node, message, delta in zip(recorded.nodes, builder.messages, recorded.deltas, strict=True):
+            echoes = [_echo(message) for message in builder.messages]
+            self._responses[builder.id] = [*messages, echoes[0]]
+            for node, echo, delta in zip(recorded.nodes, echoes, recorded.deltas, strict=True):
                 assert recorded.conversation is not None
-                self._continue(node, recorded.conversation, message, delta)
+                self._continue(node, recorded.conversation, echo, delta)
 
         return await self._respond_again(recorded, builder, renamed, stream=stream)
 
@@ -599,14 +603,16 @@ class SessionModel:
 
 
 def _reply(request: GenerateRequest, part: Episode, reason: str) -> GenerateReply:
-    choice = GenerateChoice.model_validate(
-        {
-            "finish_reason": reason,
-            "token_ids": part.response_ids,
-            "logprobs": choice_logprobs(part.response_ids, part.response_logprobs, part.top_logprobs),
-            "weight_versions": part.weight_versions,
-        }
-    )
+    choice = part.last_answer
+    if choice is None or choice.finish_reason != reason or choice.token_ids != part.response_ids:
+        choice = GenerateChoice.model_validate(
+            {
+                "finish_reason": reason,
+                "token_ids": part.response_ids,
+                "logprobs": choice_logprobs(part.response_ids, part.response_logprobs, part.top_logprobs),
+                "weight_versions": part.weight_versions,
+            }
+        )
     prompt, written = len(part.prompt_ids), len(part.response_ids)
     usage = Usage(prompt_tokens=prompt, completion_tokens=written, total_tokens=prompt + written)
     return GenerateReply(request_id=request.request_id or "", model="", created=0, usage=usage, choices=[choice])

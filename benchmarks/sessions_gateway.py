@@ -1,0 +1,13 @@
+"""The gateway of `sessions.py`: the agent service with Python's garbage collector set as at a replica's own port."""
+
+from fastapi import FastAPI
+
+from trackway.agent.app import create_app as create_agent
+from trackway.deploy.serve.direct_port import freeze_garbage_collector
+
+
+def create_app() -> FastAPI:
+    """The agent service, its settings from the environment."""
+    app = create_agent()
+    freeze_garbage_collector()
+    return app
