@@ -27,7 +27,7 @@ from trackway.trainer.supervisor.standby import Standby
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow, RunInfo, RunRequest, RunState
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.usefixtures("shared_http")]
 
 
 @pytest.fixture(scope="module")
@@ -394,7 +394,6 @@ async def test_a_new_service_finds_an_orphan_and_can_resume_it(runs: RunManager,
     assert (info.state, info.threads) == (RunState.FINISHED, 2)
 
 
-@pytest.mark.usefixtures("shared_http")
 async def test_a_run_and_its_traces_are_tracked_in_mlflow(
     request_of, agent, agent_url: str, tmp_path: Path, mlflow_server: str
 ):
