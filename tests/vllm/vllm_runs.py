@@ -12,7 +12,10 @@ from typing import Any, NamedTuple, TypeVar
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
+from tokenizers.models import BPE
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from trackway.rollout.engines.protocol import Generation
 from trackway.rollout.engines.remote.vllm import VllmEngine
@@ -83,7 +86,17 @@ def build(folder: Path, seed: int) -> Path:
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)  # transformers starts them at 1, which hides errors
     model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
     return folder
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each printable ASCII character, and the end of a sequence."""
+    characters = [chr(code) for code in range(33, 33 + VOCAB - 2)]
+    vocab = {name: place for place, name in enumerate([*characters[:EOS], "<eos>", *characters[EOS:], "\u0120"])}
+    bytewise = Tokenizer(BPE(vocab, []))
+    bytewise.decoder = ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<eos>")
 
 
 def published(base: Path, folder: Path) -> Path:

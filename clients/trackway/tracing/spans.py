@@ -111,6 +111,8 @@ def chat_span(model: str, params: SamplingParams) -> Iterator[SpanHandle]:
         names.TEMPERATURE: params.temperature,
         names.MAX_TOKENS: params.max_tokens,
     }
+    if params.structured_outputs is not None:
+        attributes[names.OUTPUT_TYPE] = "json"
     with child_span(f"chat {model}", SpanKind.CHAT, attributes) as handle:
         yield handle
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, field_validator
+from pydantic import AfterValidator, Field, JsonValue, field_validator
 from pydantic_core import PydanticCustomError
 
 from trackway.wire.base import Float, Int, WireReply, WireRequest
@@ -122,6 +122,18 @@ class GroupWaits(WireReply):
     waits: list[Wait]
 
 
+def _of_a_run(params: SamplingParams) -> SamplingParams:
+    if params.structured_outputs is not None or params.logprobs:
+        name = "logprobs" if params.structured_outputs is None else "structured_outputs"
+        message = "expected sampling_params without {name}, which only a call of a session may ask for; leave it out"
+        raise PydanticCustomError("sampling_params", message, {"name": name})
+    return params
+
+
+RunSampling = Annotated[SamplingParams, AfterValidator(_of_a_run)]
+"""The sampling of all calls: nothing that no learner can compute, or that nobody reads."""
+
+
 class GroupRequest(WireRequest):
     """n rollouts of one sample."""
 
@@ -134,7 +146,7 @@ class GroupRequest(WireRequest):
     n: Int = Field(default=1, ge=1, le=MAX_ROLLOUTS)
     rollouts: Annotated[list[Int], Field(max_length=MAX_ROLLOUTS, fail_fast=True)] | None = None
     """Only these `rollout_n`, to complete a broken stream; None asks for 0..n-1."""
-    sampling_params: SamplingParams = Field(default_factory=SamplingParams)
+    sampling_params: RunSampling = Field(default_factory=SamplingParams)
     limits: Limits = Field(default_factory=Limits)
     min_weight_version: Int = Field(default=0, ge=0)
     trace: bool | None = None

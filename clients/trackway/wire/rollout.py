@@ -1,9 +1,12 @@
 """The rollout service: token ids in, token ids and logprobs out; names are vLLM's `/inference/v1/generate`."""
 
+import json
+import re
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from trackway.wire.base import Float, Int, TokenId, WireReply, WireRequest
 from trackway.wire.errors import ErrorBody
@@ -18,6 +21,89 @@ MAX_TOP_LOGPROBS = 20
 """OpenAI's bound, and the default one of vLLM."""
 TopLogprobs = list[tuple[int, float]]
 """The most likely tokens at one position as (id, logprob), highest first."""
+
+MAX_SCHEMA_BYTES = 65_536
+MAX_SCHEMA_DEPTH = 32
+"""Objects and lists within each other; two for each level of a JSON schema."""
+MAX_ENUM_VALUES = 1000
+MAX_PATTERN_CHARS = 512
+MAX_PATTERN_REPEATS = 1000
+"""Product of the counts in a pattern, such as 6 of `(a{2}){3}`."""
+_COUNT = re.compile(r"\{(\d*),?(\d*)\}")
+
+
+class StructuredOutputs(WireRequest):
+    """What the generated text must be: JSON of a schema, or any JSON object."""
+
+    json_schema: dict[str, JsonValue] | None = Field(default=None, alias="json")
+    """A JSON schema of at most 64 KiB."""
+    json_object: Literal[True] | None = None
+
+    @field_validator("json_schema")
+    @classmethod
+    def _within_bounds(cls, schema: dict[str, JsonValue] | None) -> dict[str, JsonValue] | None:
+        if schema is not None:
+            check_schema(schema)
+        return schema
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> "StructuredOutputs":
+        if (self.json_schema is None) == (self.json_object is None):
+            raise PydanticCustomError("structured_outputs", "expected either json or json_object=true")
+        return self
+
+    @property
+    def schema_text(self) -> str:
+        """The schema as JSON."""
+        return json.dumps({"type": "object"} if self.json_schema is None else self.json_schema)
+
+
+def check_schema(schema: dict[str, JsonValue]) -> None:
+    """Raise PydanticCustomError for a schema that an engine might take too long to compile.
+
+    Engines compile it before they sample and cannot be stopped there. What that takes grows with nesting, alternatives
+    and repetition.
+    """
+    size = len(json.dumps(schema, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+    if size > MAX_SCHEMA_BYTES:
+        raise _too_large(f"at most {MAX_SCHEMA_BYTES} bytes of JSON", f"{size}")
+    pending: list[tuple[JsonValue, int]] = [(schema, 1)]
+    while pending:
+        value, depth = pending.pop()
+        if not isinstance(value, dict | list):
+            continue
+        if depth > MAX_SCHEMA_DEPTH:
+            raise _too_large(f"at most {MAX_SCHEMA_DEPTH} objects and lists within each other", "more")
+        if isinstance(value, dict):
+            _check_keywords(value)
+        pending += [(item, depth + 1) for item in (value.values() if isinstance(value, dict) else value)]
+
+
+def _check_keywords(part: dict[str, JsonValue]) -> None:
+    enum, pattern = part.get("enum"), part.get("pattern")
+    if isinstance(enum, list) and len(enum) > MAX_ENUM_VALUES:
+        raise _too_large(f"at most {MAX_ENUM_VALUES} values of an enum", f"{len(enum)}")
+    named = part.get("patternProperties")
+    for text in (pattern, *(named if isinstance(named, dict) else ())):
+        if not isinstance(text, str):
+            continue
+        if len(text) > MAX_PATTERN_CHARS:
+            raise _too_large(f"a pattern of at most {MAX_PATTERN_CHARS} characters", f"{len(text)}")
+        repeats = 1
+        for least, most in _COUNT.findall(text):
+            digits = most or least or "1"
+            repeats *= max(1, int(digits)) if len(digits) < 6 else MAX_PATTERN_REPEATS + 1
+        if repeats > MAX_PATTERN_REPEATS:
+            raise _too_large(f"a pattern whose counts multiply to at most {MAX_PATTERN_REPEATS}", "more")
+
+
+def _too_large(bound: str, got: str) -> PydanticCustomError:
+    message = "expected a JSON schema with {bound}, got {got}; simplify it"
+    return PydanticCustomError("schema", message, {"bound": bound, "got": got})
+
+
+def _is_none(value: object) -> bool:
+    return value is None
 
 
 class SamplingParams(WireRequest):
@@ -34,6 +120,9 @@ class SamplingParams(WireRequest):
     ignore_eos: bool = False
     logprobs: Int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
     """Most likely tokens to return at each position, the sampled one among them; needs an engine that returns them."""
+    structured_outputs: Annotated[StructuredOutputs | None, Field(exclude_if=_is_none)] = None
+    """A grammar that guides the sampling; needs an engine with grammars. Logprobs are then of what the grammar leaves,
+    and no learner computes them."""
     seed: Int | None = None
     """The same seed, prompt, weights and parameters give the same tokens, whatever else runs in the batch."""
 

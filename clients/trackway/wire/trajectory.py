@@ -103,6 +103,8 @@ class Turn(WireReply):
     """Each call that was sent, in the order of the text."""
     generate_s: float = 0.0
     tools_s: float = 0.0
+    guided: bool = False
+    """A grammar guided its tokens, which are not trained: their mask is 0."""
 
 
 def _is_empty(scores: list[float]) -> bool:
@@ -136,7 +138,7 @@ class TokenRow(WireReply):
     prompt_ids: list[int] = Field(fail_fast=True)
     response_ids: list[int] = Field(fail_fast=True)
     response_mask: list[int] = Field(fail_fast=True)
-    """0 too where an earlier row of the trajectory has the model's token: each is trained once."""
+    """0 too for guided turns, and where an earlier row has the model's token: each is trained once."""
     response_logprobs: list[float] = Field(fail_fast=True)
     weight_versions: list[WeightSpan] = Field(default_factory=list[WeightSpan], fail_fast=True)
     turns: list[Turn] = Field(default_factory=list[Turn], fail_fast=True)

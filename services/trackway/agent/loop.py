@@ -133,6 +133,9 @@ class AgentLoop(ABC):
                 episode.add_generated(choice)
                 if choice.finish_reason != "abort":
                     return choice.finish_reason
+                if episode.request.sampling_params.structured_outputs is not None:
+                    message = "the guided answer was cut, and its grammar cannot be entered in the middle; retry"
+                    raise TrackwayError(ErrorCode.UNAVAILABLE, message)
                 add_incident(Incident.GENERATION_CUT, tokens=len(choice.token_ids))
                 await asyncio.sleep(_PAUSE_S)
         return "length"

@@ -41,6 +41,7 @@ def jobs_of(
         stop_token_ids=request.stop_token_ids,
         ignore_eos=request.ignore_eos,
         logprobs=request.most_likely,
+        structured_outputs=request.structured_outputs,
         seed=request.seed,
     )
     requests = [

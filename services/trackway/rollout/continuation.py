@@ -49,6 +49,8 @@ class ResumableGeneration:
             while True:
                 attempt = await self._attempt(request, collector.token_ids)
                 part = await self._engine.generate(attempt.prompt, attempt.params, request_id)
+                if _is_guided(request) and self._continues(call, attempt, request, part.finish_reason, 0):
+                    continue  # a grammar begins at the first token, and nobody has seen these
                 collector.add(part)
                 if not self._continues(call, attempt, request, part.finish_reason, len(collector.token_ids)):
                     return collector.generation()
@@ -64,6 +66,8 @@ class ResumableGeneration:
                     async for piece in pieces:
                         token_ids += piece.token_ids
                         continues = self._continues(call, attempt, request, piece.finish_reason, len(token_ids))
+                        if continues and token_ids and _is_guided(request):
+                            raise _cut()
                         yield replace(piece, finish_reason=None) if continues else piece
                         if piece.finish_reason is not None and not continues:
                             return
@@ -127,3 +131,12 @@ class ResumableGeneration:
     ) -> bool:
         was_cut = reason == "abort" and not call.given_up and self._cuts > attempt.cuts
         return was_cut and generated < request.sampling_params.max_tokens
+
+
+def _is_guided(request: GenerateRequest) -> bool:
+    return request.sampling_params.structured_outputs is not None
+
+
+def _cut() -> TrackwayError:
+    message = "the guided answer was cut by new weights, and its grammar cannot be entered in the middle; retry"
+    return TrackwayError(ErrorCode.UNAVAILABLE, message)

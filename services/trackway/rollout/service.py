@@ -229,6 +229,13 @@ class RolloutService:
                 f"top_logprobs: expected an engine that returns them (torch, vllm, sglang), got {self._settings.engine}"
             )
             raise TrackwayError(ErrorCode.INVALID_REQUEST, f"{message}; leave it out", param="top_logprobs")
+        if params.structured_outputs is not None and Capability.STRUCTURED_OUTPUTS not in self._engine.capabilities:
+            message = (
+                "response_format: expected an engine that guides its sampling (vllm with a tokenizer in model_path, "
+                f"sglang with engine_tokenizer=true), got {self._settings.engine}; ask for JSON in the prompt, or give "
+                "a tool"
+            )
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, message, param="response_format")
 
     def _needs_sleep(self) -> None:
         if Capability.SLEEP not in self._engine.capabilities:

@@ -36,6 +36,9 @@ class RolloutSettings(ServiceSettings):
     """Python interpreter of the environment with vLLM or SGLang, whose pinned dependencies conflict with Trackway's."""
     engine_args: list[str] = Field(default_factory=list)
     """Extra command-line arguments of the server that the replica starts."""
+    engine_tokenizer: bool = False
+    """Start SGLang with the model's tokenizer, which `response_format` needs; it then detokenizes every token. vLLM
+    always has it if the model folder does."""
     engine_start_s: float = Field(default=600.0, gt=0.0)
     """Start-up time limit of this server in seconds."""
     engine_log: Path | None = None

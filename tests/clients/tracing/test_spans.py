@@ -27,7 +27,7 @@ from trackway.tracing import (
 from trackway.tracing.active import activated
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.rollout import SamplingParams
+from trackway.wire.rollout import SamplingParams, StructuredOutputs
 from trackway.wire.trajectory import Tags, WeightSpan
 
 TAGS = Tags(experiment_name="gsm8k", step=3, sample_index=17, rollout_n=2)
@@ -107,7 +107,15 @@ def test_spans_of_four_kinds_join_the_tree_over_headers(recorder: Recorder) -> N
     assert {format(span.get_span_context().trace_id, "032x") for span in spans.values()} == {trajectory.trace_id}
     assert parents["chat tiny"] == parents["execute_tool calculator"] == parents["reward"] == turn
     assert (spans["chat tiny"].attributes or {})["agentic.weight_version"] == "4"
+    assert "gen_ai.output.type" not in (spans["chat tiny"].attributes or {})
     assert (spans["execute_tool calculator"].attributes or {})["mlflow.spanInputs"] == '{"expression": "2+2"}'
+
+
+def test_the_span_of_a_guided_generation_says_so(recorder: Recorder) -> None:
+    guided = SamplingParams(structured_outputs=StructuredOutputs(json_object=True))
+    with root(), chat_span("tiny", guided):
+        pass
+    assert (recorder.spans()["chat tiny"].attributes or {})["gen_ai.output.type"] == "json"
 
 
 def test_nothing_is_recorded_below_an_unsampled_root_in_any_process(recorder: Recorder) -> None:

@@ -55,7 +55,7 @@ Words = str | Callable[[], Awaitable[str]]
 class ScriptedModel(IdleEngine):
     """Stands for the model, which cannot be told what to say: an engine that answers each turn from a script."""
 
-    capabilities = frozenset({Capability.TOP_LOGPROBS})
+    capabilities = frozenset({Capability.TOP_LOGPROBS, Capability.STRUCTURED_OUTPUTS})
     max_len = 1 << 20
     version = 3
 

@@ -18,7 +18,7 @@ from trackway.rollout.engines.protocol import Generation, PauseMode, Piece
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.weight_watcher import WeightWatcher
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.rollout import GenerateRequest, SamplingParams
+from trackway.wire.rollout import GenerateRequest, SamplingParams, StructuredOutputs
 from trackway.wire.weights import Canary
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -45,12 +45,12 @@ def surviving(engine: TorchEngine, store: WeightStore, tmp_path: Path) -> Surviv
 
 
 @asynccontextmanager
-async def begun(survivor: ResumableGeneration) -> AsyncIterator[Answer]:
-    """The whole of LONG and its pieces in a task that has the first, and a minute for what follows."""
+async def begun(survivor: ResumableGeneration, request: GenerateRequest = LONG) -> AsyncIterator[Answer]:
+    """The whole of a request and its pieces in a task that has the first, and a minute for what follows."""
     first, collector, pieces = asyncio.Event(), Collector(), list[Piece]()
 
     async def read() -> tuple[Generation, list[Piece]]:
-        async with aclosing(survivor.stream(LONG, "long")) as stream:
+        async with aclosing(survivor.stream(request, "long")) as stream:
             async for piece in stream:
                 collector.add(piece)
                 pieces.append(piece)
@@ -98,6 +98,21 @@ async def test_after_an_abort_the_rest_is_what_the_new_weights_say_of_the_whole(
     scored = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
     rest = scored[len(LONG.token_ids) - 1 + cut :]
     assert whole.logprobs[cut:] == pytest.approx(rest, abs=1e-4)
+
+
+async def test_a_guided_answer_that_an_update_cuts_is_begun_again_and_a_stream_of_it_fails(
+    surviving: Surviving, store: WeightStore, other_path: Path
+) -> None:
+    params = LONG.sampling_params.model_copy(update={"structured_outputs": StructuredOutputs(json_object=True)})
+    guided = LONG.model_copy(update={"sampling_params": params})
+    async with surviving("abort") as (survivor, _), begun(survivor, guided) as streamed:
+        whole = asyncio.create_task(survivor.generate(guided, "whole"))
+        await asyncio.to_thread(store.publish, 1, "run", other_path, None)
+        with pytest.raises(TrackwayError, match="its grammar cannot be entered in the middle; retry") as raised:
+            await streamed
+        answer = await whole
+    assert (raised.value.code, raised.value.retryable) == (ErrorCode.UNAVAILABLE, True)
+    assert [(span.version, span.start, span.end) for span in answer.spans] == [(1, 0, LENGTH)]
 
 
 async def test_waiting_lets_requests_finish_on_the_old_weights_and_holds_new_ones_at_the_gate(

@@ -101,11 +101,21 @@ class MessagesToolChoice(WireRequest):
     """Keeps only the first call."""
 
 
+class OutputFormat(OpenAIRequest):
+    """A JSON schema of the answer."""
+
+    type: Literal["json_schema"]
+    json_schema: dict[str, JsonValue] = Field(alias="schema")
+
+
 class OutputConfig(OpenAIRequest):
     """Options of the output."""
 
     without_effect: ClassVar[frozenset[str]] = frozenset({"task_budget"})
-    neutral: ClassVar[dict[str, list[JsonValue]]] = {"format": []}
+    neutral: ClassVar[dict[str, list[JsonValue]]] = {}
+
+    format: OutputFormat | None = None
+    """Guides the sampling, where the engine can."""
 
     effort: str | None = Field(default=None, max_length=64)
     """Passed to the chat template as `reasoning_effort`."""

@@ -3,16 +3,16 @@
 A request is refused if it has an unsupported field that would change its result. Null means not set.
 """
 
-from functools import cache
+from functools import cache, cached_property
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from trackway.wire.base import NON_FINITE, Float, Int, TokenId, WireRequest
 from trackway.wire.chat import MAX_MESSAGES, MAX_TOOLS, ToolCall
 from trackway.wire.errors import shortened
-from trackway.wire.rollout import MAX_TOP_LOGPROBS
+from trackway.wire.rollout import MAX_TOP_LOGPROBS, StructuredOutputs, check_schema
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -63,15 +63,15 @@ NEUTRAL: dict[str, list[JsonValue]] = {
 }
 """Unsupported fields with their neutral values; any other value is refused."""
 
-_NO_GRAMMAR = "no engine guides its sampling; ask for it in the prompt, or use a tool"
 REASONS: dict[str, str] = {
     **dict.fromkeys(
         (
-            *("format", "output_format", "response_format", "structured_outputs"),
+            *("response_format", "structured_outputs"),
             *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
         ),
-        _NO_GRAMMAR,
+        "give a JSON schema as response_format of /v1/chat/completions",
     ),
+    "output_format": "give it as output_config.format",
     "top_logprobs": "unsupported here; ask for logprobs",
 }
 """Why some of them are refused, and the remedy."""
@@ -150,6 +150,11 @@ class SampledRequest(OpenAIRequest):
     def most_likely(self) -> int:
         """How many of the most likely tokens to return at each position."""
         return 0
+
+    @property
+    def structured_outputs(self) -> StructuredOutputs | None:
+        """The grammar of the answer."""
+        return None
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> "SampledRequest":
@@ -253,11 +258,52 @@ class NamedTool(WireRequest):
     function: FunctionName
 
 
+class JsonSchemaFormat(WireRequest):
+    """A JSON schema of the answer."""
+
+    name: str = Field(default="", max_length=64)
+    """No effect."""
+    description: str | None = None
+    """No effect."""
+    json_schema: dict[str, JsonValue] = Field(alias="schema")
+    strict: bool | None = None
+    """No effect: the answer always has the schema."""
+
+    @field_validator("json_schema")
+    @classmethod
+    def _within_bounds(cls, schema: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        check_schema(schema)
+        return schema
+
+
+class ResponseFormat(OpenAIRequest):
+    """The format of the answer's text, which guides the sampling unless it is `text`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+    """With this type."""
+
+    @model_validator(mode="after")
+    def _schema_of_its_type(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError("format", "expected json_schema with type json_schema, and only with it")
+        return self
+
+    @cached_property
+    def structured_outputs(self) -> StructuredOutputs | None:
+        """The grammar."""
+        if self.type == "text":
+            return None
+        if self.json_schema is None:
+            return StructuredOutputs(json_object=True)
+        return StructuredOutputs(json=self.json_schema.json_schema)
+
+
 class ChatRequest(SampledRequest):
     """The next message of a conversation."""
 
     neutral: ClassVar[dict[str, list[JsonValue]]] = {
-        name: values for name, values in NEUTRAL.items() if name != "top_logprobs"
+        name: values for name, values in NEUTRAL.items() if name not in ("response_format", "top_logprobs")
     }
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
@@ -267,6 +313,8 @@ class ChatRequest(SampledRequest):
     logprobs: bool = False
     top_logprobs: Int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
     """Most likely tokens to return at each position, the sampled one among them; with `logprobs`."""
+    response_format: ResponseFormat | None = None
+    """`json_object` and `json_schema` guide the sampling, where the engine can."""
     tools: list[ChatTool] = Field(default_factory=list[ChatTool], max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
@@ -279,6 +327,21 @@ class ChatRequest(SampledRequest):
     def most_likely(self) -> int:
         """How many of the most likely tokens to return at each position."""
         return self.top_logprobs
+
+    @property
+    def structured_outputs(self) -> StructuredOutputs | None:
+        """The grammar of the answer."""
+        return None if self.response_format is None else self.response_format.structured_outputs
+
+    @model_validator(mode="after")
+    def _no_tools_beside_a_grammar(self) -> "ChatRequest":
+        if self.structured_outputs is not None and self.tools and self.tool_choice != "none":
+            message = (
+                "{param}: expected no tools beside a JSON format, whose grammar leaves no way to call them, got "
+                "{count}; leave one of both out, or send tool_choice=none"
+            )
+            raise PydanticCustomError("unsupported", message, {"param": "response_format", "count": len(self.tools)})
+        return self
 
     @model_validator(mode="after")
     def _top_logprobs_with_logprobs(self) -> "ChatRequest":

@@ -75,16 +75,11 @@ class IncompleteDetails(WireReply):
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
-class TextFormat(WireReply):
-    """The only format."""
-
-    type: Literal["text"] = "text"
-
-
 class ResponseText(WireReply):
     """Options of the text."""
 
-    format: TextFormat
+    format: dict[str, JsonValue]
+    """As in the request."""
 
 
 class ResponsesReply(WireReply):

@@ -119,11 +119,29 @@ class ReasoningOptions(EchoedItem):
     """Passed to the chat template as `reasoning_effort`."""
 
 
+class TextFormat(OpenAIRequest):
+    """The format of the text, as `response_format` of a chat."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    json_schema: dict[str, JsonValue] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+    @property
+    def response_format(self) -> dict[str, JsonValue]:
+        """The same for a chat."""
+        fields: dict[str, JsonValue] = self.model_dump(exclude={"type"}, exclude_none=True)
+        return {"type": self.type, **({"json_schema": fields} if self.type == "json_schema" else {})}
+
+
 class TextOptions(OpenAIRequest):
     """Options of the text."""
 
     without_effect: ClassVar[frozenset[str]] = frozenset({"verbosity"})
-    neutral: ClassVar[dict[str, list[JsonValue]]] = {"format": [{"type": "text"}]}
+    neutral: ClassVar[dict[str, list[JsonValue]]] = {}
+
+    format: TextFormat = Field(default_factory=TextFormat)
 
 
 _LOGPROBS = "message.output_text.logprobs"

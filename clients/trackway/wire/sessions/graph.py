@@ -64,6 +64,9 @@ class GraphNode(WireReply):
     """Of sampled tokens; `abort` when the client left, or the generation failed."""
     forced: str = ""
     """Of sampled tokens: the start of the message that a forced tool call put at the end of the prompt."""
+    guided: bool = False
+    """Of sampled tokens: a grammar (`response_format`) guided them. They are not trained, and `logprobs` are those of
+    what it left."""
     reward: float | None = None
     """Of sampled tokens: the score of their call, if it was posted."""
     delivered: bool = True

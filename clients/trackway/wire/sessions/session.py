@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from trackway.wire.agent import MAX_ROLLOUTS, GroupRequest, Limits, Sample
+from trackway.wire.agent import MAX_ROLLOUTS, GroupRequest, Limits, RunSampling, Sample
 from trackway.wire.base import Float, Int, WireReply, WireRequest
 from trackway.wire.names import Label, RunName
 from trackway.wire.rollout import SamplingParams
@@ -32,7 +32,7 @@ class SessionRequest(WireRequest):
     experiment_name: Label = "sessions"
     step: Int = 0
     rollout_n: Int = Field(default=0, ge=0, lt=MAX_ROLLOUTS)
-    sampling_params: SamplingParams = Field(default_factory=SamplingParams)
+    sampling_params: RunSampling = Field(default_factory=SamplingParams)
     """The sampling of every call, whatever the agent asks for; an agent may ask for fewer tokens."""
     limits: Limits = Field(default_factory=Limits)
     bounds: SessionBounds = Field(default_factory=SessionBounds)

@@ -70,6 +70,8 @@ class Sampled(NamedTuple):
     weight_versions: list[WeightSpan]
     finish_reason: str
     """`abort` when the client left, or the generation failed."""
+    guided: bool = False
+    """Whether a grammar guided it."""
 
 
 @dataclass
@@ -159,6 +161,7 @@ class TokenGraph:
                 weight_versions=choice.weight_versions,
                 finish_reason=choice.finish_reason,
                 forced=forced,
+                guided=choice.guided,
                 delivered=False,
             )
         )

@@ -65,7 +65,9 @@ class SessionAgent(AgentLoop):
         scores = {node.call: node.reward for node in session.graph.nodes if node.reward is not None}
         if scores and episode.reward is None:
             components = {f"call/{call}": score for call, score in scores.items()}
-            by_turn = [turn.node.reward or 0.0 for path in paths for turn in path.turns]
+            # What is not at a trained turn stands at the last token.
+            turns = [turn.node for path in paths for turn in path.turns]
+            by_turn = [0.0 if node.guided else node.reward or 0.0 for node in turns]
             episode.reward = Reward(score=sum(scores.values()), components=components, turn_scores=by_turn)
 
     async def _row(self, row: GraphRow) -> TokenRow:
@@ -94,6 +96,7 @@ class SessionAgent(AgentLoop):
                     response_start=start,
                     response_end=end,
                     finish_reason=node.finish_reason or "stop",
+                    guided=node.guided,
                 )
             )
         return turns

@@ -1,7 +1,8 @@
 """The token graph as training rows: each path from a root to a leaf is a row, each sampled token trains once.
 
 A sampled node is trained in the first path that holds it, and is context in the others. Auxiliary calls are left out,
-and so are answers that reached no client, unless a later call continues them.
+and so are answers that reached no client, unless a later call continues them. Guided tokens are context: the learner
+has no grammar, and gives them other probabilities than the engine did.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ class GraphRow(NamedTuple):
     response_logprobs: list[float]
     weight_versions: list[WeightSpan]
     turns: list[TrainedTurn]
-    """The sampled nodes that are trained in this row."""
+    """The sampled nodes that are trained in this row, and the guided ones that no earlier row has."""
     nodes: list[GraphNode]
 
 
@@ -44,7 +45,7 @@ def training_rows(nodes: Sequence[GraphNode]) -> list[GraphRow]:
         if node.kind is NodeKind.SAMPLED and node.delivered and node.id not in continued:
             path = [nodes[place] for place in (*reversed(_ancestors(node, nodes)), node.id)]
             row = _row(path, trained)
-            if any(row.response_mask):
+            if any(turn.node.ids for turn in row.turns):
                 rows.append(row)
             trained |= {turn.node.id for turn in row.turns}
     return rows
@@ -64,7 +65,8 @@ def _row(path: Sequence[GraphNode], trained: set[int]) -> GraphRow:
     row = GraphRow(root.ids, [], [], [], [], [], list(path))
     for node in rest:
         start = len(row.response_ids)
-        trains = node.kind is NodeKind.SAMPLED and node.id not in trained
+        is_new = node.kind is NodeKind.SAMPLED and node.id not in trained
+        trains = is_new and not node.guided
         row.response_ids.extend(node.ids)
         row.response_mask.extend([int(trains)] * len(node.ids))
         row.response_logprobs.extend(node.logprobs if trains else [0.0] * len(node.ids))
@@ -73,5 +75,6 @@ def _row(path: Sequence[GraphNode], trained: set[int]) -> GraphRow:
                 WeightSpan(version=span.version, start=start + span.start, end=start + span.end)
                 for span in node.weight_versions
             )
+        if is_new:
             row.turns.append(TrainedTurn(node, start, len(row.response_ids)))
     return row

@@ -57,6 +57,8 @@ Build = Callable[[ChatRequest, Tokenizer, list[int]], ResponseBuilder]
 
 Asked = TypeVar("Asked", bound=SampledRequest)
 
+_OF_THE_CALL = ("max_tokens", "stop_token_ids", "logprobs", "structured_outputs")
+"""Sampling parameters that the call may choose; the others are the run's."""
 _FOREIGN_IDS = (b"session-id", b"session_id", b"session-affinity", b"thread-id", b"conversation-id", b"user-agent")
 """Endings of headers that are recorded as attributes."""
 _MAX_ATTRIBUTES = 32
@@ -306,7 +308,8 @@ class Session:
                 return
             context = self.graph.context(place, number, placed.new, auxiliary)
             forced = forced_prefix(chat)
-            nodes = [self.graph.sampled(context, number, _sampled(delta), forced) for delta in deltas]
+            guided = chat.structured_outputs is not None
+            nodes = [self.graph.sampled(context, number, _sampled(delta, guided), forced) for delta in deltas]
             if all(delta.finish_reason for delta in deltas):
                 echoes = [_echo(message) for message in builder.messages]
                 for node, echo, delta in zip(nodes, echoes, deltas, strict=True):
@@ -537,7 +540,7 @@ class Session:
     ) -> GenerateReply:
         asked = request.sampling_params
         params = self.episode.request.sampling_params.model_copy(
-            update=asked.model_dump(include={"max_tokens", "stop_token_ids", "logprobs"})
+            update={name: getattr(asked, name) for name in _OF_THE_CALL}
         )
         turn = next(self._turns)
         part = self.episode.branch(turn, request.token_ids, params)
@@ -562,7 +565,8 @@ class Session:
                 self._budget.written(arrived)
             span.usage(len(part.prompt_ids), arrived)
             span.weight_versions(part.weight_versions)
-            span.outputs({"finish_reason": reason, "calls": self.graph.calls, **self.attributes})
+            guided = {} if params.structured_outputs is None else {"guided": True}
+            span.outputs({"finish_reason": reason, "calls": self.graph.calls, **guided, **self.attributes})
         return _reply(request, part, reason)
 
     def _below(self, caller: trace.SpanContext) -> AbstractContextManager[object]:
@@ -622,8 +626,8 @@ async def _result(answered: "asyncio.Future[Recorded | None]") -> Recorded | Non
     return await asyncio.shield(answered)
 
 
-def _sampled(delta: Delta) -> Sampled:
-    return Sampled(delta.token_ids, delta.logprobs, delta.spans, delta.finish_reason or "abort")
+def _sampled(delta: Delta, guided: bool = False) -> Sampled:
+    return Sampled(delta.token_ids, delta.logprobs, delta.spans, delta.finish_reason or "abort", guided)
 
 
 def _echo(message: Message) -> ChatMessage:

@@ -13,6 +13,7 @@ from trackway.wire.anthropic.requests import (
     MessagesRequest,
     MessagesTool,
     MessagesToolChoice,
+    OutputConfig,
     TextBlockParam,
     ThinkingBlockParam,
     ToolResultBlockParam,
@@ -29,12 +30,19 @@ def chat_of(request: CountTokensRequest) -> ChatRequest:
         "tools": [{"type": "function", "function": _function(tool)} for tool in request.tools],
         "tool_choice": _choice(request.tool_choice),
         "reasoning_effort": None if request.output_config is None else request.output_config.effort,
+        "response_format": _format(request.output_config),
         "parallel_tool_calls": not request.tool_choice.disable_parallel_tool_use,
     }
     if isinstance(request, MessagesRequest):
         fields |= {"max_completion_tokens": request.max_tokens, "stop": request.stop_sequences}
     system = [] if request.system is None else [ChatMessage(role="system", content=_text(request.system))]
     return chat_request(fields, [*system, *(made for message in request.messages for made in _messages(message))])
+
+
+def _format(config: OutputConfig | None) -> dict[str, JsonValue] | None:
+    if config is None or config.format is None:
+        return None
+    return {"type": "json_schema", "json_schema": {"schema": config.format.json_schema}}
 
 
 def _function(tool: MessagesTool) -> dict[str, JsonValue]:

@@ -33,6 +33,7 @@ def chat_of(request: ResponsesRequest, earlier: Sequence[ChatMessage] = ()) -> C
         if isinstance(choice, ResponseToolChoice)
         else choice,
         "max_completion_tokens": request.max_output_tokens,
+        "response_format": None if request.text is None else request.text.format.response_format,
         "logprobs": request.has_logprobs,
         "top_logprobs": request.top_logprobs,
         "reasoning_effort": None if request.reasoning is None else request.reasoning.effort,

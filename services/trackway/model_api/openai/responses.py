@@ -4,6 +4,8 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 
+from pydantic import JsonValue
+
 from trackway.model_api.message_reader import MessageReader
 from trackway.model_api.openai.errors import openai_body
 from trackway.model_api.openai.logprobs import LogprobWriter
@@ -34,7 +36,7 @@ from trackway.wire.openai.response_replies import (
     ResponseStateEvent,
     ResponsesUsage,
 )
-from trackway.wire.openai.response_requests import ResponsesRequest
+from trackway.wire.openai.response_requests import ResponsesRequest, TextOptions
 
 _ECHOED = {
     "instructions",
@@ -221,7 +223,7 @@ class ResponsesBuilder(ResponseBuilder):
                 "status": status,
                 "output": list(self._output),
                 "reasoning": request.reasoning,
-                "text": {"format": {"type": "text"}},
+                "text": {"format": _format(request)},
                 "tool_choice": request.tool_choice,
                 "tools": request.tools,
             }
@@ -229,3 +231,8 @@ class ResponsesBuilder(ResponseBuilder):
 
     def _without_ids(self) -> set[str]:
         return set() if self._request.return_token_ids else {"prompt_token_ids", "token_ids", "weight_versions"}
+
+
+def _format(request: ResponsesRequest) -> dict[str, JsonValue]:
+    text = TextOptions() if request.text is None else request.text
+    return text.format.model_dump(exclude_none=True)

@@ -31,6 +31,8 @@ class Capability(StrEnum):
     """Verify new weights by their outputs before any request uses them."""
     TOP_LOGPROBS = "top_logprobs"
     """Return the most likely tokens of each position."""
+    STRUCTURED_OUTPUTS = "structured_outputs"
+    """Guide the sampling by a grammar."""
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,8 @@ class TrainStatus(StrEnum):
     """It failed with another error."""
     NO_MODEL_TOKEN = "no_model_token"
     """The model wrote no token of the response."""
+    GUIDED = "guided"
+    """All that the model wrote was guided by a grammar (`response_format`), which the learner has not."""
     UNSCORED = "unscored"
     STALE = "stale"
     """Its oldest token was sampled from weights that are too many versions behind."""
@@ -60,6 +62,7 @@ _FEEDBACK = {
     TrainStatus.INFRASTRUCTURE: "dropped_infrastructure",
     TrainStatus.ERROR: "dropped_failed",
     TrainStatus.NO_MODEL_TOKEN: "dropped_filtered",
+    TrainStatus.GUIDED: "dropped_filtered",
     TrainStatus.UNSCORED: "dropped_failed",
     TrainStatus.STALE: "dropped_stale",
     TrainStatus.NO_VARIANCE: "dropped_filtered",
@@ -117,7 +120,8 @@ def train_status(trajectory: Trajectory, version: int, max_staleness: int | None
     if trajectory.is_baseline:
         return TrainStatus.BASELINE
     if not any(any(row.response_mask) for row in trajectory.rows):
-        return TrainStatus.NO_MODEL_TOKEN
+        guided = any(turn.guided for row in trajectory.rows for turn in row.turns)
+        return TrainStatus.GUIDED if guided else TrainStatus.NO_MODEL_TOKEN
     if trajectory.reward is None:
         return TrainStatus.UNSCORED
     oldest = min((span.version for row in trajectory.rows for span in row.weight_versions), default=version)

@@ -31,12 +31,16 @@ def spread(name: str, values: Sequence[float]) -> Metrics:
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     """Tool calls and agent loop timings of the successful trajectories, and the number of failed trajectories.
 
+    `agent_loop/guided_tokens` is the number of tokens that a grammar guided; only where there are some.
+
     `tools/*` covers all trajectories; see `tool_metrics`.
     """
     successful = [trajectory for trajectory in trajectories if trajectory.error is None]
     metrics: Metrics = {"training/rollout_failure/failed_trajectories": float(len(trajectories) - len(successful))}
     metrics |= spread("tool_call_counts", [tool_calls(trajectory) for trajectory in successful])
     metrics |= spread("tool_call_counts/executed", [calls_executed(trajectory) for trajectory in successful])
+    if guided := sum(map(guided_tokens, successful)):
+        metrics["agent_loop/guided_tokens"] = float(guided)
     for activity in _TIMED:
         seconds = [getattr(trajectory.timings, activity) for trajectory in successful]
         metrics |= spread(f"timing_s/agent_loop/{activity}", seconds)
@@ -58,6 +62,12 @@ def tool_calls(trajectory: Trajectory) -> int:
     """The number of tool calls that the model requested."""
     turns = [turn for row in trajectory.rows for turn in row.turns]
     return sum(len(message.tool_calls or ()) for turn in turns for message in turn.messages)
+
+
+def guided_tokens(trajectory: Trajectory) -> int:
+    """The number of the model's tokens that a grammar guided, which are not trained."""
+    turns = [turn for row in trajectory.rows for turn in row.turns]
+    return sum(turn.response_end - turn.response_start for turn in turns if turn.guided)
 
 
 def calls_executed(trajectory: Trajectory) -> int:

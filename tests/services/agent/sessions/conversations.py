@@ -51,6 +51,7 @@ def add(
     tools: Sequence[ChatTool] = (),
     auxiliary: bool = False,
     delivered: bool = True,
+    guided: bool = False,
 ) -> GraphNode:
     """One call: the engine is shown the ids `new` behind what the call continues, and writes the ids `written`."""
     conversation = Conversation.of(joined_turns(messages), tools)
@@ -59,7 +60,7 @@ def add(
     context = graph.context(graph.place(conversation), number, new, auxiliary)
     logprobs = [-token / 100 for token in written]
     spans = [WeightSpan(version=version, start=0, end=len(written))]
-    node = graph.sampled(context, number, Sampled(written, logprobs, spans, "stop"))
+    node = graph.sampled(context, number, Sampled(written, logprobs, spans, "stop", guided))
     graph.continue_message(node, conversation, meaning(reply))
     node.delivered = delivered
     return node

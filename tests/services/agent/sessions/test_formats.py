@@ -166,19 +166,35 @@ async def refused(services: AgentServices, access: SessionAccess, route: str, **
     return response.json()["error"]
 
 
-async def test_a_format_of_the_text_is_refused_by_name_in_responses_and_messages(services: AgentServices) -> None:
-    access = await opened(services)
-    schema: dict[str, Any] = {"type": "json_schema", "name": "answer", "schema": {"type": "object"}}
+async def test_a_format_of_the_text_guides_responses_and_messages(services: AgentServices) -> None:
+    access = await opened(services, ANSWER, ANSWER)
+    schema = {"type": "object", "properties": {"count": {"type": "integer"}}}
+    wanted: dict[str, Any] = {"type": "json_schema", "schema": schema}
+    text = {"format": {**wanted, "name": "answer"}}
+    question = {"role": "user", "content": "9+9?"}
+    response = await post(services, access, "responses", input="9+9?", text=text)
+    await post(services, access, "messages", messages=[question], max_tokens=9, output_config={"format": wanted})
 
-    of_response = await refused(services, access, "responses", input="9+9?", text={"format": schema})
+    grammars = [request.sampling_params.structured_outputs for request in services.model.seen()]
+    assert [grammar and grammar.json_schema for grammar in grammars] == [schema, schema]
+    assert response["text"] == text
+
+
+async def test_a_format_that_cannot_be_had_is_refused_by_name_in_responses_and_messages(
+    services: AgentServices,
+) -> None:
+    services.model.capabilities = frozenset()
+    access = await opened(services)
+    text = {"format": {"type": "json_object"}}
+    of_response = await refused(services, access, "responses", input="9+9?", text=text)
     question = {"role": "user", "content": "9+9?"}
     of_message = await refused(
         services, access, "messages", messages=[question], max_tokens=9, output_format={"type": "json_schema"}
     )
 
-    for error, name in ((of_response, "format"), (of_message, "output_format")):
-        assert f"{name}: expected nothing" in error["message"]
-        assert "ask for it in the prompt, or use a tool" in error["message"]
+    assert "response_format: expected an engine that guides its sampling" in of_response["message"]
+    assert "output_format: expected nothing" in of_message["message"]
+    assert "give it as output_config.format" in of_message["message"]
 
 
 async def test_fields_without_effect_are_noted_in_every_format(services: AgentServices) -> None:

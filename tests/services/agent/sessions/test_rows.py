@@ -31,6 +31,26 @@ def test_two_turns_with_a_tool_are_one_row_with_logprobs_and_versions_in_place()
     assert [(turn.start, turn.end) for turn in row.turns] == [(0, 2), (3, 5)]
 
 
+def test_guided_tokens_are_context_of_a_row_and_keep_their_turn() -> None:
+    graph = TokenGraph()
+    add(graph, TASK, [1], said('{"plan": 1}'), [10, 11], version=3, guided=True)
+    add(graph, [*TASK, said('{"plan": 1}'), user("Go on.")], [20], said("18"), [12], version=4)
+
+    [row] = training_rows(graph.nodes)
+
+    assert (row.response_ids, row.response_mask) == ([10, 11, 20, 12], [0, 0, 0, 1])
+    assert row.response_logprobs == [0.0, 0.0, 0.0, -0.12]
+    assert row.weight_versions == [WeightSpan(version=4, start=3, end=4)]
+    assert [(turn.start, turn.end, turn.node.guided) for turn in row.turns] == [(0, 2, True), (3, 4, False)]
+
+
+def test_a_session_of_guided_calls_alone_is_a_row_without_a_trained_token() -> None:
+    graph = TokenGraph()
+    add(graph, TASK, [1], said("{}"), [10], guided=True)
+
+    assert shown(graph) == [([1], [10], [0])]
+
+
 def test_parallel_branches_share_their_beginning_and_train_it_once() -> None:
     graph = TokenGraph()
     add(graph, TASK, [1], CALL, [10])

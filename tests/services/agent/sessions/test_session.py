@@ -24,6 +24,7 @@ SAMPLE = {
     "reward_model": {"ground_truth": "18"},
     "extra_info": {"index": 7},
 }
+PLAN = {"type": "object", "properties": {"count": {"type": "integer"}}}
 QUESTION = [{"role": "user", "content": "9+9?"}]
 TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {}}}]
 ARGUMENTS = '{"expression": "9+9"}'
@@ -257,6 +258,59 @@ async def test_top_logprobs_come_with_the_answer_and_again_with_a_retry(services
     assert trajectory.response_logprobs == [entry["logprob"] for entry in found[0]]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_guided_answer_is_in_the_trajectory_and_not_trained(services: AgentServices, stream: bool) -> None:
+    plan = '{"count": 9}' + END
+    access = await opened(services, plan, ANSWER)
+    asked = {"response_format": {"type": "json_schema", "json_schema": {"name": "plan", "schema": PLAN}}}
+    guided = await chat(services, access, QUESTION, **asked, stream=stream)
+    again = await chat(services, access, QUESTION, **asked)
+    text = message_of(again)["content"]
+    await chat(services, access, [*QUESTION, {"role": "assistant", "content": text}, *SAY_IT])
+    trajectory = await ended(services, access)
+
+    assert guided.status_code == 200 and text == '{"count": 9}'
+    params = [request.sampling_params for request in services.model.seen()]
+    assert [p.structured_outputs and p.structured_outputs.json_schema for p in params] == [PLAN, None]
+    first, answer = services.model.encode(plan), services.model.encode(ANSWER)
+    between = len(trajectory.response_ids) - len(first) - len(answer)
+    assert trajectory.response_ids[: len(first)] == first
+    assert trajectory.response_mask == [0] * (len(first) + between) + [1] * len(answer)
+    assert [turn.guided for turn in trajectory.turns] == [True, False]
+    assert [span.version for span in trajectory.weight_versions] == [4]
+    nodes = [node for node in (await state(services, access)).nodes if node.kind is NodeKind.SAMPLED]
+    assert [node.guided for node in nodes] == [True, False]
+
+
+async def test_a_guided_answer_that_is_cut_is_a_retryable_error_and_no_half_of_one(services: AgentServices) -> None:
+    services.model.finish_reason = "abort"
+    access = await opened(services, '{"count":')
+    cut = await chat(services, access, QUESTION, response_format={"type": "json_object"})
+
+    assert (cut.status_code, cut.headers["x-should-retry"]) == (503, "true")
+    assert "its grammar cannot be entered in the middle" in cut.json()["error"]["message"]
+    assert len(services.model.requests) == 1
+
+
+async def test_a_format_that_the_engine_cannot_guide_is_refused_by_name(services: AgentServices) -> None:
+    services.model.capabilities = frozenset()
+    access = await opened(services)
+    refused = await chat(services, access, QUESTION, response_format={"type": "json_object"})
+
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_format")
+    assert "response_format: expected an engine that guides its sampling" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("asked", [{"logprobs": 1}, {"structured_outputs": {"json_object": True}}])
+async def test_a_session_whose_every_call_would_be_guided_is_refused(
+    services: AgentServices, asked: dict[str, Any]
+) -> None:
+    response = await services.client.post("/sessions", json={"sample": SAMPLE, "sampling_params": asked})
+
+    assert response.status_code == 422
+    assert f"expected sampling_params without {next(iter(asked))}" in response.json()["error"]["message"]
+
+
 async def test_another_seed_of_the_agents_own_is_another_sample(services: AgentServices) -> None:
     access = await opened(services, COUNT, ANSWER)
     said = [message_of(await chat(services, access, QUESTION, seed=seed))["content"] for seed in (1, 2, 2)]
@@ -267,7 +321,7 @@ async def test_another_seed_of_the_agents_own_is_another_sample(services: AgentS
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("response_format", {"type": "json_object"}), ("guided_json", {}), ("modalities", ["audio"])],
+    [("guided_json", {}), ("modalities", ["audio"])],
 )
 async def test_a_field_that_changes_what_the_client_reads_is_refused_by_name(
     services: AgentServices, field: str, value: object

@@ -5,7 +5,7 @@ import threading
 from collections.abc import AsyncGenerator, Sequence
 
 from tests.services.rollout.idle_engine import IdleEngine
-from trackway.rollout.engines.protocol import EngineStats, FinishReason, Piece
+from trackway.rollout.engines.protocol import Capability, EngineStats, FinishReason, Piece
 from trackway.wire.errors import TrackwayError
 from trackway.wire.rollout import SamplingParams
 
@@ -30,6 +30,7 @@ class ScriptedEngine(IdleEngine):
         self.endless = False
         """Says its last token for ever."""
         self.calls: list[SamplingParams] = []
+        self.capabilities: frozenset[Capability] = frozenset()
         self.ended_early = threading.Event()
 
     async def stream(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> AsyncGenerator[Piece]:

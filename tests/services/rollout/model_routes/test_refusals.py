@@ -12,11 +12,16 @@ from transformers import PreTrainedTokenizerBase
 from tests.services.rollout.model_routes.openai_server import CHAT, serving
 from tests.services.rollout.model_routes.scripted_engine import ScriptedEngine
 from trackway.rollout.app import create_app
+from trackway.rollout.engines.protocol import Capability
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorReply
 
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 OTHER = {"type": "function", "function": {"name": "sub"}}
+
+
+def schema(value: object) -> dict[str, object]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": value}}
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +38,11 @@ def _speaks(engine: ScriptedEngine, tokenizer: PreTrainedTokenizerBase) -> None:
         (
             "response_format",
             {"type": "json_object"},
-            "no engine guides its sampling; ask for it in the prompt, or use a tool",
+            "expected an engine that guides its sampling (vllm with a tokenizer in model_path",
         ),
+        ("response_format", {"type": "json_schema"}, "expected json_schema with type json_schema"),
+        ("response_format", schema({"enum": ["x"] * 1001}), "at most 1000 values of an enum, got 1001; simplify it"),
+        ("guided_json", {}, "give a JSON schema as response_format of /v1/chat/completions"),
         ("top_logprobs", 2, "top_logprobs: expected logprobs=true with it, got 2 without"),
         ("top_logprobs", 21, "less than or equal to 20"),
         ("tempereture", 1, "Extra inputs are not permitted"),
@@ -106,6 +114,17 @@ def test_logprobs_that_a_response_cannot_have_are_refused_by_name(
     with pytest.raises(openai.BadRequestError) as raised:
         scripted.responses.create(model="tiny", input="Say ok.", extra_body={**fields, **tools})
     assert raised.value.param == param
+
+
+def test_a_format_beside_tools_is_refused_by_name(scripted: OpenAI, engine: ScriptedEngine) -> None:
+    engine.capabilities = frozenset({Capability.STRUCTURED_OUTPUTS})
+    asked = {"tools": TOOLS, "response_format": {"type": "json_object"}}
+    with pytest.raises(openai.BadRequestError, match="response_format: expected no tools beside a JSON format"):
+        scripted.chat.completions.create(model="tiny", messages=CHAT, extra_body=asked)
+
+    scripted.chat.completions.create(model="tiny", messages=CHAT, extra_body={**asked, "tool_choice": "none"})
+    grammar = engine.calls[-1].structured_outputs
+    assert grammar is not None and grammar.json_object
 
 
 def test_a_choice_that_is_no_tool_is_refused(scripted: OpenAI) -> None:

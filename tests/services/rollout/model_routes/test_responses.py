@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.services.rollout.model_routes.openai_server import extra
 from tests.services.rollout.model_routes.scripted_engine import ScriptedEngine
+from trackway.rollout.engines.protocol import Capability
 
 QUESTION = "Tom had 12 pens and lost 5 of them. How many pens does Tom still have?"
 CALCULATOR: FunctionToolParam = {
@@ -57,6 +58,12 @@ def test_the_prompt_and_the_tokens_are_those_of_the_same_chat(client: OpenAI) ->
     assert (response.object, response.status, response.id[:5]) == ("response", "completed", "resp_")
 
 
+def flat(entry: Any) -> list[object]:
+    """A token and its likeliest ones, each with its logprob, which is the same up to rounding."""
+    pairs = [(other.token, other.logprob) for other in (entry, *entry.top_logprobs)]
+    return [part for token, logprob in pairs for part in (token, pytest.approx(logprob, abs=1e-4))]
+
+
 def test_logprobs_of_a_response_are_those_of_the_same_chat(client: OpenAI) -> None:
     chat = client.chat.completions.create(
         model="tiny",
@@ -77,14 +84,25 @@ def test_logprobs_of_a_response_are_those_of_the_same_chat(client: OpenAI) -> No
     response = client.responses.create(**asked)
     events = [*client.responses.create(**asked, stream=True)]
 
-    expected = [entry.model_dump() for entry in chat.choices[0].logprobs.content or []]
+    expected = [flat(entry) for entry in chat.choices[0].logprobs.content or []]
     [part] = [part for item in response.output if item.type == "message" for part in item.content]
     assert part.type == "output_text" and len(expected) == 16
-    assert [entry.model_dump() for entry in part.logprobs or []] == expected
     [done] = [event for event in events if event.type == "response.output_text.done"]
-    assert [entry.token for entry in done.logprobs] == [entry["token"] for entry in expected]
     streamed = [entry for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
-    assert [entry.token for entry in streamed] == [entry["token"] for entry in expected]
+    for found in (part.logprobs or [], done.logprobs, streamed):
+        assert [flat(entry) for entry in found] == expected
+
+
+def test_a_format_guides_the_answer_and_is_repeated(scripted: OpenAI, says: ScriptedEngine) -> None:
+    says.capabilities = frozenset({Capability.STRUCTURED_OUTPUTS})
+    schema = {"type": "object", "properties": {"count": {"type": "integer"}}}
+    wanted: dict[str, Any] = {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}
+    response = scripted.responses.create(model="tiny", input=QUESTION, extra_body={"text": {"format": wanted}})
+
+    grammar = says.calls[-1].structured_outputs
+    assert grammar is not None and grammar.json_schema == schema
+    assert response.text is not None and response.text.format is not None
+    assert response.text.format.model_dump(by_alias=True, exclude_none=True) == wanted
 
 
 def test_the_tiny_model_calls_its_calculator_and_answers_with_the_result(client: OpenAI) -> None:
@@ -173,7 +191,8 @@ def test_ids_are_sent_only_when_asked_for(scripted: OpenAI, says: ScriptedEngine
         ({"tool_choice": "required"}, "tool_choice", "expected one of the tools [], got required"),
         ({"background": True}, "background", "expected nothing or False, got True: unsupported"),
         ({"truncation": "auto"}, "truncation", "unsupported"),
-        ({"text": {"format": {"type": "json_schema"}}}, "format", "no engine guides its sampling"),
+        ({"text": {"format": {"type": "json_schema"}}}, "response_format", "Field required"),
+        ({"text": {"format": {"type": "json_object"}}}, "response_format", "an engine that guides its sampling"),
         ({"input": []}, "input", "at least 1 item"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "got item_reference; send the item itself"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "content"),

@@ -13,10 +13,11 @@ from trackway.trainer.learner.filtering import (
     train_status,
 )
 from trackway.wire.errors import ERRORS, ErrorBody, ErrorCode, TrackwayError
-from trackway.wire.trajectory import Reward, Trajectory, WeightSpan
+from trackway.wire.trajectory import Reward, Trajectory, Turn, WeightSpan
 
 Rollout = Callable[..., Trajectory]
 FAILED = ErrorBody(code=ErrorCode.UNAVAILABLE, message="gone", retryable=True)
+GUIDED_TURN = Turn(index=0, messages=[], response_start=0, response_end=6, finish_reason="stop", guided=True)
 BROKEN = ErrorBody(code=ErrorCode.INTERNAL, message="a bug", retryable=False)
 
 
@@ -53,6 +54,7 @@ def test_the_oldest_token_decides_whether_a_trajectory_is_stale(
         ({"error": BROKEN}, TrainStatus.ERROR),
         ({"response_mask": [0] * 6}, TrainStatus.NO_MODEL_TOKEN),
         ({"response_ids": [], "response_mask": [], "response_logprobs": []}, TrainStatus.NO_MODEL_TOKEN),
+        ({"response_mask": [0] * 6, "turns": [GUIDED_TURN]}, TrainStatus.GUIDED),
         ({"reward": None}, TrainStatus.UNSCORED),
         ({"error": BROKEN, "response_mask": [0] * 6, "reward": None}, TrainStatus.ERROR),
         ({"response_mask": [0] * 6, "reward": None}, TrainStatus.NO_MODEL_TOKEN),
@@ -96,6 +98,7 @@ def test_the_used_trajectories_keep_their_order_and_the_others_are_counted_by_re
         "training/left_out/infrastructure": 2.0,
         "training/left_out/error": 1.0,
         "training/left_out/no_model_token": 1.0,
+        "training/left_out/guided": 0.0,
         "training/left_out/unscored": 1.0,
         "response/aborted_ratio": 0.625,
     }
@@ -115,6 +118,7 @@ def test_each_status_has_the_feedback_that_traces_show():
         "infrastructure": "dropped_infrastructure",
         "error": "dropped_failed",
         "no_model_token": "dropped_filtered",
+        "guided": "dropped_filtered",
         "unscored": "dropped_failed",
         "stale": "dropped_stale",
         "no_variance": "dropped_filtered",

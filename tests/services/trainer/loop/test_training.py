@@ -77,6 +77,7 @@ ROW = {
     "training/left_out/infrastructure": 2.0,
     "training/left_out/error": 0.0,
     "training/left_out/no_model_token": 1.0,
+    "training/left_out/guided": 0.0,
     "training/left_out/unscored": 1.0,
     "training/rollout_probs_diff_valid": 1.0,
     "training/rollout_probs_diff_max": 0.3678736984729767,

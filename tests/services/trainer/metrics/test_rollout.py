@@ -40,6 +40,14 @@ def trajectory(
     )
 
 
+def test_guided_tokens_are_counted_only_where_there_are_some():
+    guided = trajectory()
+    guided.turns[0].guided = True
+
+    assert rollout_metrics([guided, trajectory()])["agent_loop/guided_tokens"] == 1.0
+    assert "agent_loop/guided_tokens" not in rollout_metrics([trajectory()])
+
+
 def test_rollout_metrics_count_calls_and_seconds_of_the_good_and_how_many_failed():
     metrics = rollout_metrics([trajectory(calls=1, tool_s=2.0), trajectory(), trajectory(calls=9, failed=True)])
 

@@ -161,6 +161,10 @@ class RemoteEngine(ABC):
                         yield piece
             if not ended:
                 yield Piece([], [], self.version, "abort")
+        except TrackwayError as error:
+            if params.structured_outputs is not None and error.code is ErrorCode.INVALID_REQUEST:
+                raise self._unguided(error) from error
+            raise
         finally:
             self.calls.close(call)
             if call.sent and not ended:
@@ -187,6 +191,19 @@ class RemoteEngine(ABC):
         elif self.shared:
             raise whole_weights(folder)
         await self.control.load_weights(folder, version, proof)
+
+    def _unguided(self, refusal: TrackwayError) -> TrackwayError:
+        """The error for a grammar that the server refused."""
+        message = (
+            f"response_format: expected a JSON schema that {self.settings.engine} can guide by, got its refusal: "
+            f"{refusal.message}; simplify the schema, or start the server with its tokenizer if it has none"
+        )
+        return TrackwayError(ErrorCode.INVALID_REQUEST, message, param="response_format")
+
+    @property
+    def guides(self) -> bool:
+        """Whether a server that this engine starts gets the tokenizer, which grammars need; True for any other."""
+        return self.settings.engine_url is not None or _has_tokenizer(self.settings.model_path)
 
     @property
     def takes_adapters(self) -> bool:
@@ -371,3 +388,7 @@ class RemoteEngine(ABC):
     @abstractmethod
     async def take_again(self, part: MemoryPart) -> None:
         """Allocate memory; needs SLEEP."""
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"))

@@ -120,7 +120,7 @@ class Calls:
             request_id,
             list(token_ids),
             params,
-            stops if params.ignore_eos else stops | self._facts.eos_token_ids,
+            stops if params.ignore_eos and not params.structured_outputs else stops | self._facts.eos_token_ids,
             min(params.max_tokens, self._max_len - len(token_ids)),
             streamed,
         )

@@ -83,13 +83,19 @@ class SglangEngine(RemoteEngine):
 
     def __init__(self, settings: RolloutSettings) -> None:
         super().__init__(settings)
-        sleeps = {Capability.SLEEP} if settings.enable_sleep else set()
-        self.capabilities = frozenset(set(Capability) - {Capability.SLEEP} | sleeps)
+        lacking = set() if settings.enable_sleep else {Capability.SLEEP}
+        lacking |= set() if self.guides else {Capability.STRUCTURED_OUTPUTS}
+        self.capabilities = frozenset(Capability) - lacking
         self._adapter: str | None = None
         """Name on the server of the adapter that new requests get; None for the whole weights alone."""
         self._adapters: deque[str] = deque()
         self._whole_folder: Path | None = None
         """Folder of the whole weights on the server; None if unknown."""
+
+    @property
+    def guides(self) -> bool:
+        """Only if wanted: SGLang with a tokenizer detokenizes every token."""
+        return self.settings.engine_url is not None or (self.settings.engine_tokenizer and super().guides)
 
     def _command(self, port: int) -> list[str]:
         settings = self.settings
@@ -110,7 +116,7 @@ class SglangEngine(RemoteEngine):
             options["--lora-target-modules"] = "all"
         switches = {
             "--enable-lora": self.takes_adapters,
-            "--skip-tokenizer-init": True,  # token ids in and out
+            "--skip-tokenizer-init": not self.guides,  # token ids in and out
             "--incremental-streaming-output": True,  # otherwise each event repeats all tokens so far
             "--disable-radix-cache": not settings.prefix_caching,
             "--disable-cuda-graph": settings.enforce_eager,
@@ -295,6 +301,8 @@ def _sampling(call: Call, top_k: int) -> Json:
         "ignore_eos": params.ignore_eos,
         "skip_special_tokens": False,
     }
+    if params.structured_outputs is not None:
+        sampling |= {"json_schema": params.structured_outputs.schema_text, "ignore_eos": False}
     return sampling if params.seed is None else {**sampling, "sampling_seed": params.seed}
 
 

@@ -39,6 +39,7 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import TopLogprobs
 from trackway.wire.weights import WeightProof
 
+_NO_TOKENIZER = "--skip-tokenizer-init"
 _GENERATE = "/inference/v1/generate"
 _MEMORY_S = 120.0
 _CHECKSUMS_S = 120.0  # a rank hashes 1 to 2 GB/s
@@ -70,8 +71,9 @@ class VllmEngine(RemoteEngine):
 
     def __init__(self, settings: RolloutSettings) -> None:
         super().__init__(settings)
-        sleeps = {Capability.SLEEP} if settings.enable_sleep else set()
-        self.capabilities = frozenset(set(Capability) - {Capability.SLEEP} | sleeps)
+        lacking = set() if settings.enable_sleep else {Capability.SLEEP}
+        lacking |= set() if self.guides else {Capability.STRUCTURED_OUTPUTS}
+        self.capabilities = frozenset(Capability) - lacking
         self._salt = uuid.uuid4().hex
         self._watch: asyncio.Task[None] | None = None
         self._sleeping: set[MemoryPart] = set()
@@ -87,6 +89,11 @@ class VllmEngine(RemoteEngine):
             self._ipc = IpcReceiver(lambda: self.http, WeightStore(settings.weights_url))
         self._wanted: tuple[Path, int, WeightProof | None] | None = None
         """What was to be loaded last."""
+
+    @property
+    def guides(self) -> bool:
+        """Also unless `engine_args` say so: the tokenizer of some models runs code of theirs."""
+        return super().guides and _NO_TOKENIZER not in self.settings.engine_args
 
     async def stop(self) -> None:
         """As `Engine.stop`."""
@@ -148,6 +155,7 @@ class VllmEngine(RemoteEngine):
             "--enforce-eager": settings.enforce_eager,
             "--enable-sleep-mode": settings.enable_sleep and settings.device != "cpu",  # it would not start there
             "--enable-lora": self.takes_adapters,
+            _NO_TOKENIZER: not self.guides and _NO_TOKENIZER not in settings.engine_args,
         }
         adapters = {
             "--max-lora-rank": next((rank for rank in _RANKS if rank >= settings.max_lora_rank), _RANKS[-1]),
@@ -174,7 +182,7 @@ class VllmEngine(RemoteEngine):
             *(str(part) for option in options.items() for part in option),
             # With an adapter of the head vLLM 0.32 dies of prompt logprobs beside other requests.
             *(("--lora-target-modules", *adaptable_layers(settings.model_path)) if self.takes_adapters else ()),
-            *("--enable-scale-out", "--skip-tokenizer-init", "--enable-prompt-tokens-details"),
+            *("--enable-scale-out", "--enable-prompt-tokens-details"),
             "--disable-uvicorn-access-log",
             *(switch for switch, on in switches.items() if on),
         ]
@@ -272,6 +280,8 @@ class VllmEngine(RemoteEngine):
             "logprobs": call.params.logprobs,
             "detokenize": False,
         }
+        if call.params.structured_outputs is not None:
+            sampling["structured_outputs"] = call.params.structured_outputs.model_dump(exclude_none=True)
         body: Json = {
             "request_id": call.rid,
             "token_ids": call.token_ids,
@@ -299,7 +309,9 @@ class VllmEngine(RemoteEngine):
         async with aclosing(self.http.events(_GENERATE, body)) as events:
             async for event in events:
                 if "error" in event:
-                    raise TrackwayError(ErrorCode.ENGINE_FAILED, f"vLLM ended a stream: {event['error']}")
+                    refused = event["error"].get("code") == HTTPStatus.BAD_REQUEST
+                    code = ErrorCode.INVALID_REQUEST if refused else ErrorCode.ENGINE_FAILED
+                    raise TrackwayError(code, f"vLLM ended a stream: {event['error']}")
                 yield event
 
     async def cut(self, calls: Sequence[Call]) -> None:

@@ -24,7 +24,7 @@ class SimEngine:
 
     def __init__(self, settings: RolloutSettings) -> None:
         sleeps = {Capability.SLEEP} if settings.enable_sleep else set()
-        lacking = {Capability.SLEEP, Capability.CANARY, Capability.TOP_LOGPROBS}
+        lacking = {Capability.SLEEP, Capability.CANARY, Capability.TOP_LOGPROBS, Capability.STRUCTURED_OUTPUTS}
         self.capabilities = frozenset(set(Capability) - lacking | sleeps)
         self._settings = settings
         self._max_len = settings.max_model_len or settings.sim.max_len

@@ -40,7 +40,7 @@ _FIRST_GUESS_S = 5.0
 class TorchEngine:
     """Continuous batching on torch; an `Engine`."""
 
-    capabilities = frozenset(Capability) - {Capability.SLEEP}
+    capabilities = frozenset(Capability) - {Capability.SLEEP, Capability.STRUCTURED_OUTPUTS}
 
     def __init__(self, settings: RolloutSettings) -> None:
         self._settings = settings

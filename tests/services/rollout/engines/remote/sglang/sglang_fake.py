@@ -81,6 +81,7 @@ class Sampling(_Body):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     sampling_seed: int | None = None
+    json_schema: str | None = None
 
 
 class Generate(_Body):

@@ -13,7 +13,9 @@ from tests.services.rollout.engine_runs import until
 from tests.services.rollout.engines.remote.sglang import sglang_fake as fakes
 from tests.services.rollout.engines.remote.sglang.sglang_cases import LONG, PROMPT, answer, in_flight, params, sent
 from tests.services.rollout.engines.remote.sglang.sglang_fake import Fake
+from trackway.rollout.engines.protocol import Capability
 from trackway.rollout.engines.remote.sglang import SglangEngine
+from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import WeightSpan
 
@@ -52,6 +54,43 @@ async def test_a_request_has_the_fields_of_the_protocol(engine: SglangEngine, fa
         "extra_key": "0",
         "stream": True,
     }
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [({"json": {"enum": [1, 2]}}, '{"enum": [1, 2]}'), ({"json_object": True}, '{"type": "object"}')],
+)
+async def test_a_grammar_goes_out_as_a_json_schema_and_the_answer_ends_with_it(
+    engine: SglangEngine, fake: Fake, grammar: dict[str, Any], text: str
+) -> None:
+    await engine.generate(PROMPT, params(4, ignore_eos=True, structured_outputs=grammar), "r")
+    sampling = sent(fake, "/generate")[0]["sampling_params"]
+    assert (sampling["json_schema"], sampling["ignore_eos"]) == (text, False)
+    assert fakes.EOS in sampling["stop_token_ids"]
+
+
+async def test_a_grammar_that_sglang_refuses_is_a_bad_request_by_name(engine: SglangEngine, fake: Fake) -> None:
+    fake.fail["/generate"] = (400, {"error": {"message": "Failed to compile json grammar"}})
+    with pytest.raises(TrackwayError, match=r"that sglang can guide by.*Failed to compile json grammar") as raised:
+        await engine.generate(PROMPT, params(4, structured_outputs={"json": {}}), "r")
+    assert (raised.value.code, raised.value.detail["param"]) == (ErrorCode.INVALID_REQUEST, "response_format")
+
+
+@pytest.mark.parametrize(
+    ("engine_tokenizer", "files", "skips"), [(False, True, True), (True, True, False), (True, False, True)]
+)
+def test_sglang_has_its_tokenizer_only_if_it_is_wanted_and_there(
+    folder: Folder, engine_tokenizer: bool, files: bool, skips: bool
+) -> None:
+    path = folder(0)
+    if files:
+        (path / "tokenizer.json").write_text("{}")
+    settings = RolloutSettings(
+        engine="sglang", model_path=path, engine_python=Path("python"), engine_tokenizer=engine_tokenizer
+    )
+    engine = SglangEngine(settings)
+    assert ("--skip-tokenizer-init" in engine._command(1)) == skips
+    assert (Capability.STRUCTURED_OUTPUTS in engine.capabilities) == (not skips)
 
 
 async def test_logprobs_are_those_after_temperature(engine: SglangEngine) -> None:
