@@ -184,7 +184,9 @@ class Trajectory(WireReply):
     """Bytes of its spans in all processes, before compression; counted against `trace_bytes_per_day`."""
     incidents: list[Incident] = Field(default_factory=list[Incident], fail_fast=True)
     """Problems from which the trajectory recovered, whether it is traced or not."""
-    incident_services: dict[Incident, list[str]] = Field(default_factory=dict[Incident, list[str]])
+    incident_services: dict[Incident, Annotated[list[str], Field(fail_fast=True)]] = Field(
+        default_factory=dict[Incident, list[str]]
+    )
     """Of incidents of calls: the services that were called, or the hosts of others, such as a judge."""
     error: ErrorBody | None = None
 

@@ -13,7 +13,7 @@ import os
 import resource
 import time
 from http import HTTPStatus
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from starlette.responses import JSONResponse
 from starlette.types import Receive
@@ -30,6 +30,42 @@ logger = logging.getLogger("trackway.serving")
 MAX_HEADER_BYTES = 64 * 1024
 """Limit of a header, checked after its first chunk, which is at most 256 KiB."""
 _WARN_EVERY_S = 60.0
+_HEAD = b"HTTP/1.1 "
+
+
+class JoinedWrites:
+    """A transport that sends the head of a response together with the body's first part, if that comes at once.
+
+    uvicorn writes them one after the other, and each write is a system call and wakes the client.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head: bytes | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Send the data; a head waits until the next write, or the next iteration of the event loop."""
+        if self._head is None and data.startswith(_HEAD):
+            self._head = data
+            asyncio.get_running_loop().call_soon(self._flush)
+        elif self._head is not None:
+            self._head, parts = None, [self._head, data]
+            self._transport.writelines(parts)
+        else:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        """Send what waits, and close."""
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        self._head, head = None, self._head
+        if head is not None and not self._transport.is_closing():
+            self._transport.write(head)
 
 
 class BoundedProtocol(asyncio.Protocol):
@@ -55,7 +91,7 @@ class BoundedProtocol(asyncio.Protocol):
     _header_bytes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
+        super().connection_made(cast("asyncio.Transport", JoinedWrites(cast("asyncio.Transport", transport))))
         self.held.add(self)
         self._wait()
         if len(self.held) > self.max_connections:

@@ -1,0 +1,100 @@
+"""The head of a response and the body's first part leave in one write."""
+
+import asyncio
+from typing import cast
+
+import httpx
+import pytest
+import uvicorn
+from starlette.responses import PlainTextResponse
+
+from trackway.serving.connections import JoinedWrites, bounded_protocol
+from trackway.serving.settings import ConnectionSettings
+
+pytestmark = pytest.mark.anyio
+
+HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
+
+
+class Written:
+    """A transport that notes each write."""
+
+    def __init__(self) -> None:
+        self.writes: list[bytes] = []
+        self.closed = False
+
+    def write(self, data: bytes) -> None:
+        self.writes.append(data)
+
+    def writelines(self, parts: list[bytes]) -> None:
+        self.writes.append(b"".join(parts))
+
+    def close(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+
+def joined() -> tuple[JoinedWrites, Written]:
+    written = Written()
+    return JoinedWrites(cast("asyncio.Transport", written)), written
+
+
+async def test_a_head_leaves_with_the_part_behind_it_and_later_parts_alone() -> None:
+    transport, written = joined()
+
+    for data in (HEAD, b"first", b"second", HEAD, b"third"):
+        transport.write(data)
+
+    assert written.writes == [HEAD + b"first", b"second", HEAD + b"third"]
+
+
+async def test_a_head_without_a_body_leaves_in_the_next_iteration() -> None:
+    transport, written = joined()
+
+    transport.write(HEAD)
+    assert written.writes == []
+    await asyncio.sleep(0)
+
+    assert written.writes == [HEAD]
+
+
+async def test_a_head_leaves_before_its_connection_is_closed() -> None:
+    transport, written = joined()
+
+    transport.write(HEAD)
+    transport.close()
+    await asyncio.sleep(0)
+
+    assert (written.writes, written.closed) == ([HEAD], True)
+
+
+async def test_a_service_writes_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[bytes] = []
+    write = JoinedWrites.write
+
+    def noted(self: JoinedWrites, data: bytes) -> None:
+        sent.append(data)
+        write(self, data)
+
+    monkeypatch.setattr(JoinedWrites, "write", noted)
+    config = uvicorn.Config(
+        PlainTextResponse("body"),
+        http=bounded_protocol(ConnectionSettings()),
+        port=0,
+        lifespan="off",
+        log_level="warning",
+    )
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve())
+    async with asyncio.timeout(30), httpx.AsyncClient(trust_env=False) as client:
+        while not server.started:
+            await asyncio.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        assert (await client.get(f"http://127.0.0.1:{port}")).text == "body"
+        server.should_exit = True
+        await serving
+
+    head, body = sent
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n") and body == b"body"
