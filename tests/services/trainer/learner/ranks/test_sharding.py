@@ -103,6 +103,7 @@ HYBRID = {
     "LoRA": {"lora_rank": 3, "lr": 1e-2},
     "a value model": {**CRITIC, "critic.fsdp.fsdp_size": 2},
 }
+NAMES_OF_CONTENTS = ("actor", "critic", "actor/huggingface")
 EXPORTED = {"the whole model": {}, "a value model": CRITIC, "LoRA": {"lora_rank": 3, "lr": 1e-2}}
 SEQUENCES = {
     "one row at a time": (2, 2, {"micro_batch_size": 1}),
@@ -456,6 +457,38 @@ def test_a_checkpoint_goes_on_with_any_other_number_of_ranks(
         *("extra_state-00001-of-00002.safetensors", "model-00001-of-00002.safetensors"),
         *("model-00002-of-00002.safetensors", "optim-00001-of-00002.safetensors", "optim-00002-of-00002.safetensors"),
     ]
+
+
+def contents_saved(ranks: Ranks, config: LearnerConfig, batch: list[Trajectory], folder: Path) -> int:
+    """Saves a copy of one update, and loads it after a second one; returns how many updates the learner has done."""
+    learner = Learner(config, ranks)
+    learner.update(batch)
+    snapshot = learner.snapshot()
+    if ranks.is_first:
+        snapshot.write(folder / "actor")
+        snapshot.close()
+    learner.export(folder / "exported")
+    learner.update(batch)
+    learner.load(folder / "actor")  # written before the update, in which the first one takes part
+    learner.export(folder / "loaded")
+    return learner.updates
+
+
+def test_ranks_save_and_load_the_contents_that_the_keys_name(
+    two_ranks: RankProcesses, tiny_model: Path, batches: list[list[Trajectory]], tmp_path: Path
+):
+    keys = {"checkpoint.save_contents": ["model", "extra", "hf_model"], "checkpoint.load_contents": ["model"]}
+    critics = {"critic.checkpoint.save_contents": ["model"]}
+
+    updates = two_ranks.run(contents_saved, learner_config(tiny_model, **CRITIC | keys | critics), batches[0], tmp_path)
+
+    assert updates == [2, 2]  # as they were, without `extra`
+    names = [
+        {path.name.partition("-0")[0] for path in (tmp_path / of).glob("*.safetensors")} for of in NAMES_OF_CONTENTS
+    ]
+    assert names == [{"model", "extra_state"}, {"model"}, {"model.safetensors"}]
+    for of in ("actor/huggingface", "loaded"):
+        same_tensors(tmp_path / of / "model.safetensors", tmp_path / "exported" / "model.safetensors")
 
 
 def test_what_several_ranks_export_is_what_one_process_exports(
