@@ -86,9 +86,8 @@ class Ranks:
                 f"({size}), got {self.count}; change one of them"
             )
         if size not in self._divided:
-            members = [list(range(first, first + size)) for first in range(0, self.count, size)]
-            groups = [distributed.new_group(ranks, timeout=self._timeout) for ranks in members]
-            own = SequenceRanks(size, self.index % size, cast(ProcessGroup, groups[self.index // size]))
+            rows = torch.arange(self.count).view(-1, size)
+            own = SequenceRanks(size, self.index % size, self._own_group(rows))
             self._divided[size] = Ranks(self.mesh, self._timeout, own, self.writers, self.per_node)
         return self._divided[size]
 
@@ -105,10 +104,21 @@ class Ranks:
                 "of them"
             )
         if size not in self._sharing:
-            shape, names = (self.count // size, size), ("replicas", "shards")
-            mesh = init_device_mesh(self.mesh.device_type, shape, mesh_dim_names=names)
+            rows = torch.arange(self.count).view(-1, size)
+            groups = [self._own_group(rows.T), self._own_group(rows)]
+            names = ("replicas", "shards")
+            mesh = DeviceMesh.from_group(groups, self.mesh.device_type, mesh=rows, mesh_dim_names=names)
             self._sharing[size] = Ranks(mesh, self._timeout, self.sequences, self.writers, self.per_node)
         return self._sharing[size]
+
+    def _own_group(self, groups: Tensor) -> ProcessGroup:
+        """The group of this rank, where each row of `groups` becomes one. A collective."""
+        own: ProcessGroup | None = None
+        for members in groups.tolist():
+            group = distributed.new_group(members, timeout=self._timeout)
+            own = cast(ProcessGroup, group) if self.index in members else own
+        assert own is not None
+        return own
 
     def summed(self, values: Tensor) -> Tensor:
         """The sum over the ranks of their values on the CPU, which may be overwritten. A collective."""

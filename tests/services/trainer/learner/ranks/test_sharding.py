@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.services.trainer.learner_settings import learner_config
-from tests.services.trainer.rank_processes import RankProcesses, led, rank_processes
+from tests.services.trainer.rank_processes import DEADLINE_S, RankProcesses, led, rank_processes
 from trackway.clients.weights import WeightStore
 from trackway.trainer.config import resolve
 from trackway.trainer.learner.config import LearnerConfig
@@ -78,7 +78,7 @@ VARIANTS = {
     "LoRA": {"lora_rank": 3, "lr": 1e-2},
     "LoRA, never resharded": {"lora_rank": 3, "reshard_after_forward": False, "kl_loss_type": "full"},
     "LoRA, head in chunks": {"lora_rank": 3, "use_fused_kernels": True, "chunk_size": 4, "remove_padding": True},
-    "a value model": {**CRITIC, "critic.ppo_micro_batch_size_per_gpu": 2, "critic.ppo_epochs": 2},
+    "a value model": {**CRITIC, "critic.ppo_micro_batch_size_per_gpu": 1, "critic.ppo_epochs": 2},
     "LoRA of a value model": {**CRITIC, "critic.model.lora_rank": 3},
     "full KL": {"kl_loss_type": "full", "remove_padding": True},
     "head in chunks": {"use_fused_kernels": True, "chunk_size": 3, "kl_loss_type": "full", "micro_batch_size": 4},
@@ -691,6 +691,18 @@ def test_rows_that_cannot_be_divided_are_refused_by_name(
     assert refused(untied_model, ulysses_size=2, remove_padding=True) == heads
     assert refused(four_heads, ulysses_size=2).startswith(f"expected packed rows with {key}=2, got padded ones")
     assert f"to be a multiple of {key} (3), got 2" in refused(four_heads, ulysses_size=3, remove_padding=True)
+
+
+def deadlines(ranks: Ranks) -> list[float]:
+    """Seconds that the groups of hybrid sharding wait for a rank."""
+    mesh = ranks.sharing_weights(2).mesh
+    assert mesh is not None
+    backends = [mesh.get_group(place)._get_backend(torch.device("cpu")) for place in (0, 1)]
+    return [backend.options._timeout.total_seconds() for backend in backends]
+
+
+def test_groups_that_share_weights_have_the_deadline_of_all_ranks(four_ranks: RankProcesses):
+    assert four_ranks.run(deadlines) == [[DEADLINE_S] * 2] * 4
 
 
 def test_a_number_of_ranks_that_cannot_share_the_weights_so_is_refused(four_ranks: RankProcesses, four_heads: Path):
