@@ -1,12 +1,14 @@
 """The console on a large run: first answer and paint, each kind of click, searches and what cancels them, memory.
 
-    .venv/bin/python -m benchmarks.console write --steps 1000 --prompts 512     # once, 2.5 GB; outputs/bench-console
-    .venv/bin/python -m benchmarks.console write --chars 8000 --steps 100       # rows of 8 KB
+    .venv/bin/python -m benchmarks.console write        # once, 1,000 steps: outputs/bench-console, 2.1 GB
     .venv/bin/python -m benchmarks.console measure
+    .venv/bin/python -m benchmarks.console write --outputs outputs/bench-long --steps 50 --chars 8000   # rows of 8 KB
+    .venv/bin/python -m benchmarks.console measure --outputs outputs/bench-long --clicks 5
     .venv/bin/python -m benchmarks.console values       # what trackway.save_token_values writes for a step
     .venv/bin/python -m benchmarks.console beside       # steps of the demo, alone and with its page open in Chromium
 
-`write` uses the trainer's writer: 8 rollouts for each prompt, two turns with a tool call, texts of some hundred bytes.
+`write` uses the trainer's writer: 8 rollouts for each prompt, two turns with a tool call, texts of some hundred bytes;
+one rollout in a hundred fails, one call in fifty, and one in fifty was sent again.
 `measure` clicks in Chromium and asks the searches over HTTP: over 102,400 trajectories (25 steps) and over the run.
 """
 
@@ -21,11 +23,15 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import httpx
 import psutil
+import pyarrow.parquet as pq
 
 from trackway.system import free_port
 from trackway.trainer.config import compose
@@ -33,38 +39,73 @@ from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectory_dump import write_trajectories
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.chat import FunctionCall, Message, ToolCall
+from trackway.wire.errors import ErrorBody, ErrorCode
+from trackway.wire.tracing import Incident
 from trackway.wire.trainer import MetricsRow, RunInfo, RunState
 from trackway.wire.trajectory import Reward, StopReason, Tags, Timings, ToolCallRecord, Trajectory, Turn, WeightSpan
 
-OUTPUTS = Path("outputs/bench-console")
 RUN = "large"
 ROLLOUTS = 8
+WRITERS = 2
+"""Processes."""
 NEEDLE = "zyzzyva"
 """A word that one trajectory of each tenth step has."""
 
 
-def write(steps: int, prompts: int, chars: int) -> None:
-    """Write the run; `chars` of text a trajectory, and no fewer than some hundred."""
-    folder = RunFolder(OUTPUTS / RUN)
+def write(outputs: Path, steps: int, prompts: int, chars: int) -> None:
+    """Write the run, or go on with it, in two processes; `chars` of text a trajectory, no fewer than some hundred."""
+    folder = RunFolder(outputs / RUN)
     urls = ServiceUrls(agent_url="http://a", tools_url="http://t", weights_url="w")
-    folder.create(compose([f"trainer.experiment_name={RUN}"]), urls, total_steps=steps)
-    folder.move(RunState.RUNNING)
-    draw = random.Random(0)
+    if not folder.exists:
+        folder.create(compose([f"trainer.experiment_name={RUN}"]), urls, total_steps=steps)
+        folder.move(RunState.RUNNING)
+    left = range(len(folder.rows()) + 1, steps + 1)
+    draw = random.Random(left.start)
     started = time.monotonic()
-    for step in range(1, steps + 1):
-        rollouts = [_rollout(draw, step, prompt, n, chars) for prompt in range(prompts) for n in range(ROLLOUTS)]
-        if step % 10 == 0:
-            rollouts[draw.randrange(len(rollouts))].prompt_messages[0].content += f" {NEEDLE}"
-        write_trajectories(folder.path / f"trajectories/step_{step}.parquet", rollouts)
-        scores = [rollout.reward.score for rollout in rollouts if rollout.reward]
-        data = {f"own/metric_{i}": draw.random() for i in range(150)}
-        data |= {"critic/score/mean": statistics.mean(scores), "timing_s/step": 60.0, "timing_s/gen": 40.0}
-        folder.append_row(MetricsRow(step=step, timestamp=step, data=data))
+    make = partial(_first_step, prompts, chars)
+    with ProcessPoolExecutor(WRITERS, get_context("spawn"), initializer=make) as pool:
+        for step, score in zip(left, pool.map(partial(_write_step, folder.path), left), strict=True):
+            data = {f"own/metric_{i}": draw.random() for i in range(150)}
+            data |= {"critic/score/mean": score, "timing_s/step": 60.0, "timing_s/gen": 40.0}
+            folder.append_row(MetricsRow(step=step, timestamp=step, data=data))
     folder.update(step=steps)
     folder.move(RunState.FINISHED)
     size = sum(file.stat().st_size for file in (folder.path / "trajectories").iterdir())
     count = steps * prompts * ROLLOUTS
-    print(f"{count} trajectories in {steps} files, {size / 1e6:.0f} MB, {time.monotonic() - started:.0f} s")
+    took = f"{len(left)} files written in {time.monotonic() - started:.0f} s"
+    print(f"{count} trajectories in {steps} files, {size / 1e6:.0f} MB, {took}")
+
+
+_rollouts: list[Trajectory] = []
+"""Of the first step, in a process that writes; the others change what depends on the step."""
+
+
+def _first_step(prompts: int, chars: int) -> None:
+    draw = random.Random(0)
+    _rollouts[:] = [_rollout(draw, 1, prompt, n, chars) for prompt in range(prompts) for n in range(ROLLOUTS)]
+    for index, rollout in enumerate(_rollouts):
+        if index % 50 == 1:
+            rollout.turns[0].calls[0].error = ErrorCode.TOOL_TIMEOUT
+        if index % 50 == 2:
+            rollout.incidents, rollout.incident_services = [Incident.RETRIED], {Incident.RETRIED: ["tools"]}
+
+
+def _write_step(folder: Path, step: int) -> float:
+    """Write a step, and return its mean score; the prompts and most texts are those of the first one."""
+    draw = random.Random(step)
+    needle = draw.randrange(len(_rollouts)) if step % 10 == 0 else -1
+    for index, rollout in enumerate(_rollouts):
+        rollout.tags.step = step
+        rollout.id = rollout.session_id = f"{RUN}/{step}/{rollout.tags.sample_index}/{rollout.tags.rollout_n}"
+        score = float(draw.random() < 0.2 + 0.6 * min(1, step / 100))
+        rollout.reward = Reward(score=score, components={"correct": score})
+        if index % 100 == 0:
+            message = f"rollout replica {draw.randrange(8)} gave no answer after {draw.random():.1f} s"
+            rollout.error = ErrorBody(code=ErrorCode.UNAVAILABLE, message=message, retryable=True)
+            rollout.reward, rollout.stop_reason = None, StopReason.ERROR
+        rollout.turns[1].messages[0].content = f"#### {draw.randrange(1000)}{f' {NEEDLE}' if index == needle else ''}"
+    write_trajectories(folder / f"trajectories/step_{step}.parquet", _rollouts)
+    return statistics.mean(rollout.reward.score for rollout in _rollouts if rollout.reward)
 
 
 WORDS = ("so", "we", "add", "take", "both", "numbers", "carry", "one", "check")
@@ -73,7 +114,7 @@ WORD_CHARS = 4.7
 
 
 def _rollout(draw: random.Random, step: int, prompt: int, n: int, chars: int = 0) -> Trajectory:
-    a, b = draw.randrange(1000), draw.randrange(1000)
+    a, b = (random.Random(prompt * 2 + part).randrange(1000) for part in range(2))
     score = float(draw.random() < 0.2 + 0.6 * min(1, step / 100))
     answer = a + b if score else a - b
     words = " ".join(draw.choices(WORDS, k=max(30, round(chars / WORD_CHARS))))
@@ -133,24 +174,19 @@ SQL = {
 SLOW_SQL = "SELECT count(*) FROM trajectories a, trajectories b WHERE contains(a.turns, b.stop_reason)"
 
 
-def measure(clicks: int) -> None:
+def measure(outputs: Path, clicks: int) -> None:
     """Print the figures."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}/"
-    command = [sys.executable, "-m", "trackway.deploy.cli", "console", "--outputs", str(OUTPUTS), "--port", str(port)]
     started = time.monotonic()
-    server = subprocess.Popen(command)
-    try:
-        about = _first_answer(url)
+    with _console(outputs) as (url, server):
         print(f"first answer after {time.monotonic() - started:.2f} s, load {psutil.getloadavg()[0]:.1f}")
         print(f"memory at the start {_peak_mb(server.pid):.0f} MB")
-        _pages(url, clicks, about["runs"][0]["step"])
+        steps = _first_answer(url)["runs"][0]["step"]
+        for path, asked in {"failures": {}, "prompt": {"sample": "1"}}.items():
+            _print(f"{path} of the whole run, to the end", [_seconds(lambda p=path, a=asked: _to_the_end(url, p, a))])
+        _pages(url, clicks, steps)
         print(f"memory at most so far {_peak_mb(server.pid):.0f} MB")
-        _searches(url, about["runs"][0]["step"])
+        _searches(url, steps)
         print(f"memory at most {_peak_mb(server.pid):.0f} MB, load {psutil.getloadavg()[0]:.1f}")
-    finally:
-        server.terminate()
-        server.wait(30)
 
 
 def _first_answer(url: str) -> dict:
@@ -177,7 +213,9 @@ def _pages(url: str, clicks: int, steps: int) -> None:
         browser.size(1280)
 
         def fresh(name: str, view: str) -> None:
+            started = time.monotonic()
             browser.open(f"{url}?{draw.random()}#/{view}")
+            taken[f"{name}, opened until its content is there"].append(time.monotonic() - started)
             paint = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
             taken[f"first paint of {name}"].append(browser.wait(paint) / 1000)
 
@@ -200,6 +238,8 @@ def _pages(url: str, clicks: int, steps: int) -> None:
             step, cell = draw.randint(2, steps), draw.randrange(512)
             fresh("the list of runs", "")
             fresh("a step", f"step?run={RUN}&step={step}")
+            fresh("a prompt in all steps", f"prompt?run={RUN}&sample={cell}")
+            fresh("failures of all steps", f"failures?run={RUN}")
             browser.open(f"{url}#/")
             click("a run", "a.open")
             click("a step", f".steps a[aria-label^='step {step},']")
@@ -218,7 +258,7 @@ def _pages(url: str, clicks: int, steps: int) -> None:
             click("compare its group", ".title a[href*='compare']", ".compare")
             browser.open(f"{url}#/trajectory?run={RUN}&step={step}&sample={cell}&rollout=3")
             click("its prompt in all steps", ".title a[href*='prompt']", ".by-step-row")
-            click("failures", "#tools a[href*='failures']")
+            click("failures", "#tools a[href*='failures']", "table.causes")
             click("search", "#tools a[href*='search']")
             browser.write("input[name=text]", "carry")
             click("its hits of a common word", "form.search .primary", "table.hits tbody tr:nth-child(50)")
@@ -245,9 +285,6 @@ def _searches(url: str, steps: int) -> None:
         _print(f"{name}, all: to the end", list(whole))
     for name, asked in {"word": {"text": "carry"}, "expression": {"text": COMMON_REGEX, "regex": True}}.items():
         _print(f"a common {name}, 50 hits", [_search(url, asked, 50)[1] for _ in range(3)])
-    for name in ("prompt", "failures"):
-        asked = {"sample": str(steps % 512)} if name == "prompt" else {}
-        _print(f"{name} of the whole run, to the end", [_seconds(lambda n=name, a=asked: _to_the_end(url, n, a))])
     for name, query in SQL.items():
         text = query.format(steps - HUNDRED_THOUSAND)
         _print(f"SQL: {name}", [_seconds(lambda text=text: _ask(url, "sql", query=text)) for _ in range(3)])
@@ -301,7 +338,7 @@ def _seconds(action: Callable[[], object]) -> float:
 def _print(name: str, taken: list[float]) -> None:
     ordered = sorted(taken)
     p95 = ordered[min(len(ordered) - 1, round(0.95 * (len(ordered) - 1)))]
-    print(f"{name:48} median {statistics.median(taken):.2f} s, p95 {p95:.2f} s, n {len(taken)}", flush=True)
+    print(f"{name:58} median {statistics.median(taken):.2f} s, p95 {p95:.2f} s, n {len(taken)}", flush=True)
 
 
 def values(prompts: int, tokens: int) -> None:
@@ -338,6 +375,7 @@ def values(prompts: int, tokens: int) -> None:
 SEARCH_S = 2.0
 """Seconds between two searches beside a training."""
 RUNS = ("alone", "open")
+SAVED = "training/token_values_bytes"
 SERVICE_PAGES = {"System": "system", "Try": "try"}
 
 
@@ -353,6 +391,7 @@ def beside(rounds: int) -> None:
     steps: dict[str, list[float]] = {name: [] for name in RUNS}
     cpu: dict[str, list[float]] = {name: [] for name in RUNS}
     own: list[float] = []
+    saved: list[tuple[float, float, float]] = []
     with (
         deployed("torch") as deployment,
         _console(deployment.outputs) as (url, server),
@@ -373,11 +412,14 @@ def beside(rounds: int) -> None:
                 browser.call("Page.navigate", url="about:blank")
                 with _searching(url, run) if name == "open" else nullcontext():
                     before, used = Cpu.now(deployment), _cpu_s(server)
-                    steps[name] += train(deployment, run, number, TRACED["sampled"], show)
+                    steps[name] += train(
+                        deployment, run, number, TRACED["sampled"], show, ["trackway.save_token_values=true"]
+                    )
                     used = (_cpu_s(server) - used) / STEPS
                     cpu[name].append(Cpu.now(deployment).since(before).others - used)
                 if name == "open":
                     own.append(used)
+                saved.append(_saved(deployment.outputs / run))
     for name in RUNS:
         print(
             f"{name:6} {statistics.median(steps[name]):.2f} s a step (mean {statistics.mean(steps[name]):.2f}), "
@@ -387,6 +429,17 @@ def beside(rounds: int) -> None:
     low, middle, high = statistics.quantiles(pairs, n=4)
     print(f"open against alone {middle:.3f}x (middle half {low:.3f} to {high:.3f}), n {len(pairs)}")
     print(f"CPU of the console {statistics.mean(own):.3f} s a step")
+    seconds, size, tokens = (statistics.mean(column) for column in zip(*saved, strict=True))
+    print(f"token values: {seconds:.4f} s a step, {size / 1000:.1f} kB of {tokens:.0f} tokens a step")
+
+
+def _saved(folder: Path) -> tuple[float, float, float]:
+    """Of a run's token values, the seconds, the bytes and the tokens of a step, as means."""
+    rows = [json.loads(line)["data"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    seconds = statistics.mean(row["timing_s/save_token_values"] for row in rows if SAVED in row)
+    size = statistics.mean(row[SAVED] for row in rows if SAVED in row)
+    files = [pq.read_table(file, columns=["kept"])["kept"] for file in (folder / "token_values").iterdir()]
+    return seconds, size, statistics.mean(sum(len(kept or ()) for kept in file.to_pylist()) for file in files)
 
 
 def _cpu_s(process: psutil.Process) -> float:
@@ -430,6 +483,7 @@ def _searching(url: str, run: str) -> Iterator[None]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("write", "measure", "beside", "values"))
+    parser.add_argument("--outputs", type=Path, default=Path("outputs/bench-console"))
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--prompts", type=int, default=512)
     parser.add_argument("--chars", type=int, default=0)
@@ -438,9 +492,9 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=4)
     options = parser.parse_args()
     if options.what == "write":
-        write(options.steps, options.prompts, options.chars)
+        write(options.outputs, options.steps, options.prompts, options.chars)
     elif options.what == "measure":
-        measure(options.clicks)
+        measure(options.outputs, options.clicks)
     elif options.what == "values":
         values(options.prompts, options.tokens)
     else:

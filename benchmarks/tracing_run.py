@@ -118,7 +118,12 @@ def _run(deployment: Deployment, mode: str, number: int) -> list[float]:
 
 
 def train(
-    deployment: Deployment, name: str, seed: int, traced: int, show: Callable[[RunInfo], None] = lambda info: None
+    deployment: Deployment,
+    name: str,
+    seed: int,
+    traced: int,
+    show: Callable[[RunInfo], None] = lambda info: None,
+    overrides: Sequence[str] = (),
 ) -> list[float]:
     """Seconds of each step of a run that traces so many of its prompts, but for the first step."""
     data = deployment.outputs / "data"
@@ -133,6 +138,7 @@ def train(
             "trainer.save_freq=-1",
             f"trackway.seed={seed}",
             f"trackway.trace_prompts_per_step={traced}",
+            *overrides,
         ],
         config_name="tiny_demo",
     )

@@ -24,7 +24,7 @@ from tests.console.example_run import (
     write_step,
     write_values,
 )
-from trackway.console import export, file_results, over_steps, spans, trajectory_files
+from trackway.console import export, file_results, over_steps, search, spans, trajectory_files
 from trackway.console.app import create_app
 from trackway.console.trajectory_files import File, ParquetReader
 from trackway.serving import AuthSettings, ServiceSettings
@@ -437,6 +437,32 @@ def test_search_takes_a_regular_expression_over_each_text(outputs: Path) -> None
     assert found(get(outputs, "search", **every, text=r"took \d+ s$")) == [(2, False, "10", 0)]
     status, code, message = refused(outputs, "search", **every, text="4[")
     assert (status, code) == (422, "invalid_request") and "expected a regular expression (RE2), got '(?i)4['" in message
+
+
+def test_a_search_reads_files_of_long_texts_in_parts(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_run(outputs)
+    queries: list[dict[str, object]] = [
+        {"text": "#### [0-9]+", "regex": True},
+        {"tool": "calculator"},
+        {"error": "tool_timeout"},
+        {"tool_right": True, "most": 0},
+    ]
+    whole = [get(outputs, "search", run="tidy", **query)["hits"] for query in queries]
+
+    monkeypatch.setattr(search, "_MOST_TEXT", 1)
+    monkeypatch.setattr(search, "_MOST_JSON", 1)
+    assert [get(outputs, "search", run="tidy", **query)["hits"] for query in queries] == whole
+    assert [len(hits) for hits in whole] == [9, 9, 2, 2]
+    monkeypatch.undo()
+
+    monkeypatch.setattr(trajectory_files, "MEMORY", "192MB")
+    client_of.cache_clear()
+    long = [rollout("tidy", 3, 7, 0, text="long") for _ in range(1000)]
+    for number, made in enumerate(long):
+        made.turns[0].messages[0].content = f"{number} " + "so we add " * 2000
+    write_trajectories(folder.path / "trajectories/step_3.parquet", long)
+    page = get(outputs, "search", run="tidy", text=r"no \w+ such", regex=True)
+    assert (page["hits"], page["unreadable"]) == ([], [])
 
 
 def test_search_finds_an_answer_that_is_wrong_though_the_tool_was_right(outputs: Path) -> None:

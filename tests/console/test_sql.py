@@ -7,11 +7,12 @@ import duckdb
 import pytest
 from fastapi.testclient import TestClient
 
-from tests.console.example_run import write_run, write_values
+from tests.console.example_run import rollout, write_run, write_values
 from trackway.console import sql
 from trackway.console.app import create_app
 from trackway.console.sql import Statement
 from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.trajectory_dump import write_trajectories
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 
@@ -47,6 +48,29 @@ def test_a_select_has_the_rows_of_the_run(folder: RunFolder) -> None:
     ]
     most = "SELECT place, token_id, sampler_logprob - logprob AS difference FROM tokens WHERE NOT isnan(logprob)"
     assert rows(folder, f"WITH found AS ({most}) SELECT * FROM found ORDER BY difference DESC LIMIT 1") == [[3, 6, 1.5]]
+
+
+def test_a_result_is_that_of_its_own_turn(tmp_path: Path) -> None:
+    made = rollout("tidy", 1, 7, 0)
+    again = made.turns[0].model_copy(deep=True, update={"index": 1, "response_start": 2, "response_end": 2})
+    again.messages[1].content = "43"
+    made.turns.insert(1, again)
+    folder = write_run(tmp_path, steps=0)
+    write_trajectories(folder.path / "trajectories/step_1.parquet", [made])
+
+    assert rows(folder, "SELECT tool, result FROM calls WHERE step = 1") == [["calculator", "42"], ["calculator", "43"]]
+
+
+def test_calls_beside_long_texts_need_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sql, "MEMORY", "128MB")
+    made = [rollout("tidy", 1, 7, n) for n in range(1000)]
+    for number, trajectory in enumerate(made):
+        trajectory.turns[0].messages[0].content = f"{number} " + "so we add " * 2000
+    folder = write_run(tmp_path, steps=0)
+    write_trajectories(folder.path / "trajectories/step_1.parquet", made)
+
+    query = "SELECT tool, count(*), sum(seconds) FROM calls WHERE NOT validation GROUP BY tool"
+    assert rows(folder, query) == [["calculator", 1000, 250.0]]
 
 
 def test_a_reply_is_bounded_and_every_value_is_json(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

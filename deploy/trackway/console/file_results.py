@@ -11,7 +11,7 @@ from trackway.console.trajectory_files import TOGETHER, File
 
 BUDGET_S = 0.3
 """Seconds after which a request answers with what it has."""
-FIRST_TOGETHER = 16
+FIRST_TOGETHER = 4
 """Files of the first query of a request, so that something is shown soon; each further one has twice as many."""
 _MOST_KEPT = 16
 """Queries whose results are kept."""

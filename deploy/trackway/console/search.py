@@ -20,6 +20,10 @@ _MOST_TOGETHER = 16
 """Files read at once while nothing is found; as many as half the budget allows."""
 _CHUNK = 256
 """Candidates read at once from a file."""
+_MOST_TEXT, _MOST_JSON = 8_000_000, 40_000_000
+"""Bytes of turns that are read at once for an expression, whose texts are taken out of the JSON, and for calls."""
+_EVERY = 2**62
+"""More rows than a file has."""
 _AROUND = 60
 """Characters of a snippet before and after a match."""
 _MOST_MATCH = 200
@@ -67,8 +71,8 @@ def search(reader: ParquetReader, folder: RunFolder, query: Query, limit: int, c
     unreadable: list[str] = []
     started, searched, together = time.monotonic(), 0, 1
     while at < len(files):
-        batch = files[at : at + together]
-        matching, damaged = _matching(reader, batch, query) if together > 1 else (batch, {})
+        batch = files[at : at + (1 if _is_read_in_parts(reader, files[at], query) else together)]
+        matching, damaged = _matching(reader, batch, query) if len(batch) > 1 else (batch, {})
         unreadable += damaged.values()
         before = len(hits)
         for file in matching:
@@ -138,15 +142,21 @@ def _hits(reader: ParquetReader, file: File, query: Query, start: int) -> Iterat
     """The matching trajectories from a row of the file on, each with the number of its row."""
     where, values = _conditions(query)
     match = f"left(regexp_extract({_MATCHING}[1], $regex), {_MOST_MATCH})" if query.is_regex else "''"
-    answers = _right_answers(reader, file) if query.tool_was_right else {}
-    while True:
+    part, count = _part(reader, file, query)
+    answers = _right_answers(reader, file, part, count) if query.tool_was_right else {}
+    source = _source("$file, file_row_number = true", query)
+    if part < count:
+        source = _first_those_of_the_part(source)
+    while start < count:
+        end = start + part
         rows = reader.records(
             "SELECT file_row_number AS number, CAST(sample_index AS VARCHAR) AS sample, rollout_n AS rollout, score, "
             f"stop_reason, error, turns, prompt_messages, log, {match} AS match "
-            f"FROM {_source('$file, file_row_number = true', query)} "
-            f"WHERE file_row_number >= $start{where} ORDER BY number LIMIT {_CHUNK}",
+            f"FROM {source} WHERE file_row_number >= $start AND file_row_number < $end{where} "
+            f"ORDER BY number LIMIT {_CHUNK}",
             file,
             start=start,
+            end=end,
             **values,
         )
         for row in rows:
@@ -155,9 +165,34 @@ def _hits(reader: ParquetReader, file: File, query: Query, start: int) -> Iterat
             hit = _hit(file, row, query)
             if hit is not None:
                 yield row["number"], hit
-        if len(rows) < _CHUNK:
-            return
-        start = rows[-1]["number"] + 1
+        start = end if len(rows) < _CHUNK else rows[-1]["number"] + 1
+
+
+def _first_those_of_the_part(source: str) -> str:
+    """SQL of the rows from `$start` to `$end`, taken before anything is taken out of their JSON."""
+    rows = f"SELECT * FROM {source} WHERE file_row_number >= $start AND file_row_number < $end"
+    return f"(WITH part AS MATERIALIZED ({rows}) SELECT * FROM part)"
+
+
+def _part(reader: ParquetReader, file: File, query: Query) -> tuple[int, int]:
+    """Rows of a file that are read at once, and all of them; no bounds for queries that take nothing out of JSON."""
+    if not (query.is_regex or query.tool or query.error or query.incident or query.tool_was_right):
+        return _EVERY, _EVERY
+    most = _MOST_TEXT if query.is_regex else _MOST_JSON
+    [(size, count)] = reader.query(
+        "SELECT coalesce(sum(total_uncompressed_size), 0), coalesce(sum(row_group_num_rows), 0) "
+        "FROM parquet_metadata($file) WHERE path_in_schema = 'turns'",
+        file,
+    )
+    return (max(1, count * most // max(1, size)), count) if count else (_EVERY, _EVERY)
+
+
+def _is_read_in_parts(reader: ParquetReader, file: File, query: Query) -> bool:
+    try:
+        part, count = _part(reader, file, query)
+    except TrackwayError:
+        return False  # told by the query itself
+    return part < count
 
 
 def _source(read: str, query: Query) -> str:
@@ -273,16 +308,20 @@ def in_any_case(regex: str) -> str:
     return f"(?i){regex}"
 
 
-def _right_answers(reader: ParquetReader, file: File) -> dict[str, list[tuple[float, set[str]]]]:
+def _right_answers(reader: ParquetReader, file: File, part: int, count: int) -> dict[str, list[tuple[float, set[str]]]]:
     """By sample, each score above 0 and the words of the answer that got it."""
-    rows = reader.query(
-        "SELECT DISTINCT CAST(sample_index AS VARCHAR), score, "
-        "json_extract_string(turns, '$[*].messages[*].content')[-1] FROM read_parquet($file) WHERE score > 0",
-        file,
-    )
     answers: dict[str, list[tuple[float, set[str]]]] = {}
-    for sample, score, answer in rows:
-        answers.setdefault(sample, []).append((score, set((answer or "").split())))
+    source = _first_those_of_the_part("read_parquet($file, file_row_number = true)")
+    for start in range(0, count, part):
+        rows = reader.query(
+            "SELECT DISTINCT CAST(sample_index AS VARCHAR), score, "
+            f"json_extract_string(turns, '$[*].messages[*].content')[-1] FROM {source} WHERE score > 0",
+            file,
+            start=start,
+            end=start + part,
+        )
+        for sample, score, answer in rows:
+            answers.setdefault(sample, []).append((score, set((answer or "").split())))
     return answers
 
 

@@ -41,12 +41,13 @@ _CALL = "json_extract_string(call, '$.{}')"
 _CALLS = f"""
 CREATE VIEW calls AS SELECT step, sample_index, rollout_n, validation, score, {_CALL.format("tool")} AS tool,
 CAST({_CALL.format("seconds")} AS DOUBLE) AS seconds, CAST({_CALL.format("reward")} AS DOUBLE) AS reward,
-{_CALL.format("error")} AS error,
-json_extract_string([m FOR m IN messages IF json_extract_string(m, '$.tool_call_id') = call_id][1], '$.content')
-AS result FROM (SELECT *, {_CALL.format("tool_call_id")} AS call_id FROM (SELECT *, unnest(json_extract(turn,
-'$.calls[*]')) AS call, json_extract(turn, '$.messages[*]') AS messages FROM (SELECT *, unnest(json_extract(turns,
-'$[*]')) AS turn FROM trajectories)))
+{_CALL.format("error")} AS error, json_extract_string([m FOR m IN json_extract(json_extract(turns,
+'$[*].messages')[turn], '$[*]') IF json_extract_string(m, '$.tool_call_id') = {_CALL.format("tool_call_id")}][1],
+'$.content') AS result FROM (SELECT *, unnest(json_extract(of_turn, '$[*]')) AS call FROM (SELECT *, unnest(by_turn)
+AS of_turn, generate_subscripts(by_turn, 1) AS turn FROM (SELECT *, json_extract(turns, '$[*].calls') AS by_turn FROM
+trajectories)))
 """
+"""Calls are taken out of the JSON without their turns, whose texts may be long; these are read for results alone."""
 _TOKENS = """
 CREATE VIEW tokens AS SELECT v.step, v.sample_index, v.rollout_n, unnest(range(len(v.logprobs))) AS place,
 unnest(t.response_ids) AS token_id, unnest(t.response_logprobs) AS sampler_logprob, unnest(v.logprobs) AS logprob,
