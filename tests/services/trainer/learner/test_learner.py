@@ -109,13 +109,23 @@ def test_the_gradient_is_that_of_the_loss_written_out_token_by_token(tiny_model:
     torch.testing.assert_close(gradients(config, trajectories), expected, rtol=0, atol=1e-9)
 
 
-def test_gradient_checkpointing_leaves_the_gradients_as_they_are(tiny_model: Path, rollout: Rollout):
-    trajectories = ragged(rollout)
+def test_gradient_checkpointing_computes_layers_again_and_leaves_the_gradients_as_they_are(
+    tiny_model: Path, rollout: Rollout
+):
+    trajectories, plain = ragged(rollout), loss_config(tiny_model)
+    checkpointed = loss_config(tiny_model, gradient_checkpointing=True)
 
-    plain = gradients(loss_config(tiny_model), trajectories)
-    recomputed = gradients(loss_config(tiny_model, gradient_checkpointing=True), trajectories)
+    def passes(config: LearnerConfig) -> int:
+        """How often the first layer is computed in an update."""
+        learner, calls = Learner(config), list[None]()
+        learner.policy.model.get_submodule("model.layers.0.mlp").register_forward_pre_hook(
+            lambda *_: calls.append(None)
+        )
+        learner.update(trajectories)
+        return len(calls)
 
-    torch.testing.assert_close(recomputed, plain, rtol=0, atol=1e-9)
+    torch.testing.assert_close(gradients(checkpointed, trajectories), gradients(plain, trajectories), rtol=0, atol=1e-9)
+    assert passes(checkpointed) > passes(plain) > 0
 
 
 def test_metrics_do_not_depend_on_the_micro_batch_size(tiny_model: Path, rollout: Rollout):

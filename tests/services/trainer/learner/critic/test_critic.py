@@ -54,6 +54,34 @@ def test_the_policy_waits_for_the_step_of_its_first_update(tiny_model: Path, rol
     assert all("critic/vf_loss" in row and "critic/advantages/mean" in row for row in metrics)
 
 
+def test_the_value_loss_has_a_divisor_of_its_own(tiny_model: Path, rollout: Rollout):
+    def loss(scale: float) -> float:
+        keys = {"critic.loss_agg_mode": "seq-mean-token-sum-norm", "critic.loss_scale_factor": scale}
+        return (
+            new(tiny_model, **keys, **{"critic.ppo_mini_batch_size": 256})
+            .update(ragged(rollout))
+            .metrics["critic/vf_loss"]
+        )
+
+    assert loss(4.0) == pytest.approx(loss(1.0) / 4, rel=1e-6) != 0
+
+
+def test_gradient_checkpointing_computes_the_layers_of_a_value_model_again(tiny_model: Path, rollout: Rollout):
+    def passes(is_checkpointed: bool) -> int:
+        """How often the first layer is computed in an update."""
+        learner, calls = (
+            new(tiny_model, **{"critic.model.enable_gradient_checkpointing": is_checkpointed}),
+            list[None](),
+        )
+        assert learner.critic is not None
+        layer = learner.critic.model.model.get_submodule("model.layers.0.mlp")
+        layer.register_forward_pre_hook(lambda *_: calls.append(None))
+        learner.update(ragged(rollout))
+        return len(calls)
+
+    assert passes(True) > passes(False) > 0
+
+
 def test_a_learner_resumed_with_its_value_model_goes_on_bit_for_bit(tiny_model: Path, rollout: Rollout, tmp_path: Path):
     changes = {"critic.shuffle": True, "critic.ppo_epochs": 2, "critic.optim.lr_warmup_steps": 4, "bypass_mode": False}
     changes |= {"trainer.critic_warmup": 4}  # the checkpoint is of a policy without a step
