@@ -47,6 +47,7 @@ SAID = f'{THOUGHT}<tool_call>\n{{"name": "calculator", "arguments": {ARGUMENTS}}
 MODEL = "policy"
 WEB = pinned("fastapi", "starlette", "httpx", "pydantic", "uvicorn", "uvloop", "httptools")
 GATEWAYS = ("trackway", "trackway, traced", "agent-lightning", "rllm")
+AT_OWN_PORT = ("--factory", "--no-proxy-headers", "--no-server-header")
 START_S = 90.0
 
 
@@ -81,7 +82,7 @@ def gateway(name: str, port: int, model: str, sink: str, folder: Path) -> Gatewa
     settings |= {"DIRECT": "false"}
     own = {f"TRACKWAY_{key}": value for key, value in settings.items()}
     own |= {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": sink} if traced else {}
-    return Gateway("trackway", uvicorn("sessions_gateway:create_app", port, "--factory"), own, traced)
+    return Gateway("trackway", uvicorn("sessions_gateway:create_app", port, *AT_OWN_PORT), own, traced)
 
 
 def uvicorn(app: str, port: int, *options: str) -> list[str]:

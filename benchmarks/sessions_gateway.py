@@ -1,4 +1,4 @@
-"""The gateway of `sessions.py`: the agent service with Python's garbage collector set as at a replica's own port."""
+"""The gateway of `sessions.py`: the agent service as at a replica's own port, which sets the garbage collector."""
 
 from fastapi import FastAPI
 

@@ -25,7 +25,7 @@ from trackway.wire.headers import REPLICA, REQUEST_DEADLINE, TRACE_RECEIPT
 
 logger = logging.getLogger("trackway.serving")
 
-_TRACE_HEADERS = ("traceparent", "tracestate", "baggage")
+_TRACE_HEADERS = frozenset((b"traceparent", b"tracestate", b"baggage"))
 
 
 class TraceContext:
@@ -46,8 +46,12 @@ class TraceContext:
 
 def _carried(scope: Scope) -> dict[str, str]:
     """The trace headers; repeated lines are joined to one list (RFC 9110, 5.3), as a proxy may have split them."""
-    headers = Headers(scope=scope)
-    return {name: ",".join(lines) for name in _TRACE_HEADERS if (lines := headers.getlist(name))}
+    carried: dict[str, str] = {}
+    for raw, value in scope["headers"]:
+        if raw in _TRACE_HEADERS:
+            name, line = raw.decode(), value.decode("latin-1")
+            carried[name] = f"{carried[name]},{line}" if name in carried else line
+    return carried
 
 
 class CatchAllErrors:

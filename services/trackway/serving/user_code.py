@@ -9,7 +9,7 @@ import asyncio
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
-from contextvars import Context, ContextVar
+from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
@@ -107,6 +107,13 @@ def outcome_of(work: asyncio.Task[T]) -> T:
     if error is not None and not isinstance(error, Exception):
         raise failure_of(error) from error
     return work.result()
+
+
+def own_context() -> Context:
+    """A copy of the context in which tasks are the service's own, also if user code runs in this one."""
+    context = copy_context()
+    context.run(_inside.set, False)
+    return context
 
 
 class ContainedTasks:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trackway.serving.user_code import UserCodeExit, contain_tasks, importing, run_user_code, user_code
+from trackway.serving.user_code import UserCodeExit, contain_tasks, importing, own_context, run_user_code, user_code
 
 pytestmark = pytest.mark.anyio
 
@@ -92,9 +92,14 @@ async def test_the_tasks_of_others_are_made_as_before() -> None:
     async def makes_one() -> int:
         return await asyncio.create_task(own())
 
+    async def makes_one_of_the_service() -> int:
+        return await asyncio.create_task(own(), context=own_context())
+
     assert await asyncio.create_task(own()) == 1
     assert await run_user_code(makes_one) == 1
     assert made == ["own", "run", "contained"]
+    assert await run_user_code(makes_one_of_the_service) == 1
+    assert made[3:] == ["run", "own"]
 
 
 def test_synchronous_code_is_named_and_an_exception_passes() -> None:

@@ -6,7 +6,6 @@ which nothing was recorded, such as one that the engine refused, does not count.
 """
 
 import asyncio
-import contextvars
 import hashlib
 import itertools
 import secrets
@@ -33,6 +32,7 @@ from trackway.model_api.sse import Failed
 from trackway.model_api.stream_decoder import Delta
 from trackway.model_api.tokenizer import Tokenizer
 from trackway.serving.auth import RawHeaders
+from trackway.serving.user_code import own_context
 from trackway.tracing import inject, turn_span
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -121,7 +121,7 @@ class Session:
         """Set when the agent has ended; no call is taken then."""
         self._loop = loop
         self._bounds = bounds
-        self._context = contextvars.copy_context()
+        self._context = own_context()
         self._root = trace.get_current_span().get_span_context()
         self._answers: dict[str, asyncio.Future[Recorded | None]] = {}
         """By the body of the call: its record, or None when its client left before the end."""
