@@ -73,6 +73,15 @@ def test_calls_beside_long_texts_need_little_memory(tmp_path: Path, monkeypatch:
     assert rows(folder, query) == [["calculator", 1000, 250.0]]
 
 
+def test_a_query_that_needs_more_memory_says_how_to_need_less(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sql, "MEMORY", "30MB")
+    with pytest.raises(TrackwayError, match="at most 30MB of memory, got more; name fewer steps") as caught:
+        rows(folder, "SELECT count(DISTINCT repeat(i::VARCHAR, 50)) FROM range(3000000) t(i)")
+    assert caught.value.code is ErrorCode.OVERLOADED
+
+
 def test_a_reply_is_bounded_and_every_value_is_json(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sql, "MOST_ROWS", 3)
     page = Statement(

@@ -76,7 +76,7 @@ class Statement:
         """The first MOST_ROWS rows, after at most DEADLINE_S.
 
         Raises TrackwayError: INVALID_REQUEST for another statement or one that DuckDB refuses, DEADLINE_EXCEEDED,
-        NOT_FOUND when the run has no trajectories yet.
+        OVERLOADED when it needs more than MEMORY, NOT_FOUND when the run has no trajectories yet.
         """
         watching = threading.Thread(target=self._watch, daemon=True)
         watching.start()
@@ -119,6 +119,9 @@ class Statement:
             except duckdb.InterruptException as error:
                 message = f"the query {self._ended_by}; name fewer steps (WHERE step = ...) or fewer columns"
                 raise TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message) from error
+            except duckdb.OutOfMemoryException as error:
+                message = f"expected a query of at most {MEMORY} of memory, got more; name fewer steps or fewer columns"
+                raise TrackwayError(ErrorCode.OVERLOADED, f"{message} (WHERE step = ...)") from error
             except duckdb.Error as error:
                 damaged = [path for path in (*trajectories, *values) if str(path) in str(error)]
                 if not damaged or len(unreadable) == _MOST_DAMAGED:
