@@ -1,11 +1,13 @@
 """The promise: what a learner of another kind publishes is what the engine samples from."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_training import quiet, trajectories_of
+from tests.e2e.test_training import quiet, trajectories_of, until
+from trackway import traces
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs import launch
 from trackway.system.user_error import UserError
@@ -42,14 +44,27 @@ def test_the_engine_samples_from_the_adapter_that_two_ranks_train(adapter: RunIn
     assert names and all(".lora_" in name for name in names)
 
 
-def test_what_a_filter_left_out_is_in_the_metrics(adapter: RunInfo) -> None:
+def test_what_a_filter_left_out_is_in_the_metrics_and_its_traces_say_so(
+    deployment: Deployment, adapter: RunInfo
+) -> None:
     rows = metrics_of(adapter)
     evicted = int(sum(row["training/filter_groups/evicted_samples"] for row in rows))
     rollouts = {"used": 3 * 4 * 2, "dropped_filtered": 2 * evicted, "baseline": 3 * 4 + evicted}
 
+    def fates() -> dict[str, int] | None:
+        """How many traces have each fate, once there are some of each and all of a group."""
+        found = traces.search(deployment.mlflow_uri, [str(adapter.experiment_id)], limit=500)
+        counts = Counter(str(tree.feedback["fate"]) for tree in found if "fate" in tree.feedback)
+        is_whole = counts["used"] + counts["dropped_filtered"] == 2 * counts["baseline"]
+        return counts if is_whole and counts.keys() == rollouts.keys() else None
+
     assert evicted > 0
     assert {name: rows[-1][f"rollouts/{name}"] for name in rollouts} == rollouts
     assert rows[-1]["rollouts/submitted"] == sum(rollouts.values())
+    until(
+        fates,
+        state=lambda: [tree.feedback for tree in traces.search(deployment.mlflow_uri, [str(adapter.experiment_id)])],
+    )
 
 
 def test_a_run_without_the_nodes_of_its_learner_fails_with_what_they_offer(deployment: Deployment, started) -> None:
