@@ -301,13 +301,13 @@ def test_weights_are_gathered_in_bfloat16_and_gradients_added_up_in_float32(
     two_ranks: RankProcesses, tiny_model: Path, batches: list[list[Trajectory]]
 ):
     def of(**keys: object) -> dict[tuple[str, torch.dtype], int]:
-        config = learner_config(tiny_model, dtype="bfloat16", use_kl_loss=True, **keys)
+        config = learner_config(tiny_model, dtype="bfloat16", use_kl_loss=True, **CRITIC, **keys)
         ours, theirs = two_ranks.run(received, config, batches[0])
         assert ours == theirs
         return ours
 
     gathers, sums = "_allgather_base_", "_reduce_scatter_base_"
-    whole = of(**{f"{section}.mixed_precision.param_dtype": "fp32" for section in SECTIONS})
+    whole = of(**{f"{section}.mixed_precision.param_dtype": "fp32" for section in (*SECTIONS, "critic.fsdp")})
 
     assert whole.keys() == {(gathers, torch.float32), (sums, torch.float32)}
     assert of() == {
@@ -731,10 +731,11 @@ def test_groups_of_ranks_that_each_hold_all_weights_update_as_one_process_does(
 
 
 def held(ranks: Ranks, config: LearnerConfig, batch: list[Trajectory]) -> tuple[int, int]:
-    """Elements of the weights and of AdamW's moments that a rank holds after an update."""
+    """Elements of the weights, also of a value model, and of the policy's moments that a rank holds after an update."""
     learner = Learner(config, ranks)
     learner.update(batch)
-    weights = sum(tensor.numel() for tensor in local(learner.policy.tensors().values()))
+    models = [learner.policy] if learner.critic is None else [learner.policy, learner.critic.model]
+    weights = sum(tensor.numel() for model in models for tensor in local(model.tensors().values()))
     return weights, sum(tensor.numel() for tensor in state_tensors(learner.optimizer))
 
 
