@@ -193,10 +193,10 @@ class RemoteEngine(ABC):
         await self.control.load_weights(folder, version, proof)
 
     def _unguided(self, refusal: TrackwayError) -> TrackwayError:
-        """The error for a grammar that the server refused."""
+        """The error for a guided request that the server refused, most likely for its schema."""
         message = (
             f"response_format: expected a JSON schema that {self.settings.engine} can guide by, got its refusal: "
-            f"{refusal.message}; simplify the schema, or start the server with its tokenizer if it has none"
+            f"{refusal.message}; correct what it names; a server without its tokenizer guides nothing"
         )
         return TrackwayError(ErrorCode.INVALID_REQUEST, message, param="response_format")
 
