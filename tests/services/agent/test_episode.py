@@ -212,8 +212,8 @@ def test_a_failed_episode_keeps_its_tokens_and_loses_its_reward() -> None:
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, -1e300])
 def test_a_logprob_that_float32_does_not_hold_is_refused_by_name(number: float) -> None:
-    given = choice(5, 6)
-    given.logprobs.content[1] = TokenLogprob(token_id=6, logprob=number)
+    content = [TokenLogprob(token_id=5, logprob=-0.5), TokenLogprob(token_id=6, logprob=number)]
+    given = choice(5, 6).model_copy(update={"logprobs": ChoiceLogprobs(content=content)})
 
     with pytest.raises(TrackwayError, match=r"expected the engine's logprobs to be finite and at most 3.4e\+38") as got:
         episode().add_generated(given)
