@@ -28,7 +28,7 @@ from trackway.wire.batch import BatchRequest, BatchResult
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai.requests import ChatTool, CompletionRequest
 from trackway.wire.reward import ScoreRequest
-from trackway.wire.rollout import GenerateReply, GenerateRequest, SamplingParams
+from trackway.wire.rollout import GenerateReply, GenerateRequest, SamplingParams, StructuredOutputs
 from trackway.wire.sessions.training import FinishedSession
 from trackway.wire.trainer import MetricsRow, RunInfo, RunState
 from trackway.wire.trajectory import Reward, Trajectory
@@ -38,6 +38,7 @@ ABOUT_THE_NUMBER = {"finite_number", "greater_than", "greater_than_equal", "less
 SPECIAL: dict[type[BaseModel], dict[str, object]] = {
     ChatTool: {"function": {"name": "calculator"}},
     FinishedSession: {"session_id": f"s-abcd-{0:032x}"},
+    StructuredOutputs: {"json_object": True},
 }
 """What is not free to choose, by model."""
 

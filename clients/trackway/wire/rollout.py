@@ -1,6 +1,7 @@
 """The rollout service: token ids in, token ids and logprobs out; names are vLLM's `/inference/v1/generate`."""
 
 import json
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal, Self
@@ -59,7 +60,7 @@ class StructuredOutputs(WireRequest):
 
 
 def check_schema(schema: dict[str, JsonValue]) -> None:
-    """Raise PydanticCustomError for a schema that an engine might take too long to compile.
+    """Raise PydanticCustomError for a schema that is no JSON, or that an engine might take too long to compile.
 
     Engines compile it before they sample and cannot be stopped there. What that takes grows with nesting, alternatives
     and repetition.
@@ -70,6 +71,10 @@ def check_schema(schema: dict[str, JsonValue]) -> None:
     pending: list[tuple[JsonValue, int]] = [(schema, 1)]
     while pending:
         value, depth = pending.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            raise PydanticCustomError(
+                "schema", "expected a JSON schema of finite numbers, got {got}", {"got": str(value)}
+            )
         if not isinstance(value, dict | list):
             continue
         if depth > MAX_SCHEMA_DEPTH:

@@ -47,6 +47,11 @@ def test_a_schema_that_may_be_costly_to_compile_is_refused(schema: dict[str, Any
         StructuredOutputs.model_validate({"json": schema})
 
 
+def test_a_number_that_is_no_json_is_refused() -> None:
+    with pytest.raises(ValidationError, match="expected a JSON schema of finite numbers, got nan"):
+        StructuredOutputs.model_validate_json('{"json": {"properties": {"x": {"maximum": NaN}}}}')
+
+
 @pytest.mark.parametrize(
     "schema",
     [

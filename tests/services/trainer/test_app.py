@@ -146,6 +146,7 @@ async def test_a_backend_that_a_service_cannot_send_to_is_refused_before_anythin
     everything = nothing.model_copy(update={"weave_api_key": SecretStr("key")})
     agent.tracing = Tracing("agent", nothing)
     config = compose([f"{TRACE}.backend=weave", f"{TRACE}.project_name=me/p", "data.train_files=t", f"{MODEL}=m"])
+    body = {"config": config.model_dump(mode="json"), "run": "new"} if path == "/runs" else {}
     with serving(agent.app()) as url:
         settings = TrainerSettings(
             outputs_dir=str(tmp_path / "outputs"),
@@ -159,7 +160,7 @@ async def test_a_backend_that_a_service_cannot_send_to_is_refused_before_anythin
         for state in (RunState.STOPPING, RunState.STOPPED):
             old.move(state)
         async with running(create_app(settings)) as client:
-            answer = await client.post(path, json={"config": config.model_dump(mode="json"), "run": "new"})
+            answer = await client.post(path, json=body)
 
     assert (answer.status_code, answer.json()["error"]["code"]) == (422, "invalid_request")
     assert answer.json()["error"]["message"] == (

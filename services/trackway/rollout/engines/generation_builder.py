@@ -31,4 +31,4 @@ class Collector:
     def generation(self, finish_reason: FinishReason | None = None) -> Generation:
         """The joined generation, with the last finish reason or the given one."""
         reason = finish_reason or self._finish_reason
-        return Generation(self.token_ids, self._logprobs, reason, self._spans, self._top_logprobs)
+        return Generation(self.token_ids, self._logprobs, reason, self._spans, tuple(self._top_logprobs))

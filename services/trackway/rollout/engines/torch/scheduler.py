@@ -70,7 +70,7 @@ class Sequence:
 
     def result(self, reason: FinishReason) -> Generation:
         """The output so far."""
-        return Generation(self.output, self.logprobs, reason, self.spans, self.top_logprobs)
+        return Generation(self.output, self.logprobs, reason, self.spans, tuple(self.top_logprobs))
 
 
 class Scheduler:

@@ -65,7 +65,7 @@ async def test_top_logprobs_are_those_of_the_models_logits(
         tokens, tops = made.token_ids, list(made.top_logprobs)
         assert made.logprobs == pytest.approx(plain.logprobs, abs=1e-5)
 
-    assert tokens == plain.token_ids and plain.top_logprobs == []
+    assert tokens == plain.token_ids and plain.top_logprobs == ()
     model = AutoModelForCausalLM.from_pretrained(model_path)
     with torch.inference_mode():
         logits = model(torch.tensor([[*PROMPT, *tokens]])).logits[0, len(PROMPT) - 1 : -1]
