@@ -23,7 +23,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from multiprocessing import get_context
@@ -397,6 +397,7 @@ def beside(rounds: int) -> None:
         _console(deployment.outputs) as (url, server),
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile,
         Browser(Path(profile)) as browser,
+        ThreadPoolExecutor(1) as visitor,
     ):
         for page, view in SERVICE_PAGES.items():
             fresh = [f"{url}?{view}{number}#/{view}" for number in range(5)]
@@ -405,9 +406,13 @@ def beside(rounds: int) -> None:
             for name in RUNS if number % 2 else reversed(RUNS):
                 run, page = f"{name}{number}", f"{url}#/run?run={name}{number}"
 
-                def show(info: RunInfo, page: str = page, name: str = name) -> None:
-                    if name == "open" and info.step and browser.evaluate("location.href") != page:
+                def visit(page: str = page) -> None:
+                    if browser.evaluate("location.href") != page:
                         browser.open(page)
+
+                def show(info: RunInfo, name: str = name, visit: Callable[[], None] = visit) -> None:
+                    if name == "open" and info.step:
+                        visitor.submit(visit).result()  # the browser has an event loop of its own
 
                 browser.call("Page.navigate", url="about:blank")
                 with _searching(url, run) if name == "open" else nullcontext():
