@@ -22,7 +22,7 @@ SCHEMA = {
 
 def guided(seed: int = 1, **schema: object) -> SamplingParams:
     grammar = StructuredOutputs.model_validate(schema or {"json": SCHEMA})
-    # Warm enough for this random model not to write spaces for ever, as JSON may.
+    # At a lower temperature this random model writes white space without end, which JSON allows.
     return SamplingParams(max_tokens=600, temperature=2.0, seed=seed, structured_outputs=grammar)
 
 

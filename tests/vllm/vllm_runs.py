@@ -44,7 +44,7 @@ Engine = TypeVar("Engine", bound=VllmEngine)
 
 
 class Misled(VllmEngine):
-    """Loads another folder than the one it is told, of whole weights or of an adapter."""
+    """Loads a different folder than requested, for whole weights and for adapters."""
 
     def __init__(self, settings: RolloutSettings) -> None:
         super().__init__(settings)

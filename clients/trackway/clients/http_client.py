@@ -46,7 +46,7 @@ def shared_http() -> httpx.AsyncClient:
 class _PlainClient(httpx.AsyncClient):
     """Hands requests to aiohttp as they are: no redirects, cookies or authentication, nor httpx's streams.
 
-    That is a fifth of a small call's CPU.
+    That saves CPU in small calls.
     """
 
     def __init__(self, transport: "AiohttpTransport") -> None:

@@ -131,7 +131,7 @@ def _of_a_run(params: SamplingParams) -> SamplingParams:
 
 
 RunSampling = Annotated[SamplingParams, AfterValidator(_of_a_run)]
-"""The sampling of all calls: nothing that no learner can compute, or that nobody reads."""
+"""Sampling parameters of a whole run or session; a grammar and top logprobs belong to a single call."""
 
 
 class GroupRequest(WireRequest):

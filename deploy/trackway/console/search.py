@@ -146,7 +146,7 @@ def _hits(reader: ParquetReader, file: File, query: Query, start: int) -> Iterat
     answers = _right_answers(reader, file, part, count) if query.tool_was_right else {}
     source = _source("$file, file_row_number = true", query)
     if part < count:
-        source = _first_those_of_the_part(source)
+        source = _rows_of_part(source)
     while start < count:
         end = start + part
         rows = reader.records(
@@ -168,7 +168,7 @@ def _hits(reader: ParquetReader, file: File, query: Query, start: int) -> Iterat
         start = end if len(rows) < _CHUNK else rows[-1]["number"] + 1
 
 
-def _first_those_of_the_part(source: str) -> str:
+def _rows_of_part(source: str) -> str:
     """SQL of the rows from `$start` to `$end`, taken before anything is taken out of their JSON."""
     rows = f"SELECT * FROM {source} WHERE file_row_number >= $start AND file_row_number < $end"
     return f"(WITH part AS MATERIALIZED ({rows}) SELECT * FROM part)"
@@ -311,7 +311,7 @@ def in_any_case(regex: str) -> str:
 def _right_answers(reader: ParquetReader, file: File, part: int, count: int) -> dict[str, list[tuple[float, set[str]]]]:
     """By sample, each score above 0 and the words of the answer that got it."""
     answers: dict[str, list[tuple[float, set[str]]]] = {}
-    source = _first_those_of_the_part("read_parquet($file, file_row_number = true)")
+    source = _rows_of_part("read_parquet($file, file_row_number = true)")
     for start in range(0, count, part):
         rows = reader.query(
             "SELECT DISTINCT CAST(sample_index AS VARCHAR), score, "

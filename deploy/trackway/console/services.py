@@ -17,7 +17,7 @@ from trackway.clients import CallPolicy, ServiceClient
 from trackway.clients.replicas import replicas_of
 from trackway.console.replies import ReplicaState, ServiceState, SystemPage, TryAnswer, TryOffer
 from trackway.serving.auth import presented_key
-from trackway.wire.base import Finite, WireReply, WireRequest
+from trackway.wire.base import Float, Int, WireReply, WireRequest
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import ReplicaInfo
@@ -50,8 +50,8 @@ class TryPrompt(WireRequest):
     """A prompt for the rollout service's model."""
 
     prompt: str = Field(min_length=1, max_length=MOST_CHARS)
-    max_tokens: int = Field(default=256, ge=1, le=8192)
-    temperature: Finite = Field(default=1.0, ge=0.0, le=10.0)
+    max_tokens: Int = Field(default=256, ge=1, le=8192)
+    temperature: Float = Field(default=1.0, ge=0.0, le=10.0)
 
 
 class TryTool(WireRequest):
@@ -73,8 +73,8 @@ class TryScore(WireRequest):
 class _Chat(WireRequest):
     model: str
     messages: list[Message]
-    max_tokens: int
-    temperature: float
+    max_tokens: Int
+    temperature: Float
 
 
 class _Model(WireReply):

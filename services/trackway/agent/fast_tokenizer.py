@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer without the Python around its Rust code, which takes as long as a short text itself."""
+"""A Hugging Face tokenizer without the Python around its Rust code, which costs much of the time for a short text."""
 
 from typing import TYPE_CHECKING, Any
 

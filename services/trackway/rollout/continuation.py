@@ -50,7 +50,7 @@ class ResumableGeneration:
                 attempt = await self._attempt(request, collector.token_ids)
                 part = await self._engine.generate(attempt.prompt, attempt.params, request_id)
                 if _is_guided(request) and self._continues(call, attempt, request, part.finish_reason, 0):
-                    continue  # a grammar begins at the first token, and nobody has seen these
+                    continue  # start over: a grammar begins at the first token, and no token has been sent
                 collector.add(part)
                 if not self._continues(call, attempt, request, part.finish_reason, len(collector.token_ids)):
                     return collector.generation()

@@ -1,7 +1,7 @@
 """Calls of a session's model: requests of OpenAI's and Anthropic's routes from agents that are not written for us.
 
 Sampling is the run's, so an agent's own is noted and left out. A field that no route knows is noted and ignored. A
-field that changes what the client reads, such as `response_format`, is refused as on the rollout service's routes.
+field that would change the answer and is not supported is refused, as on the rollout service's routes.
 """
 
 from collections.abc import Mapping

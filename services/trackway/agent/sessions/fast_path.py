@@ -1,4 +1,4 @@
-"""The calls of a session's model without FastAPI, whose overhead is that of a fifth of a call.
+"""The calls of a session's model without FastAPI, whose routing and validation cost much of a short call.
 
 Only ordinary calls of this replica's sessions are answered here. Others (a session elsewhere, another content type, no
 body) are passed to FastAPI, whose routes are the documented ones; answers and errors are the same.

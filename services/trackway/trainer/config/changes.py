@@ -1,4 +1,4 @@
-"""Changes of a run's configuration when it is resumed: of keys that leave what is trained as it is."""
+"""Changes to a run's configuration when it is resumed, limited to keys that do not change what is trained."""
 
 from collections.abc import Mapping
 
@@ -16,7 +16,7 @@ CHANGEABLE = (
     *(f"{_ACTOR}.{name}" for name in ("ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", "ppo_max_token_len_per_gpu")),
     *(f"{_ACTOR}.fsdp_config.{name}" for name in ("fsdp_size", "param_offload", "optimizer_offload", "offload_policy")),
 )
-"""Keys that a resumed run may take anew: its ranks, their nodes, and how much each of them computes and holds."""
+"""Keys that may change when a run is resumed: ranks, nodes, timeouts, micro-batch sizes and CPU offload."""
 
 
 def changed(config: RunConfig, changes: Mapping[str, JsonValue]) -> RunConfig:

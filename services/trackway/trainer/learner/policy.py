@@ -182,7 +182,7 @@ class Policy:
         offload = offload and not self.is_offloaded_by_fsdp
         self.cpu_offload = CpuOffload(self._memory, self.device, offload=offload, frozen=frozen)
         with self.cpu_offload.on_device():
-            pass
+            pass  # without offload, the weights stay there from now on
 
     def token_values(
         self, batch: TrainingBatch, temperature: float, *measures: Measure, ref: RefInputs | None = None

@@ -1,4 +1,4 @@
-"""Calls of a session's model that pass FastAPI by are answered as by its routes."""
+"""Calls of a session's model that bypass FastAPI are answered as by its routes."""
 
 from typing import Any
 

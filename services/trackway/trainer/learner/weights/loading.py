@@ -150,8 +150,9 @@ def _loaded(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, set[str]
     model, report = cast(tuple[PreTrainedModel, dict[str, set[str]]], loaded)
     # transformers takes away the pairs that differ.
     tied = model.get_expanded_tied_weights_keys(all_submodels=False)
-    for name in tied.keys() - model.all_tied_weights_keys.keys():
-        raise _not_tied(name, tied[name], folder)
+    differing = sorted(tied.keys() - model.all_tied_weights_keys.keys())
+    if differing:
+        raise _not_tied(differing[0], tied[differing[0]], folder)
     return model, report["missing_keys"] & {name for name, _ in model.named_parameters()}
 
 
@@ -170,10 +171,11 @@ def _keep_in_float32(model: PreTrainedModel) -> None:
     """Makes the buffers float32 that the class of a bfloat16 model keeps so. Raises ValueError for such parameters."""
     for _, buffer in kept_in_float32(model, model.named_buffers()):
         buffer.data = buffer.data.float()
-    for name, _ in kept_in_float32(model, model.named_parameters()):
+    kept = [name for name, _ in kept_in_float32(model, model.named_parameters())]
+    if kept:
         raise ValueError(
-            f"expected fsdp_config.model_dtype=fp32 for several ranks of {type(model).__name__}, which keeps {name} in "
-            "float32, got bf16; FSDP2 cannot train weights of both types, set it to fp32"
+            f"expected fsdp_config.model_dtype=fp32 for several ranks of {type(model).__name__}, which keeps {kept[0]} "
+            "in float32, got bf16; FSDP2 cannot train weights of both types, set it to fp32"
         )
 
 

@@ -126,7 +126,7 @@ def held(learner: Learner) -> dict[str, Tensor]:
 
 
 def loaded(ranks: Ranks, config: LearnerConfig, folder: Path | None = None) -> dict[str, Tensor]:
-    """The weights and buffers of a new learner; they are also exported to the folder, and as shares beside it."""
+    """The weights and buffers of a new learner. With a folder, exports them there, and as shards to a second folder."""
     learner = Learner(config, ranks)
     if folder is not None:
         learner.export(folder)
