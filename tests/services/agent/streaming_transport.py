@@ -8,6 +8,24 @@ import httpx
 from starlette.types import ASGIApp, Message
 
 
+def scope_of(request: httpx.Request) -> dict[str, Any]:
+    """The request as ASGI has it."""
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": request.method,
+        "headers": [(name.lower(), value) for name, value in request.headers.raw],
+        "scheme": request.url.scheme,
+        "path": request.url.path,
+        "raw_path": request.url.raw_path.split(b"?")[0],
+        "query_string": request.url.query,
+        "server": (request.url.host, request.url.port),
+        "client": ("127.0.0.1", 123),
+        "root_path": "",
+    }
+
+
 class StreamingTransport(httpx.AsyncBaseTransport):
     """Like httpx.ASGITransport, which gives an answer once it is complete."""
 
@@ -18,21 +36,7 @@ class StreamingTransport(httpx.AsyncBaseTransport):
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
         received: asyncio.Queue[Message] = asyncio.Queue()
         received.put_nowait({"type": "http.request", "body": await request.aread(), "more_body": False})
-        scope: dict[str, Any] = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": request.method,
-            "headers": [(name.lower(), value) for name, value in request.headers.raw],
-            "scheme": request.url.scheme,
-            "path": request.url.path,
-            "raw_path": request.url.raw_path.split(b"?")[0],
-            "query_string": request.url.query,
-            "server": (request.url.host, request.url.port),
-            "client": ("127.0.0.1", 123),
-            "root_path": "",
-        }
-        running = asyncio.create_task(self._app(scope, received.get, sent.put))  # pyright: ignore[reportArgumentType]
+        running = asyncio.create_task(self._app(scope_of(request), received.get, sent.put))  # pyright: ignore[reportArgumentType]
         running.add_done_callback(lambda _: sent.put_nowait(None))
         start = await sent.get()
         if start is None:

@@ -58,7 +58,7 @@ class DeliveredResponse(Response):
 
 
 class WaitingStream(Response):
-    """The stream of a retry whose first call is in progress: comments until then, and after that its events.
+    """The stream of a call that waits for another one in progress: comments until then, and after that its events.
 
     `proceed` waits for a while; it returns the response, or another WaitingStream when there is none yet.
     """

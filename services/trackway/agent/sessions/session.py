@@ -299,7 +299,7 @@ class Session:
         self.graph.has_task |= not auxiliary
         place = self.graph.place(conversation)
         placed = Placed(place, self.graph.ids(place.parent), await self._rendered(place, chat))
-        max_tokens = await self._room(call, [placed], chat.n, chat.max_completion_tokens or chat.max_tokens)
+        most = self._most_tokens([placed], chat.max_completion_tokens or chat.max_tokens)
         builder = build(chat, self.tokenizer, placed.ids)
 
         def record(deltas: list[Delta]) -> None:
@@ -318,7 +318,7 @@ class Session:
                 self._sampled_nodes[builder.id] = nodes
                 call.answer.set_result(Recorded(number, deltas, nodes, conversation))
 
-        return await self._respond(call, chat, builder, [placed], max_tokens, record)
+        return await self._respond(call, chat, builder, [placed], most, record)
 
     def _continue(self, node: GraphNode, conversation: Conversation, echo: ChatMessage, delta: Delta) -> None:
         """Let calls continue the message, also with its stop string, which some clients put back."""
@@ -332,7 +332,7 @@ class Session:
         self.graph.has_task = True
         number = self._number()
         placed = [await self._continued(asked, prompt) for prompt in asked.prompts]
-        max_tokens = await self._room(call, placed, asked.n, asked.max_tokens)
+        most = self._most_tokens(placed, asked.max_tokens)
         builder = CompletionResponseBuilder(asked, self.tokenizer, [prompt.ids for prompt in placed])
 
         def record(deltas: list[Delta]) -> None:
@@ -352,7 +352,7 @@ class Session:
                 self._sampled_nodes[builder.id] = nodes
                 call.answer.set_result(Recorded(number, deltas, nodes, None))
 
-        return await self._respond(call, asked, builder, placed, max_tokens, record)
+        return await self._respond(call, asked, builder, placed, most, record)
 
     async def _continued(self, asked: CompletionRequest, prompt: str | list[int]) -> Placed:
         """The prompt behind what it continues; only what is new of a text is tokenised."""
@@ -390,9 +390,14 @@ class Session:
         asked: SampledRequest,
         builder: ResponseBuilder,
         prompts: Sequence[Placed],
-        max_tokens: int,
+        most: int,
         record: Callable[[list[Delta]], None],
     ) -> Response:
+        """The response, of at most `most` tokens for each choice; a stream of comments while its budget is held."""
+        try:
+            max_tokens = await self._reserved(call, most, len(prompts) * asked.n)
+        except TimeoutError:
+            return WaitingStream(lambda: self._respond(call, asked, builder, prompts, most, record), builder.failed)
         jobs = jobs_of(builder.id, [prompt.ids for prompt in prompts], asked, max_tokens, self.tokenizer)
         model = SessionModel(self, min(len(prompt.before) for prompt in prompts))
         return await respond(call.request, model, builder, jobs, stream=call.stream, record=record)
@@ -441,8 +446,8 @@ class Session:
         prefix = forced_prefix(chat)
         return [*ids, *(self.tokenizer.encode(prefix, add_special_tokens=False) if prefix else [])]
 
-    async def _room(self, call: CallInProgress, prompts: Sequence[Placed], n: int, asked: int | None) -> int:
-        """Tokens that each choice may have, reserved until the call ends; raises INVALID_REQUEST when none is left."""
+    def _most_tokens(self, prompts: Sequence[Placed], asked: int | None) -> int:
+        """Tokens that each choice may have by the limits; raises INVALID_REQUEST when there is no room for one."""
         limits, params = self.episode.limits, self.episode.request.sampling_params
         room = min(asked or params.max_tokens, params.max_tokens)
         for place, before, new in prompts:
@@ -452,11 +457,20 @@ class Session:
             if room < 1:
                 bound = f"a conversation of at most {limits.max_response_length} tokens behind its prompt"
                 raise self._reached(StopReason.MAX_RESPONSE, f"{bound} (limits.max_response_length), got {behind}")
-        choices = len(prompts) * n
-        room = await self._budget.reserve(room, choices, self.ended)
-        call.reserved = room * choices
+        return room
+
+    async def _reserved(self, call: CallInProgress, most: int, choices: int) -> int:
+        """Tokens that each choice may have, reserved until the call ends; waits for what other calls hold.
+
+        Raises INVALID_REQUEST when none is left, or the client has left; TimeoutError when a stream needs a keep-alive.
+        """
+        while self._budget.must_wait(most, choices) and not self.ended.is_set():
+            async with asyncio.timeout(KEEP_ALIVE_S if call.stream else None):
+                await while_connected(call.request, self._budget.freed(most, choices, self.ended))
         if self.ended.is_set():
             raise self._after_end()
+        room = self._budget.reserve(most, choices)
+        call.reserved = room * choices
         if room < 1:
             bound = f"at most {self._bounds.max_tokens} tokens of the model (bounds.max_tokens)"
             raise self._reached(StopReason.MAX_RESPONSE, bound)

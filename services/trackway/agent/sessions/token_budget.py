@@ -11,16 +11,20 @@ class TokenBudget:
         self._reserved = 0
         self._changed = asyncio.Event()
 
-    async def reserve(self, wanted: int, choices: int, ended: asyncio.Event) -> int:
-        """Tokens for each choice of a call: `wanted`, or what is left if that is fewer; 0 when none is left.
+    def must_wait(self, wanted: int, choices: int) -> bool:
+        """Whether other calls hold some of what a call wants: `wanted` tokens for each of its choices."""
+        return self._left is not None and self._reserved > 0 and (self._left - self._reserved) // choices < wanted
 
-        Waits while other calls hold what is wanted, at most until the session has ended.
-        """
-        if self._left is None:
-            return wanted
-        while self._reserved and (self._left - self._reserved) // choices < wanted and not ended.is_set():
+    async def freed(self, wanted: int, choices: int, ended: asyncio.Event) -> None:
+        """Wait until a call need not wait for others, at most until the session has ended."""
+        while self.must_wait(wanted, choices) and not ended.is_set():
             self._changed.clear()
             await self._changed.wait()
+
+    def reserve(self, wanted: int, choices: int) -> int:
+        """Tokens for each choice of a call: `wanted`, or what is left if that is fewer; 0 when none is left."""
+        if self._left is None:
+            return wanted
         room = min(wanted, max(0, self._left - self._reserved) // choices)
         self._reserved += room * choices
         return room

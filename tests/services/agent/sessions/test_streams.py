@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message
 
 from tests.services.agent.agent_services import AgentServices, until
 from tests.services.agent.replaceable import Answer
@@ -23,7 +24,7 @@ from tests.services.agent.sessions.test_session import (
     opened,
     state,
 )
-from tests.services.agent.streaming_transport import StreamingTransport
+from tests.services.agent.streaming_transport import StreamingTransport, scope_of
 from tests.time_limits import ENDS_SOON
 from trackway.agent.sessions import session
 from trackway.wire.sessions.graph import NodeKind
@@ -156,9 +157,11 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def retried(services: AgentServices, access: SessionAccess, route: str) -> AsyncIterator[AsyncIterator[str]]:
-    """The lines of a streamed call that repeats one in progress, from its third keep-alive on."""
-    body = {"model": "any", "max_tokens": 64, **ROUTES[route], "stream": True}
+async def retried(
+    services: AgentServices, access: SessionAccess, route: str, **changes: Any
+) -> AsyncIterator[AsyncIterator[str]]:
+    """The lines of a streamed call that waits for one in progress, by default its own, from the third keep-alive on."""
+    body = {"model": "any", "max_tokens": 64, **ROUTES[route], "stream": True, **changes}
     url = f"http://agent/sessions/{access.session_id}/v1/{route}"
     async with (
         httpx.AsyncClient(transport=StreamingTransport(services.agent)) as client,
@@ -169,6 +172,22 @@ async def retried(services: AgentServices, access: SessionAccess, route: str) ->
         lines = response.aiter_lines()
         assert [await anext(lines) for _ in range(6)] == [": keep-alive", ""] * 3
         yield lines
+
+
+async def answered_a_client_that_left(services: AgentServices, access: SessionAccess, **body: Any) -> int:
+    """The status of the answer to a client that leaves as soon as its call is sent."""
+    url = f"http://agent/sessions/{access.session_id}/v1/chat/completions"
+    request = httpx.Request("POST", url, json={"model": "any", "messages": QUESTION, **body})
+    received: asyncio.Queue[Message] = asyncio.Queue()
+    received.put_nowait({"type": "http.request", "body": request.content, "more_body": False})
+    received.put_nowait({"type": "http.disconnect"})
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await services.agent(scope_of(request), received.get, send)
+    return sent[0]["status"]
 
 
 ROUTES = {
@@ -247,6 +266,63 @@ async def test_a_waiting_retry_ends_with_an_event_of_its_api_when_the_session_do
     first = asyncio.create_task(services.client.post(f"/sessions/{access.session_id}/v1/{route}", json=body))
     await until(lambda: len(services.model.requests) == 1)
     async with retried(services, access, route) as lines:
+        await services.client.post(f"/sessions/{access.session_id}/end")
+        rest = [line async for line in lines]
+
+    assert (await first).status_code == 400
+    [data] = [json.loads(line[6:]) for line in rest if line.startswith("data: {")]
+    assert data["error"]["type"] == "invalid_request_error" and "the session has ended" in data["error"]["message"]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.usefixtures("soon")
+async def test_a_stream_that_waits_for_the_token_budget_is_kept_alive_and_gets_what_is_left(
+    services: AgentServices, model: "asyncio.Queue[None]", route: str
+) -> None:
+    said = services.model.encode(ANSWER)
+    left = len(said) - 2
+    most = len(said) + left
+    access = await opened(services, ANSWER, ANSWER, bounds={"max_tokens": most})
+    first = asyncio.create_task(chat(services, access, QUESTION, max_tokens=most))
+    await until(lambda: len(services.model.requests) == 1)
+    async with retried(services, access, route, max_tokens=most + 1) as lines:
+        say(model, 2 * len(ANSWER))
+        rest = [line async for line in lines]
+
+    assert message_of(await first)["content"] == "#### 18" and "error" not in "".join(rest)
+    assert [request.sampling_params.max_tokens for request in services.model.seen()] == [most, left]
+    nodes = (await state(services, access)).nodes
+    assert [node.ids for node in nodes if node.kind is NodeKind.SAMPLED] == [said, said[:left]]
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_client_that_leaves_while_its_call_waits_for_the_token_budget_leaves_nothing_behind(
+    services: AgentServices, model: "asyncio.Queue[None]"
+) -> None:
+    access = await opened(services, ANSWER, ANSWER, bounds={"max_tokens": 64, "max_calls": 2})
+    first = asyncio.create_task(chat(services, access, QUESTION, max_tokens=64))
+    await until(lambda: len(services.model.requests) == 1)
+    before = asyncio.all_tasks()
+    async with retried(services, access, "chat/completions", max_tokens=63):
+        pass
+    assert await answered_a_client_that_left(services, access, max_tokens=62) == 400
+    await until(lambda: asyncio.all_tasks() <= before)
+    say(model, 64)
+
+    assert (await first).status_code == 200
+    assert message_of(await chat(services, access, QUESTION, max_tokens=61))["content"] == "#### 18"
+    assert len(services.model.requests) == 2
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.usefixtures("soon")
+async def test_a_stream_that_waits_for_the_token_budget_ends_with_an_event_of_its_api_when_the_session_does(
+    services: AgentServices, model: "asyncio.Queue[None]", route: str
+) -> None:
+    access = await opened(services, ANSWER, bounds={"max_tokens": 64})
+    first = asyncio.create_task(chat(services, access, QUESTION, max_tokens=64))
+    await until(lambda: len(services.model.requests) == 1)
+    async with retried(services, access, route, max_tokens=63) as lines:
         await services.client.post(f"/sessions/{access.session_id}/end")
         rest = [line async for line in lines]
 
