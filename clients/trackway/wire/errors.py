@@ -84,7 +84,7 @@ ERRORS: dict[ErrorCode, ErrorSpec] = {
     ErrorCode.UNAUTHORIZED: ErrorSpec(401, False, "The bearer token is missing or unknown."),
     ErrorCode.FORBIDDEN: ErrorSpec(403, False, "The token lacks the scope that the route requires."),
     ErrorCode.NOT_FOUND: ErrorSpec(404, False, "There is no such route, run or file."),
-    ErrorCode.MODEL_NOT_FOUND: ErrorSpec(404, False, "The rollout service does not serve the requested model."),
+    ErrorCode.MODEL_NOT_FOUND: ErrorSpec(404, False, "The service does not serve the requested model."),
     ErrorCode.UNKNOWN_TOOL: ErrorSpec(
         404, False, "The tool server offers no tool of that name.", ModelSees.WITHOUT_AGENT
     ),

@@ -76,16 +76,17 @@ def service_app(
     install_error_answers(app)
     if tokens is not None:
         show_tokens_in_docs(app)
+    routes = [route for router in routers for route in router.routes]
     # Starlette runs the last added middleware first.
     app.add_middleware(DeadlineLimit)
-    app.add_middleware(CatchAllErrors)
+    app.add_middleware(CatchAllErrors, routes=routes)
     app.add_middleware(Idempotency)
     max_json = JsonSize(settings.max_json_items, settings.max_json_nodes)
     app.add_middleware(
         RequestBounds, max_bytes=settings.max_body_bytes, max_json=max_json, timeout_s=settings.body_timeout_s
     )
     app.add_middleware(TraceContext, tracing=tracing)
-    app.add_middleware(CatchAllErrors)
+    app.add_middleware(CatchAllErrors, routes=routes)
     app.add_middleware(ReplicaName, replica=settings.replica)
     app.add_middleware(Authentication, tokens=tokens, trust_loopback=settings.auth.trust_loopback, guests=guests)
     app.add_middleware(RequestMetrics, metrics=metrics)

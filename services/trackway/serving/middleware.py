@@ -10,12 +10,14 @@ not seen the first. A streamed response has none: its headers are sent before th
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trackway.serving.error_responses import error_response
+from trackway.serving.routes import error_answer_to
 from trackway.serving.user_code import described, failure_of
 from trackway.system.storage import FULL, error_number, storage_error
 from trackway.tracing import TraceStats, Tracing, collect_trace_stats, extracted
@@ -57,11 +59,12 @@ def _carried(scope: Scope) -> dict[str, str]:
 class CatchAllErrors:
     """Answers 500 `internal` for an unhandled exception of any kind, and logs it once.
 
-    All responses pass here, so their receipt is added here.
+    All responses pass here, so their receipt is added here. An error in a middleware has the format of its `routes`.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute] = ()) -> None:
         self.app = app
+        self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -81,7 +84,7 @@ class CatchAllErrors:
         except TrackwayError as error:
             if started:
                 raise
-            await error_response(error)(scope, receive, watch)
+            await error_answer_to(scope, self._routes, error)(scope, receive, watch)
         except BaseException as error:
             if isinstance(error, GeneratorExit) or (isinstance(error, asyncio.CancelledError) and _is_cancelled()):
                 raise
@@ -90,7 +93,7 @@ class CatchAllErrors:
                 raise
             if started:
                 raise failure_of(error) from error
-            await error_response(unforeseen(failure_of(error)))(scope, receive, watch)
+            await error_answer_to(scope, self._routes, unforeseen(failure_of(error)))(scope, receive, watch)
 
 
 def unforeseen(error: Exception) -> TrackwayError:

@@ -1,15 +1,18 @@
 """Routes that validate a JSON body directly from its bytes, which takes half the memory of parsing it first."""
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Match
+from starlette.types import Scope
 
-from trackway.serving.error_responses import body_problems
+from trackway.serving.error_responses import body_problems, error_response
 from trackway.wire.errors import ErrorCode, TrackwayError, shortened
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -17,6 +20,11 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 class JsonRoute(APIRoute):
     """A route whose body is a model; RequestValidationError lists the first problems."""
+
+    @classmethod
+    def error_answer(cls, error: TrackwayError) -> JSONResponse:
+        """The response to a request of this route that failed before it arrived here."""
+        return error_response(error)
 
     def get_route_handler(self) -> Handler:
         """FastAPI's handler, which gets the validated body in place of parsed JSON."""
@@ -36,6 +44,14 @@ class JsonRoute(APIRoute):
                 raise validating.failure from None
 
         return answer
+
+
+def error_answer_to(scope: Scope, routes: Iterable[BaseRoute], error: TrackwayError) -> JSONResponse:
+    """The response to a request that failed outside its route, in the format of the route."""
+    for route in routes:
+        if isinstance(route, JsonRoute) and route.matches(scope)[0] is Match.FULL:
+            return route.error_answer(error)
+    return error_response(error)
 
 
 def _must_be_json(request: Request) -> None:

@@ -51,7 +51,8 @@ _BASE = re.compile(r"/sessions/[^/]+(/v1)?")
 _MODEL_PATH = re.compile(r"(/sessions/[^/]+)?/(v1/|(chat/)?completions$|responses$)")
 _METHODS = ["DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"]
 _ROUTES = (
-    *("GET /v1/models", "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses"),
+    *("GET /v1/models", f"GET /v1/models/{MODEL}"),
+    *("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses"),
     *("POST /v1/messages", "POST /v1/messages/count_tokens"),
 )
 _WITHOUT_VERSION = ("/chat/completions", "/completions", "/responses")
@@ -244,9 +245,15 @@ def _openai(at: str) -> APIRouter:
     @router.get("/v1/models")
     async def models(session: Called) -> ModelList:
         """The session's model."""
-        limits = session.episode.limits
-        longest = limits.max_prompt_length + limits.max_response_length
-        return ModelList(data=[ModelCard(id=MODEL, created=int(time.time()), max_model_len=longest)])
+        return ModelList(data=[_model_of(session)])
+
+    @router.get("/v1/models/{model:path}")
+    async def model(model: str, session: Called) -> ModelCard:
+        """The session's model; 404 for any other name."""
+        if model != MODEL:
+            message = f"expected the model {MODEL!r}, got {model[:_SHOWN_CHARS]!r}; calls may name any"
+            raise TrackwayError(ErrorCode.MODEL_NOT_FOUND, message, param="model")
+        return _model_of(session)
 
     @router.post("/v1/chat/completions", response_model=None, responses=_either(ChatCompletion))
     async def chat(body: Annotated[SessionChat, Body()], session: Called, request: Request) -> Response:
@@ -264,6 +271,12 @@ def _openai(at: str) -> APIRouter:
         return await _responses(body, session, request)
 
     return router
+
+
+def _model_of(session: Session) -> ModelCard:
+    limits = session.episode.limits
+    longest = limits.max_prompt_length + limits.max_response_length
+    return ModelCard(id=MODEL, created=int(time.time()), max_model_len=longest)
 
 
 def _anthropic(at: str) -> APIRouter:
@@ -287,7 +300,7 @@ def _anthropic(at: str) -> APIRouter:
 def _unknown_to_anthropic(at: str) -> APIRouter:
     """What Anthropic's clients ask for beyond the routes."""
     router = APIRouter(prefix=at, route_class=AnthropicSessionRoute)
-    for path in ("/v1/messages/{rest:path}", "/v1/v1/messages"):
+    for path in ("/v1/messages", "/v1/messages/{rest:path}", "/v1/v1/messages"):
         router.api_route(path, methods=_METHODS, include_in_schema=False)(_no_such_route)
     return router
 

@@ -249,6 +249,7 @@ async def test_an_unknown_route_is_refused_in_its_apis_format_with_the_routes(
         ("PUT", "messages", "POST"),
         ("DELETE", "messages/count_tokens", "POST"),
         ("POST", "models", "GET"),
+        ("DELETE", "models/policy", "GET"),
         ("PATCH", "responses", "POST"),
         ("OPTIONS", "completions", "POST"),
     ],
@@ -265,6 +266,45 @@ async def test_a_wrong_method_is_refused_in_its_apis_format_with_the_right_one(
         error = response.json()["error"]
         assert error["type"] == "invalid_request_error"
         assert f"{allowed} /v1/{route}" in error["message"] and f"got {method} /v1/{route};" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "is_anthropic"),
+    [
+        ("/v1/chat/completions", "invalid_request_error", False),
+        ("/v1/responses", "invalid_request_error", False),
+        ("/v1/embeddings", "invalid_request_error", False),
+        ("/v1/messages", "request_too_large", True),
+        ("/v1/messages/count_tokens", "request_too_large", True),
+    ],
+)
+async def test_a_body_that_is_too_large_is_refused_in_its_apis_format(
+    services: AgentServices, path: str, kind: str, is_anthropic: bool
+) -> None:
+    access = await opened(services)
+    most = services.agent.state.settings.max_body_bytes
+
+    for base, headers in ((f"/sessions/{access.session_id}", {}), ("", {"x-api-key": access.api_key})):
+        headers = {**headers, "content-type": "application/json", "content-length": f"{most + 1}"}
+        response = await services.client.post(f"{base}{path}", content=b"{}", headers=headers)
+        assert (response.status_code, response.headers["x-should-retry"]) == (413, "false")
+        error = response.json()["error"]
+        assert (error["type"], "param" in error, response.json().get("type") == "error") == (
+            kind,
+            not is_anthropic,
+            is_anthropic,
+        )
+        assert error["message"].startswith(f"expected a body of at most {most} bytes, got {most + 1} or more")
+
+
+async def test_a_body_that_is_too_large_for_a_route_of_the_service_is_refused_in_its_own_format(
+    services: AgentServices,
+) -> None:
+    headers = {"content-type": "application/json", "content-length": "9" * 12}
+    response = await services.client.post("/sessions", content=b"{}", headers=headers)
+
+    assert response.status_code == 413 and "x-should-retry" not in response.headers
+    assert set(response.json()["error"]) == {"code", "message", "retryable", "detail"}
 
 
 async def test_a_wrong_method_beside_the_model_is_refused_with_the_right_one(services: AgentServices) -> None:

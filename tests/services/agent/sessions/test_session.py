@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+from openai import AsyncOpenAI, NotFoundError
 
 from tests.services.agent.agent_services import AgentServices, call
 from tests.services.agent.replaceable import answers
@@ -654,3 +655,17 @@ async def test_the_models_list_names_the_context_length(services: AgentServices)
     response = await services.client.get(f"/sessions/{access.session_id}/v1/models")
 
     assert [(model["id"], model["max_model_len"]) for model in response.json()["data"]] == [("policy", 6144)]
+
+
+async def test_openais_client_finds_the_model_by_its_name_and_no_other(services: AgentServices) -> None:
+    access = await opened(services)
+    for path, key in ((f"/sessions/{access.session_id}", "any"), ("", access.api_key)):
+        client = AsyncOpenAI(base_url=f"http://agent{path}/v1", api_key=key, http_client=services.client, max_retries=0)
+
+        assert (await client.models.retrieve("policy")).model_extra == {"max_model_len": 6144}
+        with pytest.raises(
+            NotFoundError, match="expected the model 'policy', got 'org/gpt'; calls may name any"
+        ) as raised:
+            await client.models.retrieve("org/gpt")
+        assert (raised.value.code, raised.value.param) == ("model_not_found", "model")
+        assert raised.value.type == "invalid_request_error"

@@ -125,6 +125,23 @@ async def test_a_call_at_another_replica_is_passed_on(
     assert ending.json()["response_ids"] == services.model.encode(ANSWER)
 
 
+@pytest.mark.parametrize(("route", "is_anthropic"), [("chat/completions", False), ("messages", True)])
+async def test_a_wrong_method_at_another_replica_is_refused_as_by_the_sessions_own(
+    services: AgentServices, settings: AgentSettings, route: str, is_anthropic: bool
+) -> None:
+    access = await opened(services, ANSWER)
+    client = await elsewhere(services, settings)
+
+    for path, headers in ((f"/sessions/{access.session_id}", {}), ("", bearer(access.api_key))):
+        own = await services.client.put(f"{path}/v1/{route}", headers=headers)
+        passed_on = await client.put(f"{path}/v1/{route}", headers=headers)
+
+        assert (passed_on.status_code, passed_on.json()) == (405, own.json())
+        for name, value in (("allow", "POST"), ("x-should-retry", "false"), ("content-type", "application/json")):
+            assert passed_on.headers[name] == own.headers[name] == value
+        assert (passed_on.json().get("type") == "error") == is_anthropic and f"got PUT /v1/{route};" in passed_on.text
+
+
 async def test_a_call_for_a_replica_that_does_not_answer_is_refused_by_name(
     services: AgentServices, settings: AgentSettings
 ) -> None:

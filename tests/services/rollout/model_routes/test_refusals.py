@@ -167,6 +167,25 @@ def test_the_served_model_is_listed_and_found_and_no_other(scripted: OpenAI) -> 
         scripted.models.retrieve("org/other")
 
 
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("chat/completions", "invalid_request_error"), ("messages", "request_too_large")],
+)
+def test_a_body_that_is_too_large_is_refused_in_its_apis_format(scripted_url: str, path: str, kind: str) -> None:
+    body = {"model": "tiny", "max_tokens": 1, "messages": CHAT, "metadata": {"many": [0] * 2_000_000}}
+
+    response = httpx.post(f"{scripted_url}/v1/{path}", json=body)
+
+    assert (response.status_code, response.headers["x-should-retry"]) == (413, "false")
+    error = response.json()["error"]
+    assert (error["type"], error["code"]) == (kind, "payload_too_large")
+    assert ("param" in error, "type" in response.json()) == (
+        kind == "invalid_request_error",
+        kind != "invalid_request_error",
+    )
+    assert "expected JSON of at most" in error["message"]
+
+
 def test_a_prompt_that_is_too_long_is_a_bad_request_of_the_engine(client: OpenAI) -> None:
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError, match="expected 1 to 1023 prompt tokens, got 1024"):
