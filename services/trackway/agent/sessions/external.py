@@ -13,8 +13,10 @@ import os
 import re
 import signal
 import sys
+import threading
 from asyncio.subprocess import PIPE, STDOUT, Process, SubprocessStreamProtocol
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -34,7 +36,7 @@ from trackway.agent.toolbox import Toolbox
 from trackway.agent.waits import waits_for
 from trackway.clients import shared_http
 from trackway.serving.own_code import OwnCodeError, loading
-from trackway.serving.user_code import UserCodeExit, described
+from trackway.serving.user_code import UserCodeExit, described, failure_of
 from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorCode, TrackwayError, shortened
 from trackway.wire.headers import REQUEST_DEADLINE
@@ -55,6 +57,10 @@ NO_TELEMETRY = {
     "DO_NOT_TRACK": "1",
 }
 """Variables that switch off what frameworks send to their makers by default."""
+IMPORT_S = 120.0
+"""Longest import of a function's module."""
+_imports: dict[str, "Future[AgentFunction]"] = {}
+"""Imports in progress, by `module:name`."""
 _READ_BYTES = 65_536
 _GUARD = Path(__file__).with_name("program_guard.py")
 _GUARD_S = 5.0
@@ -106,7 +112,8 @@ class ExternalAgent(SessionAgent):
         with waits_for("its own agent", episode.deadline):
             score = None
             if settings.function is not None:
-                score = await called(function_of(settings.function), access, episode.sample)
+                function = await imported(settings.function, IMPORT_S)
+                score = await called(function, access, episode.sample)
             elif settings.url is not None:
                 reply = await posted(shared_http(), settings.url, settings, access, episode)
                 score, episode.log = reply.score, reply.log[-settings.max_output_bytes :]
@@ -314,6 +321,35 @@ def function_of(place: str) -> AgentFunction:
         got = f"external.function: expected a function at {place!r}, got {shortened(repr(function), 200)}"
         raise TrackwayError(ErrorCode.AGENT_FAILED, f"{got}; correct the setting")
     return cast(AgentFunction, function)
+
+
+async def imported(place: str, within_s: float) -> AgentFunction:
+    """The function at `module:name`, imported in a thread while the service goes on. Raises AGENT_FAILED.
+
+    Rollouts that wait for the same function share a thread: one that imports cannot be stopped.
+    """
+    importing = _imports.get(place)
+    if importing is None:
+        importing = _imports[place] = Future[AgentFunction]()
+        threading.Thread(target=_import, args=(place, importing), name=f"import {place}", daemon=True).start()
+    try:
+        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(importing)), within_s)
+    except TimeoutError:
+        module = place.partition(":")[0]
+        message = f"external.function: expected the import of {module!r} to take at most {within_s:g} s, it still runs"
+        remedy = "move what takes long at its top level into the function"
+        raise TrackwayError(ErrorCode.AGENT_FAILED, f"{message}; {remedy}") from None
+
+
+def _import(place: str, importing: "Future[AgentFunction]") -> None:
+    try:
+        function = function_of(place)
+    except BaseException as error:
+        del _imports[place]
+        importing.set_exception(failure_of(error))
+    else:
+        del _imports[place]
+        importing.set_result(function)
 
 
 async def called(function: AgentFunction, access: SessionAccess, sample: Sample) -> float | None:

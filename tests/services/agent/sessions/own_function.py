@@ -1,11 +1,15 @@
 """Agents as functions."""
 
 import sys
+import threading
 
 from openai import AsyncOpenAI
 
 from trackway.wire.agent import Sample
 from trackway.wire.sessions.session import SessionAccess
+
+import_gate = threading.Event()
+"""Lets the import of `slow_import` go on."""
 
 
 async def answer(access: SessionAccess, sample: Sample) -> float:

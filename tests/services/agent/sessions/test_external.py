@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from tests.services.agent.agent_services import call, group, open_services, until
 from tests.services.agent.scripted_model import END, Words
+from tests.services.agent.sessions import own_function
 from tests.services.agent.sessions.external_services import Serve
 from tests.services.agent.sessions.test_session import ANSWER, COUNT, opened, row_of
 from tests.services.rollout.model_routes.openai_server import serving as server
@@ -375,6 +377,30 @@ async def test_a_function_that_cannot_be_loaded_is_an_error_of_the_agent_with_a_
     assert trajectory.error is not None and trajectory.error.code is ErrorCode.AGENT_FAILED
     assert trajectory.error.message.startswith(f"external.function: expected a function at {function!r}, {got}")
     assert "; correct the setting" in trajectory.error.message
+
+
+async def test_a_module_that_takes_long_to_import_holds_up_its_own_rollouts_alone(
+    serving: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(external_agents, "IMPORT_S", 0.05)
+    module = "tests.services.agent.sessions.slow_import"
+    function = f"{module}:answer"
+    own_function.import_gate.clear()
+    async with serving(ExternalSettings(function=function)) as services:
+        two = await asyncio.gather(*(services.say(agent_name="external") for _ in range(2)))
+        running = [thread.name for thread in threading.enumerate() if thread.name.startswith("import ")]
+        own_function.import_gate.set()
+        monkeypatch.setattr(external_agents, "IMPORT_S", 10.0)
+        trajectory = await services.say("I do not know" + END, agent_name="external")
+
+    for late in two:
+        assert late.error is not None and late.error.code is ErrorCode.AGENT_FAILED
+        assert late.error.message == (
+            f"external.function: expected the import of {module!r} to take at most 0.05 s, it still runs; move "
+            "what takes long at its top level into the function"
+        )
+    assert trajectory.error is None and trajectory.reward is not None and trajectory.reward.score == 0.5
+    assert running == sys.modules[module].importers == [f"import {function}"]
 
 
 async def test_a_function_runs_in_the_process_without_telemetry_and_may_score(
