@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/learning_page.py --outputs outputs/learning
 
 A curve shows the training reward by step: the mean and the range over the seeds whose runs finished. The number beside
-it is the held-out accuracy after the last step. A setting without a record leaves its cell empty, so this may run
-before all runs have finished.
+it is the held-out accuracy after the last step. A setting without a record keeps its curve, so this may run before all
+runs have finished, or after those of one setting.
 """
 
 import argparse
@@ -23,7 +23,7 @@ SECTIONS = {"Advantages": "estimators", "Loss": "losses"}
 """Heading of a section -> the part of the benchmark that its table shows."""
 COLUMN = "on the demo"
 """Header of the last column of these tables."""
-SETTINGS = {"norm_adv_by_std_in_grpo=false": "dr_grpo"}
+SETTINGS = {"norm_adv_by_std_in_grpo=false": "dr_grpo", "bypass_mode": "bypass_pg_is"}
 """Name in a row -> its setting, where that is not the same."""
 GOAL = 0.8
 
@@ -107,18 +107,21 @@ def filled(page: str, records: Mapping[str, Sequence[Run]], folder: Path) -> str
 
 def _row(line: str, part: str, runs: Sequence[Run], folder: Path) -> str:
     names: list[str] = re.findall(r"`([^`]+)`", line.split(" | ")[0])
-    cells = (_cell(part, SETTINGS.get(name, name), runs, folder) for name in names)
-    start = line.rpartition(" |")[0].rpartition(" |")[0]
+    start, _, before = line.removesuffix(" |").rpartition(" |")
+    cells = (_cell(part, SETTINGS.get(name, name), runs, folder, before) for name in names)
     return " ".join([f"{start} |", *filter(None, cells), "|"])
 
 
-def _cell(part: str, setting: str, runs: Sequence[Run], folder: Path) -> str:
+def _cell(part: str, setting: str, runs: Sequence[Run], folder: Path, before: str) -> str:
+    name = f"{part}-{setting}.svg"
     own = [run for run in runs if run["setting"] == setting]
+    if not own:
+        kept = re.search(rf"!\[[^]]*\]\([^)]*/{re.escape(name)}\)", before)
+        return kept[0] if kept else ""
     curve, text = points([run.get("rewards") or run["accuracies"] for run in own if not run["error"]]), told(own)
     if not curve:
         return text
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"{part}-{setting}.svg"
     (folder / name).write_text(drawn(curve, text.partition(" ")[0]))
     return f"![{text}](../pictures/{folder.name}/{name})"
 
