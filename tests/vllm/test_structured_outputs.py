@@ -5,9 +5,12 @@ import json
 import pytest
 
 from tests.vllm.vllm_runs import EOS, MARKS, PROMPT, Weights, tokenizer, worst
+from trackway.agent.parser import HermesParser
+from trackway.model_api.grammars import grammar_of
 from trackway.rollout.engines.protocol import Capability
 from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.openai.requests import ChatRequest
 from trackway.wire.rollout import SamplingParams, StructuredOutputs
 
 pytestmark = MARKS
@@ -18,6 +21,14 @@ SCHEMA = {
     "required": ["count", "colour"],
     "additionalProperties": False,
 }
+
+PAINT = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "blue"]}},
+    "required": ["colour"],
+    "additionalProperties": False,
+}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def guided(seed: int = 1, **schema: object) -> SamplingParams:
@@ -46,6 +57,41 @@ async def test_an_answer_guided_by_a_schema_has_it_and_ends(
     assert (reason, ids[-1]) == ("stop", EOS)
     assert set(answer) == {"count", "colour"}
     assert answer["count"] in range(100) and answer["colour"] in ("red", "blue")
+
+
+async def test_an_answer_beside_tools_is_a_call_of_one_of_them_or_has_the_schema(engine: VllmEngine) -> None:
+    asked = ChatRequest.model_validate(
+        {
+            "model": "any",
+            "messages": [{"role": "user", "content": "9+9?"}],
+            "response_format": {"type": "json_schema", "json_schema": {"name": "count", "schema": SCHEMA}},
+            "tools": [
+                {"type": "function", "function": {"name": "paint", "parameters": PAINT}},
+                {"type": "function", "function": {"name": "stop", "parameters": NOTHING}},
+            ],
+            "parallel_tool_calls": False,
+        }
+    )
+    params = guided().model_copy(update={"structured_outputs": grammar_of(asked)})
+    found: set[str] = set()
+    for seed in range(24):
+        made = await engine.generate(PROMPT, params.model_copy(update={"seed": seed}), "a")
+        assert (made.finish_reason, made.token_ids[-1]) == ("stop", EOS)
+        text = str(tokenizer().decode(made.token_ids[:-1]))
+        if not text.startswith("<tool_call>"):
+            answer = json.loads(text)
+            assert set(answer) == {"count", "colour"} and answer["colour"] in ("red", "blue")
+            found.add("answer")
+            continue
+        parsed = HermesParser().parse(text)
+        [call] = parsed.calls
+        assert (parsed.content, call.error) == ("", None)
+        assert call.arguments in ([{"colour": "red"}, {"colour": "blue"}] if call.name == "paint" else [{}])
+        found.add(call.name)
+        if len(found) == 3:
+            break
+
+    assert found == {"answer", "paint", "stop"}
 
 
 async def test_a_schema_that_vllm_cannot_guide_by_is_refused_and_the_server_goes_on(engine: VllmEngine) -> None:

@@ -24,6 +24,7 @@ TopLogprobs = list[tuple[int, float]]
 """The most likely tokens at one position as (id, logprob), highest first."""
 
 MAX_SCHEMA_BYTES = 65_536
+MAX_STRUCTURAL_TAG_BYTES = 262_144
 MAX_SCHEMA_DEPTH = 32
 """Objects and lists within each other; two for each level of a JSON schema."""
 MAX_ENUM_VALUES = 1000
@@ -34,11 +35,13 @@ _COUNT = re.compile(r"\{(\d*),?(\d*)\}")
 
 
 class StructuredOutputs(WireRequest):
-    """What the generated text must be: JSON of a schema, or any JSON object."""
+    """What the generated text must be: JSON of a schema, any JSON object, or text of a structural tag."""
 
     json_schema: dict[str, JsonValue] | None = Field(default=None, alias="json")
     """A JSON schema of at most 64 KiB."""
     json_object: Literal[True] | None = None
+    structural_tag: str | None = None
+    """A structural tag of xgrammar as JSON, of at most 256 KiB: alternatives of JSON by schemas, also between texts."""
 
     @field_validator("json_schema")
     @classmethod
@@ -47,16 +50,59 @@ class StructuredOutputs(WireRequest):
             check_schema(schema)
         return schema
 
+    @field_validator("structural_tag")
+    @classmethod
+    def _known_formats(cls, tag: str | None) -> str | None:
+        if tag is not None:
+            _check_structural_tag(tag)
+        return tag
+
     @model_validator(mode="after")
     def _one_of_them(self) -> "StructuredOutputs":
-        if (self.json_schema is None) == (self.json_object is None):
-            raise PydanticCustomError("structured_outputs", "expected either json or json_object=true")
+        if [self.json_schema, self.json_object, self.structural_tag].count(None) != 2:
+            message = "expected one of json, json_object=true and structural_tag"
+            raise PydanticCustomError("structured_outputs", message)
         return self
 
     @property
     def schema_text(self) -> str:
         """The schema as JSON."""
         return json.dumps({"type": "object"} if self.json_schema is None else self.json_schema)
+
+
+_PARTS = {"or": "elements", "tags_with_separator": "tags"}
+"""Fields of a structural tag's formats that hold others."""
+
+
+def _check_structural_tag(tag: str) -> None:
+    """Raise PydanticCustomError for a tag with other formats than those of JSON, or with a schema beyond the bounds."""
+    if len(tag.encode("utf-8", "surrogatepass")) > MAX_STRUCTURAL_TAG_BYTES:
+        raise _unknown_tag(f"at most {MAX_STRUCTURAL_TAG_BYTES} bytes")
+    try:
+        outer = json.loads(tag)
+    except (ValueError, RecursionError):
+        raise _unknown_tag("JSON") from None
+    if not isinstance(outer, dict) or outer.keys() != {"type", "format"} or outer["type"] != "structural_tag":
+        raise _unknown_tag('{"type": "structural_tag", "format": ...}')
+    pending: list[tuple[JsonValue, int]] = [(outer["format"], 1)]
+    while pending:
+        part, depth = pending.pop()
+        kind = part.get("type") if isinstance(part, dict) else None
+        inner: JsonValue = None
+        if isinstance(part, dict):
+            inner = part.get("json_schema") if kind == "json_schema" else part.get(_PARTS.get(str(kind), "content"))
+        if kind == "json_schema" and isinstance(inner, dict):
+            check_schema(inner)
+        elif kind == "tag" and depth <= MAX_SCHEMA_DEPTH:
+            pending.append((inner, depth + 1))
+        elif kind in _PARTS and isinstance(inner, list) and depth <= MAX_SCHEMA_DEPTH:
+            pending += [(item, depth + 1) for item in inner]
+        else:
+            raise _unknown_tag("formats or, tags_with_separator, tag and json_schema")
+
+
+def _unknown_tag(expected: str) -> PydanticCustomError:
+    return PydanticCustomError("structural_tag", "expected a structural tag of {expected}", {"expected": expected})
 
 
 def check_schema(schema: dict[str, JsonValue]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from trackway.model_api.generator import FinishReason, Generates
+from trackway.model_api.grammars import grammar_of
 from trackway.model_api.stream_decoder import Delta, Reader, WholeEnd, joined
 from trackway.model_api.tokenizer import Tokenizer
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -41,7 +42,7 @@ def jobs_of(
         stop_token_ids=request.stop_token_ids,
         ignore_eos=request.ignore_eos,
         logprobs=request.most_likely,
-        structured_outputs=request.structured_outputs,
+        structured_outputs=grammar_of(request),
         seed=request.seed,
     )
     requests = [

@@ -34,7 +34,7 @@ class MessageReader:
     def __init__(self, request: ChatRequest | None) -> None:
         """Without a request, or without tools in it, all text is content."""
         self._reader: ToolCallReader | None = None
-        if request is not None and request.tools and request.tool_choice != "none":
+        if request is not None and request.offers_tools:
             self._reader = ToolCallReader(forced_prefix(request), not request.parallel_tool_calls)
         self._content: list[str] = []
         self._calls: list[ToolCall] = []

@@ -81,7 +81,7 @@ def _chars(message: ChatMessage) -> int:
 
 
 def _rendered(tokenizer: Tokenizer, request: ChatRequest, max_tokens: int) -> list[int]:
-    tools = [_template_tool(tool) for tool in request.tools] if request.tool_choice != "none" else []
+    tools = [_template_tool(tool) for tool in request.tools] if request.offers_tools else []
     try:
         text = tokenizer.apply_chat_template(
             [template_form(message) for message in request.messages],
@@ -115,7 +115,7 @@ def _most_chars(tokenizer: Tokenizer) -> int | None:
 
 
 def _template_tool(tool: ChatTool) -> dict[str, JsonValue]:
-    # `strict` requires a grammar, which is not supported, and no chat template was trained on it.
+    # `strict` asks for a grammar, whose tokens would not be trained, and no chat template was trained on it.
     return {"type": tool.type, "function": {name: value for name, value in tool.function.items() if name != "strict"}}
 
 

@@ -1,12 +1,12 @@
 """Decodes a streamed generation: its text, the stop string, and the text offset of each token."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from trackway.model_api.stop_strings import StopStrings
 from trackway.model_api.tokenizer import Tokenizer
-from trackway.wire.openai.requests import CompletionRequest, SampledRequest
+from trackway.wire.openai.requests import SampledRequest
 from trackway.wire.rollout import TopLogprobs
 from trackway.wire.trajectory import WeightSpan, add_span
 
@@ -24,7 +24,7 @@ class Delta:
     token_ids: list[int]
     logprobs: list[float]
     offsets: list[int]
-    """Each token's offset in the choice's text; empty unless logprobs were requested."""
+    """Each token's offset in the choice's text; empty unless the request needs them for its logprobs."""
     finish_reason: WholeEnd | None
     spans: list[WeightSpan] = field(default_factory=list)
     """The tokens' weight spans, with indexes into the whole choice."""
@@ -53,6 +53,29 @@ def joined(deltas: Sequence[Delta]) -> Delta:
         stop=deltas[-1].stop,
         top_logprobs=[top for delta in deltas for top in delta.top_logprobs],
     )
+
+
+def by_token(delta: Delta, begun: int) -> list[Delta]:
+    """The text and logprobs of each token of a delta with offsets; `begun` is the length of the text before it.
+
+    Text that was held back comes with the token that completed it.
+    """
+    if len(delta.token_ids) < 2 or len(delta.offsets) != len(delta.token_ids):
+        return [delta]
+    cuts = [0, *(max(0, offset - begun) for offset in delta.offsets[1:]), len(delta.text)]
+    last = len(delta.token_ids) - 1
+    return [
+        replace(
+            delta,
+            text=delta.text[cuts[place] : cuts[place + 1]],
+            token_ids=[token],
+            logprobs=[delta.logprobs[place]],
+            offsets=[delta.offsets[place]],
+            finish_reason=delta.finish_reason if place == last else None,
+            top_logprobs=delta.top_logprobs[place : place + 1],
+        )
+        for place, token in enumerate(delta.token_ids)
+    ]
 
 
 class Detokenizer:
@@ -103,7 +126,7 @@ class Reader:
         self._detokenizer = Detokenizer(lambda ids: tokenizer.decode(ids, skip_special_tokens=skip))
         self._stops = StopStrings(request.stop, request.include_stop_str_in_output)
         self.has_stops = bool(request.stop)
-        self._with_offsets = isinstance(request, CompletionRequest) and request.logprobs is not None
+        self._with_offsets = request.with_offsets
         self._characters = 0
 
     def read(

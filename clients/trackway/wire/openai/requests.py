@@ -156,6 +156,11 @@ class SampledRequest(OpenAIRequest):
         """The grammar of the answer."""
         return None
 
+    @property
+    def with_offsets(self) -> bool:
+        """Whether to find where each token begins in the text."""
+        return False
+
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> "SampledRequest":
         if self.stream_options is not None and not self.stream:
@@ -188,6 +193,11 @@ class CompletionRequest(SampledRequest):
     def most_likely(self) -> int:
         """How many of the most likely tokens to return at each position."""
         return self.logprobs or 0
+
+    @property
+    def with_offsets(self) -> bool:
+        """Whether to find where each token begins in the text."""
+        return self.logprobs is not None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -330,18 +340,19 @@ class ChatRequest(SampledRequest):
 
     @property
     def structured_outputs(self) -> StructuredOutputs | None:
-        """The grammar of the answer."""
-        return None if self.response_format is None else self.response_format.structured_outputs
+        """The grammar of the answer's text; None for a forced call, which has no text."""
+        has_text = not self.offers_tools or self.tool_choice == "auto"
+        return self.response_format.structured_outputs if self.response_format is not None and has_text else None
 
-    @model_validator(mode="after")
-    def _no_tools_beside_a_grammar(self) -> "ChatRequest":
-        if self.structured_outputs is not None and self.tools and self.tool_choice != "none":
-            message = (
-                "{param}: expected no tools beside a JSON format, whose grammar leaves no way to call them, got "
-                "{count}; leave one of both out, or send tool_choice=none"
-            )
-            raise PydanticCustomError("unsupported", message, {"param": "response_format", "count": len(self.tools)})
-        return self
+    @property
+    def offers_tools(self) -> bool:
+        """Whether the model may call tools."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def with_offsets(self) -> bool:
+        """Whether to find where each token begins in the text: responses have logprobs of text, not of calls."""
+        return self.logprobs and self.offers_tools
 
     @model_validator(mode="after")
     def _top_logprobs_with_logprobs(self) -> "ChatRequest":

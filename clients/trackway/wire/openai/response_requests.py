@@ -102,7 +102,7 @@ class ResponseTool(OpenAIRequest):
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
     strict: bool | None = None
-    """No effect: arguments are not guided."""
+    """No effect: arguments are the model's own; they are guided beside a JSON format alone."""
 
 
 class ResponseToolChoice(WireRequest):
@@ -199,7 +199,7 @@ class ResponsesRequest(OpenAIRequest):
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     include: Annotated[list[str], Field(max_length=64, fail_fast=True)] = Field(default_factory=list[str])
-    """`message.output_text.logprobs` returns logprobs; other values have no effect."""
+    """`message.output_text.logprobs` returns logprobs of texts, not of calls; other values have no effect."""
     top_logprobs: Int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
     """Most likely tokens to return at each position, the sampled one among them; with these logprobs."""
     stream: bool = False
@@ -216,9 +216,6 @@ class ResponsesRequest(OpenAIRequest):
 
     @model_validator(mode="after")
     def _supported(self) -> "ResponsesRequest":
-        if self.has_logprobs and self.tools and self.tool_choice != "none":
-            message = "{param}: expected no {name} beside tools, which share the tokens; use /v1/chat/completions"
-            raise PydanticCustomError("unsupported", message, {"param": "include", "name": _LOGPROBS})
         if self.top_logprobs and not self.has_logprobs:
             message = "{param}: expected include=['{name}'] with it, got none; add it, or leave {param} out"
             raise PydanticCustomError("unsupported", message, {"param": "top_logprobs", "name": _LOGPROBS})

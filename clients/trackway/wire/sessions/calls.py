@@ -63,8 +63,18 @@ class SessionCall(OpenAIRequest):
         known = _known(cls)
         call = handler({name: value for name, value in given.items() if name in known})
         call._sampling = {name: value for name, value in given.items() if name in SAMPLING}
-        call._ignored = frozenset(given.keys() - known - SAMPLING)
+        call._ignored = frozenset(given.keys() - known - SAMPLING) | _strict(given.get("tools"))
         return call
+
+
+def _strict(tools: JsonValue) -> frozenset[str]:
+    """The field `strict` of tools, if one sets it: without effect, since guided calls would not be trained."""
+    for tool in tools if isinstance(tools, list) else []:
+        if isinstance(tool, dict):
+            function = tool.get("function", tool)
+            if isinstance(function, dict) and function.get("strict"):
+                return frozenset({"tools.strict"})
+    return frozenset()
 
 
 @cache

@@ -293,7 +293,7 @@ class Session:
 
     async def _chat(self, call: CallInProgress, chat: ChatRequest, build: Build) -> Response:
         chat = self._forced_chat(chat)
-        tools = chat.tools if chat.tool_choice != "none" else []
+        tools = chat.tools if chat.offers_tools else []
         conversation = Conversation.of(chat.messages, tools, chat.chat_template_kwargs, self._meaning)
         number, auxiliary = self._number(), is_auxiliary(chat)
         self.graph.has_task |= not auxiliary

@@ -11,7 +11,7 @@ from trackway.model_api.openai.errors import openai_body
 from trackway.model_api.openai.logprobs import LogprobWriter
 from trackway.model_api.response_builder import ResponseBuilder
 from trackway.model_api.sse import event
-from trackway.model_api.stream_decoder import Delta, joined
+from trackway.model_api.stream_decoder import Delta, by_token, joined
 from trackway.model_api.tokenizer import Tokenizer
 from trackway.wire.chat import ToolCall
 from trackway.wire.errors import TrackwayError
@@ -65,6 +65,8 @@ class ResponsesBuilder(ResponseBuilder):
         self._logprob_writer = LogprobWriter(tokenizer, as_token_ids=False) if request.has_logprobs else None
         self._logprobs: list[ChatLogprob] = []
         """Of tokens whose text was not sent yet."""
+        self._characters = 0
+        """Of text so far."""
         self._sent = 0
         """Events so far."""
 
@@ -97,13 +99,15 @@ class ResponsesBuilder(ResponseBuilder):
 
     def _events(self, index: int, delta: Delta) -> Iterable[str]:
         self._deltas.append(delta)
-        if self._logprob_writer is not None:
-            self._logprobs += self._logprob_writer.chat(delta)
-        parts = self._readers[index].read(delta)
-        for part in parts.in_order:
-            yield from self._call(part) if isinstance(part, ToolCall) else self._text(part)
-        if parts.finish_reason is not None:
-            yield from self._close("incomplete" if parts.finish_reason == "length" else "completed")
+        read, self._characters = self._characters, self._characters + len(delta.text)
+        for piece in by_token(delta, read):
+            if self._logprob_writer is not None:
+                self._logprobs += self._logprob_writer.chat(piece)
+            parts = self._readers[index].read(piece)
+            for part in parts.in_order:
+                yield from self._call(part) if isinstance(part, ToolCall) else self._text(part)
+            if parts.finish_reason is not None:
+                yield from self._close("incomplete" if parts.finish_reason == "length" else "completed")
 
     def _end(self) -> Iterable[str]:
         reply = self._final()
@@ -150,6 +154,7 @@ class ResponsesBuilder(ResponseBuilder):
         self._output.append(message)
 
     def _call(self, call: ToolCall) -> Iterator[str]:
+        self._logprobs = []  # of the call's tokens, and of white space before it, which is dropped
         yield from self._close("completed")
         item = OutputFunctionCall(
             id=f"fc_{uuid.uuid4().hex}",

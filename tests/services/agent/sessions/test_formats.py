@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
-from tests.services.agent.agent_services import AgentServices
-from tests.services.agent.sessions.test_session import ANSWER, ARGUMENTS, COUNT, ended, opened, state
+from tests.services.agent.agent_services import AgentServices, call
+from tests.services.agent.scripted_model import END
+from tests.services.agent.sessions.test_session import ANSWER, ARGUMENTS, COUNT, PLAN, TOOLS, ended, opened, state
+from trackway.trainer.learner.filtering import TrainStatus, train_status
 from trackway.wire.sessions.graph import NodeKind
 from trackway.wire.sessions.session import SessionAccess
 
@@ -178,6 +180,78 @@ async def test_a_format_of_the_text_guides_responses_and_messages(services: Agen
     grammars = [request.sampling_params.structured_outputs for request in services.model.seen()]
     assert [grammar and grammar.json_schema for grammar in grammars] == [schema, schema]
     assert response["text"] == text
+
+
+async def test_a_format_beside_tools_guides_calls_and_answers_in_every_format(services: AgentServices) -> None:
+    count, answer = call("calculator", ARGUMENTS) + END, '{"count": 18}' + END
+    access = await opened(services, count, answer, *(answer,) * 3)
+    wanted: dict[str, Any] = {"type": "json_schema", "schema": PLAN}
+    text = {"format": {**wanted, "name": "plan"}}
+    items: list[dict[str, Any]] = [{"role": "user", "content": "9+9?"}]
+    calls = await post(services, access, "responses", input=items, text=text, tools=[FUNCTION])
+    [asked] = calls["output"]
+    items += [asked, {"type": "function_call_output", "call_id": asked["call_id"], "output": "18"}]
+    answers = await post(services, access, "responses", input=items, text=text, tools=[FUNCTION])
+    question = [{"role": "user", "content": "9+9?"}]
+    config = {"format": wanted}
+    await post(services, access, "messages", messages=question, max_tokens=99, output_config=config, tools=[TOOL])
+    chat = {"messages": question, "tools": TOOLS, "response_format": {"type": "json_schema", "json_schema": wanted}}
+    chat["response_format"]["json_schema"] = {"name": "plan", "schema": PLAN}
+    await post(services, access, "chat/completions", **chat)
+    await post(services, access, "chat/completions", **chat, tool_choice="none")
+    trajectory = await ended(services, access)
+
+    assert (asked["name"], asked["arguments"]) == ("calculator", ARGUMENTS)
+    assert answers["output"][0]["content"][0]["text"] == '{"count": 18}'
+    grammars = [request.sampling_params.structured_outputs for request in services.model.seen()]
+    tags = [grammar.structural_tag for grammar in grammars if grammar is not None]
+    assert tags[0] is not None and tags == [tags[0]] * 4 + [None]
+    elements = json.loads(tags[0])["format"]["elements"]
+    assert elements[1] == {"type": "json_schema", "json_schema": PLAN}
+    assert [tag["begin"] for tag in elements[0]["tags"]] == ['<tool_call>\n{"name": "calculator", "arguments": ']
+    assert all(turn.guided for row in trajectory.rows for turn in row.turns)
+    assert not any(sum(row.response_mask) for row in trajectory.rows)
+    assert train_status(trajectory, 3, None) is TrainStatus.GUIDED
+
+
+async def test_a_forced_call_has_no_format_and_is_trained(services: AgentServices) -> None:
+    said = call("calculator", ARGUMENTS).removeprefix("<tool_call>") + END
+    access = await opened(services, said)
+    await post(
+        services,
+        access,
+        "chat/completions",
+        messages=[{"role": "user", "content": "9+9?"}],
+        tools=TOOLS,
+        tool_choice="required",
+        response_format={"type": "json_object"},
+    )
+    trajectory = await ended(services, access)
+
+    assert services.model.seen()[0].sampling_params.structured_outputs is None
+    assert trajectory.response_mask == [1] * len(services.model.encode(said))
+
+
+async def test_strict_tools_are_not_guided_and_noted_and_their_prompt_is_the_same(services: AgentServices) -> None:
+    question = [{"role": "user", "content": "9+9?"}]
+    function = {"name": "calculator", "parameters": {}}
+    for strict in (True, False):
+        access = await opened(services, *(ANSWER,) * 3)
+        services.model.begin_again()
+        await post(
+            services,
+            access,
+            "chat/completions",
+            messages=question,
+            tools=[{"type": "function", "function": {**function, "strict": strict}}],
+        )
+        await post(services, access, "responses", input=question, tools=[{**FUNCTION, "strict": strict}])
+        await post(services, access, "messages", messages=question, max_tokens=9, tools=[{**TOOL, "strict": strict}])
+        assert (await state(services, access)).ignored_fields == (["tools.strict"] if strict else [])
+    seen = services.model.seen()
+
+    assert all(request.sampling_params.structured_outputs is None for request in seen)
+    assert len({tuple(request.token_ids) for request in seen}) == 1
 
 
 async def test_a_format_that_cannot_be_had_is_refused_by_name_in_responses_and_messages(

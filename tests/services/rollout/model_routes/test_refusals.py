@@ -103,28 +103,39 @@ def test_top_logprobs_of_an_engine_that_has_none_are_refused_by_name(scripted: O
     assert raised.value.param == "top_logprobs"
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [({"top_logprobs": 2}, "top_logprobs"), ({"include": ["message.output_text.logprobs"], "tools": True}, "include")],
-)
-def test_logprobs_that_a_response_cannot_have_are_refused_by_name(
-    scripted: OpenAI, fields: dict[str, object], param: str
+@pytest.mark.parametrize("fields", [{}, {"include": ["file_search_call.results"]}])
+def test_top_logprobs_of_a_response_without_logprobs_are_refused_by_name(
+    scripted: OpenAI, fields: dict[str, object]
 ) -> None:
-    tools = {"tools": [{"type": "function", "name": "add"}]} if fields.pop("tools", False) else {}
     with pytest.raises(openai.BadRequestError) as raised:
-        scripted.responses.create(model="tiny", input="Say ok.", extra_body={**fields, **tools})
-    assert raised.value.param == param
+        scripted.responses.create(model="tiny", input="Say ok.", extra_body={"top_logprobs": 2, **fields})
+    assert raised.value.param == "top_logprobs"
 
 
-def test_a_format_beside_tools_is_refused_by_name(scripted: OpenAI, engine: ScriptedEngine) -> None:
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        (
+            {"response_format": schema({"type": "array", "items": {"not": {}}, "uniqueItems": True})},
+            "response_format",
+            "expected a JSON schema without not, uniqueItems beside tools",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "add", "parameters": {"enum": ["x"] * 1001}}}]},
+            "tools",
+            "tools: expected a JSON schema with at most 1000 values of an enum, got 1001; simplify it",
+        ),
+    ],
+)
+def test_schemas_that_cannot_guide_an_answer_beside_tools_are_refused_by_name(
+    scripted: OpenAI, engine: ScriptedEngine, fields: dict[str, object], param: str, said: str
+) -> None:
     engine.capabilities = frozenset({Capability.STRUCTURED_OUTPUTS})
-    asked = {"tools": TOOLS, "response_format": {"type": "json_object"}}
-    with pytest.raises(openai.BadRequestError, match="response_format: expected no tools beside a JSON format"):
-        scripted.chat.completions.create(model="tiny", messages=CHAT, extra_body=asked)
-
-    scripted.chat.completions.create(model="tiny", messages=CHAT, extra_body={**asked, "tool_choice": "none"})
-    grammar = engine.calls[-1].structured_outputs
-    assert grammar is not None and grammar.json_object
+    asked = {"tools": TOOLS, "response_format": {"type": "json_object"}, **fields}
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match=said) as raised:
+            scripted.chat.completions.create(model="tiny", messages=CHAT, extra_body=asked, stream=stream)
+        assert raised.value.param == param
 
 
 def test_a_choice_that_is_no_tool_is_refused(scripted: OpenAI) -> None:

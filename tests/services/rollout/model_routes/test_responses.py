@@ -116,6 +116,33 @@ def test_the_tiny_model_calls_its_calculator_and_answers_with_the_result(client:
     assert answered.output_text == "#### 7"
 
 
+def test_logprobs_beside_tools_are_those_of_the_texts_tokens(
+    scripted: OpenAI, says: ScriptedEngine, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "input": QUESTION,
+        "tools": [CALCULATOR],
+        "include": ["message.output_text.logprobs"],
+    }
+    whole = scripted.responses.create(**asked)
+    events = [*scripted.responses.create(**asked, stream=True)]
+
+    text = "Let me see 🎉."
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert says.says[: len(ids)] == ids
+    expected = [tokenizer.decode([token]) for token in ids]
+    message, call = whole.output
+    assert (message.type, call.type) == ("message", "function_call")
+    [part] = message.content
+    assert part.type == "output_text" and part.text == text
+    [done] = [event for event in events if event.type == "response.output_text.done"]
+    streamed = [entry for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
+    for found in (part.logprobs or [], done.logprobs, streamed):
+        assert [entry.token for entry in found] == expected
+        assert [entry.logprob for entry in found] == [-(place + 1) / 8 for place in range(len(ids))]
+
+
 def test_text_and_call_are_items_and_the_streams_last_event_has_the_same(
     scripted: OpenAI, says: ScriptedEngine
 ) -> None:

@@ -195,7 +195,7 @@ class RemoteEngine(ABC):
     def _unguided(self, refusal: TrackwayError) -> TrackwayError:
         """The error for a guided request that the server refused, most likely for its schema."""
         message = (
-            f"response_format: expected a JSON schema that {self.settings.engine} can guide by, got its refusal: "
+            f"response_format: expected JSON schemas that {self.settings.engine} can guide by, got its refusal: "
             f"{refusal.message}; correct what it names; a server without its tokenizer guides nothing"
         )
         return TrackwayError(ErrorCode.INVALID_REQUEST, message, param="response_format")

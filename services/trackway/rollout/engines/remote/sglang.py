@@ -302,7 +302,9 @@ def _sampling(call: Call, top_k: int) -> Json:
         "skip_special_tokens": False,
     }
     if params.structured_outputs is not None:
-        sampling |= {"json_schema": params.structured_outputs.schema_text, "ignore_eos": False}
+        tag = params.structured_outputs.structural_tag
+        grammar = {"json_schema": params.structured_outputs.schema_text} if tag is None else {"structural_tag": tag}
+        sampling |= {**grammar, "ignore_eos": False}
     return sampling if params.seed is None else {**sampling, "sampling_seed": params.seed}
 
 

@@ -82,6 +82,7 @@ class Sampling(_Body):
     skip_special_tokens: bool = True
     sampling_seed: int | None = None
     json_schema: str | None = None
+    structural_tag: str | None = None
 
 
 class Generate(_Body):

@@ -69,6 +69,13 @@ async def test_a_grammar_goes_out_as_a_json_schema_and_the_answer_ends_with_it(
     assert fakes.EOS in sampling["stop_token_ids"]
 
 
+async def test_a_structural_tag_goes_out_as_it_is_and_the_answer_ends_with_it(engine: SglangEngine, fake: Fake) -> None:
+    tag = '{"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {}}}'
+    await engine.generate(PROMPT, params(4, ignore_eos=True, structured_outputs={"structural_tag": tag}), "r")
+    sampling = sent(fake, "/generate")[0]["sampling_params"]
+    assert (sampling["structural_tag"], "json_schema" in sampling, sampling["ignore_eos"]) == (tag, False, False)
+
+
 async def test_a_grammar_that_sglang_refuses_is_a_bad_request_by_name(engine: SglangEngine, fake: Fake) -> None:
     fake.fail["/generate"] = (400, {"error": {"message": "Failed to compile json grammar"}})
     with pytest.raises(TrackwayError, match=r"that sglang can guide by.*Failed to compile json grammar") as raised:
