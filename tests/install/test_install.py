@@ -16,6 +16,7 @@ import httpx
 import pytest
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
 
+from tests.interpreters import python_of
 from trackway.system import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -46,17 +47,6 @@ DATA = [
 ]
 DATA += ["trackway/traces/compare.html.j2", "trackway/console/page/index.html", "trackway/console/page/views/run.js"]
 DATA += [f"trackway/trainer/config/presets/{name}.yaml" for name in ("default", "ppo_trainer", "tiny_demo")]
-
-
-def _python(version: str) -> str | None:
-    """An interpreter of that version, on PATH or of pyenv."""
-    of_pyenv = sorted(
-        Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser().glob(f"versions/{version}.*/bin/python")
-    )
-    for candidate in [*map(str, of_pyenv), shutil.which(f"python{version}")]:
-        if candidate and subprocess.run([candidate, "--version"], capture_output=True, check=False).returncode == 0:
-            return candidate
-    return None
 
 
 def _clean() -> dict[str, str]:
@@ -162,7 +152,7 @@ def install(wheel: Path, tmp_path: Path) -> Iterator[Install]:
     """Installs extras for a version of Python; the environment is removed after the test."""
 
     def installed(extras: str, version: str) -> Installed:
-        python = _python(version)
+        python = python_of(version)
         if python is None:
             pytest.skip(f"Python {version} is not installed")
         folder = tmp_path / "installed"

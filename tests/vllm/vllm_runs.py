@@ -91,8 +91,8 @@ def build(folder: Path, seed: int) -> Path:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each printable ASCII character, and the end of a sequence."""
-    characters = [chr(code) for code in range(33, 33 + VOCAB - 2)]
+    """A token for each printable ASCII character but the tilde, for a newline, and for the end of a sequence."""
+    characters = [*(chr(code) for code in range(33, 33 + VOCAB - 3)), "\u010a"]
     vocab = {name: place for place, name in enumerate([*characters[:EOS], "<eos>", *characters[EOS:], "\u0120"])}
     bytewise = Tokenizer(BPE(vocab, []))
     bytewise.decoder = ByteLevel()

@@ -1,5 +1,6 @@
 """The agents of examples/agents as they are, each with its own packages: their calls become the tool agent's row."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from tests.services.agent.scripted_model import END
 from tests.services.agent.sessions.external_services import Serve
 from tests.services.agent.sessions.test_session import ANSWER, ARGUMENTS, COUNT
 from trackway.agent.settings import ExternalSettings
+from trackway.trainer.learner.filtering import TrainStatus, train_status
 from trackway.wire.trajectory import StopReason
 
 pytestmark = [pytest.mark.anyio, pytest.mark.agents, pytest.mark.timeout(900)]
@@ -95,6 +97,24 @@ async def test_what_the_model_does_wrong_is_no_failure_of_its_agent(serving: Ser
             turns = sum(len(row.turns) for row in rows)
             assert turns >= least
             assert sum(sum(row.response_mask) for row in rows) == sum(len(encode(text)) for text in said[:turns])
+
+
+async def test_an_output_type_beside_tools_guides_calls_and_the_answer_which_are_not_trained(serving: Serve) -> None:
+    first, second = call("calculator", ARGUMENTS) + END, '{"count": 18}' + END
+    async with serving(installed(f"{Path(__file__).with_name('output_type_sdk.py')}")) as services:
+        trajectory = await services.say(first, second, agent_name="external", limits=LIMITS)
+        grammars = [request.sampling_params.structured_outputs for request in services.model.seen()]
+
+    assert trajectory.error is None, trajectory.error.message
+    assert "Count(count=18)" in trajectory.log
+    assert [turn.index for turn in trajectory.turns] == [0, 1] and trajectory.further_rows == []
+    tags = [grammar.structural_tag for grammar in grammars if grammar is not None]
+    assert tags[0] is not None and tags == [tags[0]] * 2
+    calls, answer = json.loads(tags[0])["format"]["elements"]
+    assert [tag["content"]["json_schema"]["properties"].keys() for tag in calls["tags"]] == [{"expression"}]
+    assert answer["json_schema"]["required"] == ["count"]
+    assert sum(trajectory.response_mask) == 0
+    assert train_status(trajectory, 3, None) is TrainStatus.GUIDED
 
 
 async def test_smolagents_which_writes_calls_as_prose_becomes_one_row(serving: Serve) -> None:
