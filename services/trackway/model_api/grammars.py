@@ -31,7 +31,7 @@ def grammar_of(request: SampledRequest) -> StructuredOutputs | None:
     grammar = request.structured_outputs
     if grammar is None or not isinstance(request, ChatRequest) or not request.offers_tools:
         return grammar
-    answer = {"type": "object"} if grammar.json_schema is None else grammar.json_schema
+    answer: dict[str, JsonValue] = {"type": "object"} if grammar.json_schema is None else grammar.json_schema
     if dropped := sorted(_IGNORED.intersection(_keywords(answer))):
         message = (
             f"response_format: expected a JSON schema without {', '.join(dropped)} beside tools, whose grammar cannot "

@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import httpx
+import httpx2
 import pytest
 from openai import AsyncOpenAI, NotFoundError
 
@@ -659,8 +660,9 @@ async def test_the_models_list_names_the_context_length(services: AgentServices)
 
 async def test_openais_client_finds_the_model_by_its_name_and_no_other(services: AgentServices) -> None:
     access = await opened(services)
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(services.agent))
     for path, key in ((f"/sessions/{access.session_id}", "any"), ("", access.api_key)):
-        client = AsyncOpenAI(base_url=f"http://agent{path}/v1", api_key=key, http_client=services.client, max_retries=0)
+        client = AsyncOpenAI(base_url=f"http://agent{path}/v1", api_key=key, http_client=http, max_retries=0)
 
         assert (await client.models.retrieve("policy")).model_extra == {"max_model_len": 6144}
         with pytest.raises(
