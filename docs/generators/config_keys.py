@@ -6,6 +6,7 @@ from collections import defaultdict
 from generators.markdown import breakable, code, page, sentence, table
 from trackway.trainer.config import Explanation, explain
 from trackway.trainer.config.unsupported_keys import DEPLOYMENT, MOVED, NO_EFFECT, ONLY
+from trackway.trainer.config.unsupported_values import OTHERS
 
 
 def configuration_keys() -> str:
@@ -26,10 +27,24 @@ def configuration_keys() -> str:
         "Old spellings, read as the new key.",
         table(("Old key", "New key"), ((breakable(old), breakable(new)) for old, new in MOVED.items())),
         "## Refused but for one value",
-        "Keys of verl that would change what is trained. They are accepted with the value that Trackway has anyway.",
+        "Keys of verl that would change what is trained. They are accepted with the value that Trackway has anyway. "
+        "With another one that verl has, a run is refused; a dry run lists it, and plans without it.",
         table(
             ("Key", "Accepted", "Otherwise"),
             ((breakable(key), code(only.allowed), sentence(only.remedy)) for key, only in ONLY.items()),
+        ),
+        "## Refused values",
+        "Values of verl that keys with an effect do not have here; the same holds for them.",
+        table(
+            ("Key", "Refused", "Instead"),
+            (
+                (
+                    breakable(key),
+                    code(" or ".join(other.values)),
+                    sentence(f"expected {other.expected}; {other.remedy}"),
+                )
+                for key, other in OTHERS.items()
+            ),
         ),
         "## Without effect",
         "Keys of verl that are accepted so that its command lines run unchanged. A name that ends in `.*` stands for "

@@ -9,6 +9,9 @@ from trackway.rollout.sim_settings import SimSettings
 from trackway.serving import ServiceSettings
 from trackway.wire.weights import TransportName, UpdateMode
 
+_OVERRIDES = ("--hf-overrides", "--json-model-override-args")
+"""Arguments of vLLM and SGLang that replace keys of the model's configuration."""
+
 
 class RolloutSettings(ServiceSettings):
     """Settings of a rollout replica: model, source of weights, engine and limits."""
@@ -79,6 +82,9 @@ class RolloutSettings(ServiceSettings):
     """Maximum requests in the queue; beyond it requests are answered 429 `overloaded`."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt plus response in tokens; the model's own limit, at most 4096, by default."""
+    max_position_embeddings: int | None = Field(default=None, ge=2)
+    """Longest sequence in tokens that the model is taken to read, instead of what its `config.json` says. A server at
+    `engine_url` is started with the same number."""
     weight_wait_s: float = Field(default=30.0, ge=0.0)
     """Longest wait of a request for weights that are not loaded yet; then 409 `weights_behind`."""
     weights_late_s: float = Field(default=2.0, ge=0.0)
@@ -93,6 +99,16 @@ class RolloutSettings(ServiceSettings):
     """`/ready` fails when the engine has had requests for this long without progress."""
     watch_interval_s: float = Field(default=0.2, gt=0.0)
     """Seconds between polls of the weight store."""
+
+    @model_validator(mode="after")
+    def _the_model_is_described_once(self) -> Self:
+        own = [name for word in self.engine_args if (name := word.partition("=")[0]) in _OVERRIDES]
+        if self.max_position_embeddings is not None and own:
+            raise ValueError(
+                f"engine_args: expected no {own[0]} with max_position_embeddings={self.max_position_embeddings}, which "
+                "needs that argument; give the number in config.json, in a copy of the model"
+            )
+        return self
 
     @model_validator(mode="after")
     def _a_shared_server_gets_adapters_alone(self) -> Self:

@@ -183,6 +183,44 @@ def test_what_only_this_machine_lacks_is_listed_by_a_plan_and_refused_by_a_prefl
         assert said in told.text.partition("missing here")[2]
 
 
+def test_a_plan_lists_keys_that_ask_for_what_trackway_lacks_and_a_run_refuses_them_all(words, tmp_path: Path) -> None:
+    keys = ["model_engine=megatron", "distillation.enabled=true", "reward.reward_manager.name=batch"]
+
+    planned, checked, trained = (
+        command(main_ppo, *words({}, *keys), *more) for more in (["--dry-run"], ["--preflight"], [])
+    )
+    as_json = json.loads(command(main_ppo, *words({}, *keys), "--dry-run", "--json").text)
+
+    engine = "model_engine: expected dp, got megatron; the learner is PyTorch's FSDP2"
+    distillation = "distillation.enabled: expected False, got True; distillation is not implemented"
+    batch = (
+        "reward.reward_manager.name: expected a manager that scores each response by itself, got batch, whose function"
+    )
+    assert (planned.status, checked.status, trained.status) == (0, 2, 2)
+    for told in (planned, checked):
+        listed = told.text.partition("missing here")[2]
+        assert all(listed.count(said) == 1 for said in (engine, distillation, batch))
+        assert listed.endswith(
+            "without --dry-run this command refuses to start, because Trackway lacks what these ask for: "
+            "model_engine, distillation.enabled, reward.reward_manager.name"
+        )
+    assert all(trained.text.count(said) == 1 for said in (engine, distillation, batch))
+    assert (as_json["starts_here"], as_json["wrong"], as_json["missing_here"]) == (False, [], [])
+    assert [(key["key"], key["expected"], key["got"]) for key in as_json["unsupported"][:2]] == [
+        ("model_engine", "dp", "megatron"),
+        ("distillation.enabled", "False", "True"),
+    ]
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_plan_with_keys_that_trackway_lacks_still_fails_for_what_is_wrong(words) -> None:
+    told = command(main_ppo, *words({}, "model_engine=megatron", "data.train_batch_size=49"), "--dry-run")
+
+    assert told.status == 2
+    assert "model_engine: expected dp, got megatron" in told.text.partition("missing here")[2]
+    assert "expected at least data.train_batch_size=49 rows" in told.text.partition("wrong on any machine")[2]
+
+
 def test_a_run_that_can_start_here_passes_both_and_nothing_is_written(words, tmp_path: Path) -> None:
     gpus = ["trainer.n_gpus_per_node=8", f"{R}.name=sglang", f"{R}.tensor_model_parallel_size=2"]
 
@@ -358,6 +396,23 @@ def test_services_that_run_are_asked_what_they_serve_and_the_run_is_not_even_sen
         assert expected in told.text
     assert [*elsewhere.volume.glob("plan*")] == []
     assert command(training, "train", *words({}, f"{R}.trace.backend=null"), "--preflight").status == 0
+
+
+def test_services_that_run_must_read_as_long_as_the_runs_model_and_lack_no_key(words, running: Deployment) -> None:
+    longer = words({}, f"{R}.trace.backend=null", "+actor_rollout_ref.model.override_config.max_position_embeddings=99")
+    lacking = [*longer, "distillation.enabled=true"]
+
+    planned, checked = (command(training, "train", *longer, more) for more in ("--dry-run", "--preflight"))
+    listed, refused = command(training, "train", *lacking, "--dry-run"), command(training, "train", *lacking)
+
+    want = "expected a rollout service with max_position_embeddings: 99, got none; stop the services"
+    assert (planned.status, checked.status) == (0, 2)
+    assert want in planned.text and want in checked.text
+    assert (listed.status, refused.status) == (0, 2)
+    assert "distillation.enabled: expected False, got True" in listed.text.partition("missing here")[2]
+    assert (
+        refused.text == "distillation.enabled: expected False, got True; distillation is not implemented; leave it out"
+    )
 
 
 def test_a_service_that_does_not_answer_is_unknown_to_a_plan_and_missing_to_a_preflight(

@@ -189,6 +189,14 @@ def test_every_engine_key_reaches_its_setting() -> None:
     assert (settings.max_num_seqs, settings.max_model_len, settings.tensor_parallel_size) == (7, 900, 1)
 
 
+def test_engines_read_as_long_as_the_runs_model() -> None:
+    longest = "+actor_rollout_ref.model.override_config.max_position_embeddings=900"
+
+    for engine in ("vllm", "torch"):
+        assert RolloutSettings(**args(made(2, f"{R}.name={engine}", longest))).max_position_embeddings == 900
+        assert "max_position_embeddings" not in args(made(2, f"{R}.name={engine}"))
+
+
 def test_a_server_is_started_for_the_adapters_of_a_run_that_publishes_them_alone() -> None:
     lora, merge = "actor_rollout_ref.model.lora_rank=12", "actor_rollout_ref.model.lora.merge=True"
 

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from trackway.system.user_error import UserError
+from trackway.trainer.config import UnsupportedKey
 
 Report = Callable[[str, str], None]
 """Called with the name of the checked part and its state; see `Findings.part` for the last one."""
@@ -18,6 +19,8 @@ class Findings(BaseModel):
 
     wrong: list[str] = Field(default_factory=list)
     """Problems on any machine: invalid values, unknown names, contradictions, invalid rows."""
+    unsupported: list[UnsupportedKey] = Field(default_factory=list)
+    """Keys of verl that ask for what Trackway does not have. The plan leaves them out, and the run cannot start."""
     missing_here: list[str] = Field(default_factory=list)
     """A model, file, GPU, package, API key or service that this machine lacks; the run cannot start here."""
     replaced_here: list[str] = Field(default_factory=list)
@@ -28,7 +31,7 @@ class Findings(BaseModel):
     @property
     def starts_here(self) -> bool:
         """Whether no check found a problem that prevents the run from starting on this machine."""
-        return not (self.wrong or self.missing_here)
+        return not (self.wrong or self.unsupported or self.missing_here)
 
     @contextmanager
     def part(self, report: Report, name: str, doing: str) -> Iterator[None]:
@@ -44,7 +47,7 @@ class Findings(BaseModel):
 
     def refuse(self) -> None:
         """Raise UserError with every problem that prevents the run from starting here."""
-        reasons = [*self.wrong, *(f"missing here: {reason}" for reason in self.missing_here)]
+        reasons = [*self.wrong, *(f"missing here: {reason}" for reason in self._missing)]
         if len(reasons) == 1:
             raise UserError(reasons[0])
         if reasons:
@@ -54,7 +57,7 @@ class Findings(BaseModel):
         """The problems as text for a terminal; empty without problems."""
         kinds = (
             ("wrong on any machine", self.wrong, "red"),
-            ("missing here", self.missing_here, "yellow"),
+            ("missing here", self._missing, "yellow"),
             ("missing here, not required", self.replaced_here, "yellow"),
             ("not checked", self.not_checked, "dim"),
         )
@@ -62,7 +65,18 @@ class Findings(BaseModel):
         for title, sentences, style in kinds:
             if sentences:
                 lines += [Text(f"\n{title}", style="bold"), *(Text(line, style=style) for line in _listed(sentences))]
+        if self.unsupported:
+            lines.append(Text(f"\n{self._refusal}", style="bold"))
         return Group(*lines)
+
+    @property
+    def _missing(self) -> list[str]:
+        return [*(key.sentence for key in self.unsupported), *self.missing_here]
+
+    @property
+    def _refusal(self) -> str:
+        keys = ", ".join(key.key for key in self.unsupported)
+        return f"without --dry-run this command refuses to start, because Trackway lacks what these ask for: {keys}"
 
 
 def _listed(sentences: Sequence[str]) -> list[str]:

@@ -28,7 +28,7 @@ from trackway.deploy.local.settings import UpSettings
 from trackway.reward.reward_model import REWARD_MODEL
 from trackway.system.user_error import UserError
 from trackway.tracing import TracingSettings
-from trackway.trainer.config import RunConfig
+from trackway.trainer.config import RunConfig, UnsupportedKey
 from trackway.trainer.data.dataset import Rows
 from trackway.trainer.data.name_check import CHECK_POLICY, Served, ask_services, unserved
 from trackway.trainer.data.own_code import SERVICES, loaded_code, not_loaded
@@ -58,6 +58,8 @@ class Subject:
     settings: UpSettings
     occupied: str = ""
     """The reason why the run's name is not available; empty when it is."""
+    unsupported: Sequence[UnsupportedKey] = ()
+    """Keys that `config` leaves out, as Trackway does not have what they ask for."""
 
     @property
     def elsewhere(self) -> bool:
@@ -87,6 +89,7 @@ class RunCheck:
     def values(self) -> None:
         """Check the configuration's values, without the dataset."""
         config, findings = self._subject.config, self.findings
+        findings.unsupported += self._subject.unsupported
         try:
             runnable(config)
         except TrackwayError as error:
@@ -118,6 +121,8 @@ class RunCheck:
             self.findings.missing_here += without_entity(self._subject.config)
         if deployment is not None and config.trackway.weights_transport != "store":
             self._takes_weights(deployment)
+        if deployment is not None and config.actor_rollout_ref.model.override_config.max_position_embeddings:
+            self._reads_as_long(deployment)
         if deployment is not None and config.placement.nodes > 1:
             self._nodes(deployment)
         if deployment is not None and config.reward.reward_model.enable:
@@ -143,6 +148,20 @@ class RunCheck:
             self.findings.missing_here.append(
                 f"trackway.weights_transport={want}: expected a rollout service with weights_transport: {want}, got "
                 f"{got}; start the services with engine: vllm and that setting, or leave the key out"
+            )
+
+    def _reads_as_long(self, deployment: Deployment) -> None:
+        """Compare the longest sequence of the run's model with that of the running rollout service."""
+        key = "actor_rollout_ref.model.override_config.max_position_embeddings"
+        want = self._subject.config.actor_rollout_ref.model.override_config.max_position_embeddings
+        if deployment.attached:
+            self.findings.not_checked.append(f"{key}: whether the rollout service has max_position_embeddings: {want}")
+            return
+        got = serve_config.args_of(deployment.serve_config, "rollout").get("max_position_embeddings")
+        if got != want:
+            self.findings.missing_here.append(
+                f"{key}: expected a rollout service with max_position_embeddings: {want}, got {got or 'none'}; stop "
+                "the services with `trackway down`, so that the run starts its own"
             )
 
     def _asks_a_reward_model(self, deployment: Deployment) -> None:

@@ -51,7 +51,7 @@ def main_ppo(
         resolved = standalone.configured(overrides or [], config_path, config_name)
         print_json(resolved) if as_json else typer.echo(as_yaml(resolved), nl=False)
         return
-    run = standalone.prepare(overrides or [], config_path, config_name, outputs)
+    run = standalone.prepare(overrides or [], config_path, config_name, outputs, plan_only=dry_run or preflight)
     train_standalone(run, dry_run=dry_run, preflight=preflight, keep=keep, as_json=as_json)
 
 

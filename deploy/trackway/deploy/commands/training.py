@@ -1,6 +1,7 @@
 """`trackway train | ui`: train a model, and view its run in MLflow."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,7 +25,7 @@ from trackway.system.user_error import UserError
 if TYPE_CHECKING:
     from trackway.deploy.checks.run import Checked, Subject
     from trackway.deploy.deployment.record import Deployment
-    from trackway.trainer.config import RunConfig
+    from trackway.trainer.config import RunConfig, UnsupportedKey
 
 app = typer.Typer()
 
@@ -70,11 +71,13 @@ def train(
     if file is not None and not _running(known):
         _train_project(file, overrides or [], outputs, run, resume, skip_damaged, dry_run, preflight, as_json)
         return
-    run_config = None if resume else project.configured(overrides or [], config, config_name, known)
+    unsupported: list[UnsupportedKey] = []
+    listed = unsupported if dry_run or preflight else None
+    run_config = None if resume else project.configured(overrides or [], config, config_name, known, listed)
     if (dry_run or preflight) and run_config is not None:
         if not as_json:
             _print_settings(run_config)
-        print_plan(*_checked(run_config, run, known, outputs, preflight, as_json), preflight, as_json)
+        print_plan(*_checked(run_config, run, known, outputs, preflight, as_json, unsupported), preflight, as_json)
         return
     deployment = load_running(outputs)
     name = resume or ""
@@ -119,7 +122,7 @@ def _train_project(
     name = resume or run
     named = [f"trainer.experiment_name='{name}'"] if name else []
     resumed = ["trainer.resume_mode=auto"] if resume else []
-    prepared = prepare([*overrides, *named, *resumed], file, "default", outputs)
+    prepared = prepare([*overrides, *named, *resumed], file, "default", outputs, plan_only=dry_run or preflight)
     if run is not None and prepared.left_off() is not None:
         raise UserError(occupied(outputs, run))
     train_standalone(
@@ -136,14 +139,20 @@ def _print_settings(config: "RunConfig") -> None:
 
 
 def _checked(
-    config: "RunConfig", name: str | None, known: "Deployment | None", outputs: Path, load: bool, as_json: bool
+    config: "RunConfig",
+    name: str | None,
+    known: "Deployment | None",
+    outputs: Path,
+    load: bool,
+    as_json: bool,
+    unsupported: "Sequence[UnsupportedKey]" = (),
 ) -> "tuple[Subject, Checked]":
     from trackway.deploy.checks.run import Subject, check_run
     from trackway.deploy.runs.launch import occupied
 
     running = known if _running(known) else None
     taken = occupied(outputs, name or config.trainer.experiment_name) if running and not running.attached else ""
-    subject = Subject(config, None, running, up_settings(outputs=outputs), taken)
+    subject = Subject(config, None, running, up_settings(outputs=outputs), taken, unsupported)
     with board(as_json) as shown:
         return subject, check_run(subject, load, shown.report)
 

@@ -239,6 +239,8 @@ def _set_engine(config: RunConfig, gpus: int, services: RunServices) -> None:
         args.setdefault("max_model_len", longest)
     options: dict[str, Any] = {}
     model = config.actor_rollout_ref.model
+    if model.override_config.max_position_embeddings is not None:
+        args["max_position_embeddings"] = model.override_config.max_position_embeddings
     if server and model.lora_rank and not model.lora.merge:
         args["max_lora_rank"] = model.lora_rank
     if config.trackway.weights_transport != "store":

@@ -11,7 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs import launch
-from trackway.trainer.config import RunConfig, compose
+from trackway.trainer.config import RunConfig, UnsupportedKey, compose
 
 FILE_NAME = "trackway.yaml"
 _DEFAULT = "default"
@@ -25,16 +25,22 @@ def project_file(config: Path | None, config_name: str = _DEFAULT) -> Path | Non
 
 
 def configured(
-    overrides: Sequence[str], config: Path | None, config_name: str, deployment: Deployment | None = None
+    overrides: Sequence[str],
+    config: Path | None,
+    config_name: str,
+    deployment: Deployment | None = None,
+    unsupported: list[UnsupportedKey] | None = None,
 ) -> RunConfig:
     """The configuration of a command line, with paths as the machines of the services see them.
+
+    `unsupported` as in `compose`.
 
     Raises:
         UserError: the deployment is attached, and a path is local.
         TrackwayError: the configuration is not valid.
     """
     file = project_file(config, config_name)
-    composed = compose([*overrides], file or config, config_name)
+    composed = compose([*overrides], file or config, config_name, unsupported)
     if file is None:
         return launch.placed(composed, deployment)
     folder = file.absolute().parent

@@ -24,7 +24,7 @@ from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs import launch, project
 from trackway.reward.reward_model import REWARD_MODEL
 from trackway.system.user_error import UserError
-from trackway.trainer.config import RunConfig, compose
+from trackway.trainer.config import RunConfig, UnsupportedKey, compose
 from trackway.trainer.config.changes import CHANGEABLE, changes_between
 from trackway.trainer.config.compose import leaves
 from trackway.trainer.run_state.folder import RunFolder
@@ -44,6 +44,8 @@ class StandaloneRun:
     running: Deployment | None
     services: RunServices | None
     """Services to start; None when they are already running."""
+    unsupported: tuple[UnsupportedKey, ...] = ()
+    """Keys that the configuration leaves out, as Trackway does not have what they ask for."""
 
     @property
     def decisions(self) -> list[Decision]:
@@ -55,7 +57,9 @@ class StandaloneRun:
     @property
     def subject(self) -> Subject:
         """The subject of the checks before a start."""
-        return Subject(self.config, self.services, self.running, self._start_settings, self._occupied())
+        return Subject(
+            self.config, self.services, self.running, self._start_settings, self._occupied(), self.unsupported
+        )
 
     def check(self, load: bool, report: Report = lambda name, state: None) -> Checked:
         """The findings and the plan of the run; `load` as in `check_run`."""
@@ -125,18 +129,29 @@ def changed_since(folder: RunFolder, config: RunConfig) -> list[str]:
     return [f"{key}={began.get(key)}" for key in changed]
 
 
-def configured(overrides: list[str], config_path: Path | None, config_name: str) -> RunConfig:
-    """The configuration of a command line, with absolute paths."""
+def configured(
+    overrides: list[str],
+    config_path: Path | None,
+    config_name: str,
+    unsupported: list[UnsupportedKey] | None = None,
+) -> RunConfig:
+    """The configuration of a command line, with absolute paths; `unsupported` as in `compose`."""
     if config_path is not None and not config_path.exists():
         raise UserError(f"--config-path: expected a folder or a YAML file, got {config_path}; correct the path")
     if project.project_file(config_path, config_name) is not None:
-        return project.configured(overrides, config_path, config_name)
-    return launch.localised(compose(overrides, config_path, config_name))
+        return project.configured(overrides, config_path, config_name, unsupported=unsupported)
+    return launch.localised(compose(overrides, config_path, config_name, unsupported))
 
 
-def prepare(overrides: list[str], config_path: Path | None, config_name: str, outputs: Path) -> StandaloneRun:
-    """The run of a command line; starts nothing. Raises TrackwayError and UserError for an invalid command line."""
-    config = configured(overrides, config_path, config_name)
+def prepare(
+    overrides: list[str], config_path: Path | None, config_name: str, outputs: Path, *, plan_only: bool = False
+) -> StandaloneRun:
+    """The run of a command line; starts nothing. Raises TrackwayError and UserError for an invalid command line.
+
+    plan_only: collect the keys that ask for what Trackway does not have; otherwise they are errors.
+    """
+    unsupported: list[UnsupportedKey] = []
+    config = configured(overrides, config_path, config_name, unsupported if plan_only else None)
     settings = UpSettings.read(outputs=outputs)
     running = find_running(outputs)
     if running and running.attached:
@@ -145,7 +160,7 @@ def prepare(overrides: list[str], config_path: Path | None, config_name: str, ou
             "`trackway train` for attached ones, or give another --outputs"
         )
     services = None if running else services_for(config, gpus_here(), serve_config.load(settings.config))
-    return StandaloneRun(services.config if services else config, settings, running, services)
+    return StandaloneRun(services.config if services else config, settings, running, services, tuple(unsupported))
 
 
 def services_of_project(settings: UpSettings) -> tuple[UpSettings, dict[str, Any] | None]:

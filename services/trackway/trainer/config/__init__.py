@@ -5,12 +5,23 @@ resolve    nested keys received over the wire -> RunConfig
 no_effect  accepted keys without effect, each with the reason
 explain    the meaning, default and origin of a key
 
-An unknown key is an error that names the nearest known keys; no key is silently ignored.
+An unknown key is an error that names the nearest known keys; no key is silently ignored. A value that asks for what
+verl has and Trackway has not (UnsupportedKey) is refused for a run, and listed by a dry run.
 """
 
 from trackway.trainer.config.compose import compose, given_to_deployment, resolve
 from trackway.trainer.config.explain import Explanation, explain
 from trackway.trainer.config.models import RunConfig
 from trackway.trainer.config.unsupported_keys import no_effect
+from trackway.trainer.config.unsupported_values import UnsupportedKey
 
-__all__ = ["Explanation", "RunConfig", "compose", "explain", "given_to_deployment", "no_effect", "resolve"]
+__all__ = [
+    "Explanation",
+    "RunConfig",
+    "UnsupportedKey",
+    "compose",
+    "explain",
+    "given_to_deployment",
+    "no_effect",
+    "resolve",
+]

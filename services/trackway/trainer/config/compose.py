@@ -3,6 +3,8 @@
     defaults (the typed models) <- preset or YAML file <- overrides  ->  nested keys
     nested keys: old spellings moved, known keys without effect collected, unknown ones refused  ->  RunConfig
 
+What verl has and Trackway has not (UnsupportedKey) is refused for a run. A dry run collects it, and plans without it.
+
 Hydra parses and merges; the models define the keys. `+key` and `++key` of a known key mean the same as `key`, because
 verl's users write `+` for keys that some releases lack.
 """
@@ -39,6 +41,7 @@ from trackway.trainer.config.unsupported_keys import (
     limited,
     without_effect,
 )
+from trackway.trainer.config.unsupported_values import UnsupportedError, UnsupportedKey, other_value, shown
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 PRESETS = Path(__file__).parent / "presets"
@@ -75,11 +78,17 @@ A = TypeVar("A")
 R = TypeVar("R")
 
 
-def compose(overrides: list[str], config_file: Path | None = None, config_name: str = "default") -> RunConfig:
+def compose(
+    overrides: list[str],
+    config_file: Path | None = None,
+    config_name: str = "default",
+    unsupported: list[UnsupportedKey] | None = None,
+) -> RunConfig:
     """The configuration of a command line.
 
     `config_file` is a YAML file, or a folder in which `config_name` is looked up; None takes the preset `config_name`.
-    A file may extend a preset (`defaults: [ppo_trainer]`). Raises TrackwayError(INVALID_REQUEST).
+    A file may extend a preset (`defaults: [ppo_trainer]`). `unsupported` as in `resolve`. Raises
+    TrackwayError(INVALID_REQUEST).
     """
     folder, name = _location(config_file, config_name)
     problems: list[TrackwayError] = []
@@ -95,9 +104,12 @@ def compose(overrides: list[str], config_file: Path | None = None, config_name: 
     except (HydraException, OmegaConfBaseException) as error:
         problems.append(TrackwayError(ErrorCode.INVALID_REQUEST, f"the configuration does not compose: {error}"))
         raise together(problems) from error
-    config = _noted(problems, resolve, tree)
+    found: list[UnsupportedKey] | None = None if unsupported is None else []
+    config = _noted(problems, lambda tree: resolve(tree, found), tree)
     if config is None or problems:
         raise together(problems)
+    if unsupported is not None:
+        unsupported += found or ()
     return config
 
 
@@ -124,10 +136,12 @@ def _noted(problems: list[TrackwayError], function: Callable[[A], R], argument: 
         return None
 
 
-def resolve(tree: Tree) -> RunConfig:
+def resolve(tree: Tree, unsupported: list[UnsupportedKey] | None = None) -> RunConfig:
     """The configuration of nested keys; missing keys take their default.
 
-    Raises TrackwayError(INVALID_REQUEST) naming the key, what was expected and the nearest known keys.
+    Keys that ask for what Trackway does not have are added to `unsupported`, and take their default; without that list
+    they are refused. Raises TrackwayError(INVALID_REQUEST) naming the key, what was expected and the nearest known
+    keys.
     """
     given = {_free_keys_moved(key): value for key, value in leaves(tree).items()}
     _check_size(given)
@@ -139,29 +153,38 @@ def resolve(tree: Tree) -> RunConfig:
     ignored = {key: None for key in others if limited(key) is None and without_effect(key) is not None}
     problems: list[TrackwayError] = []
     not_known: list[TrackwayError] = []
+    found: list[UnsupportedKey] = []
     for key in others:
         if limited(key) is not None:
-            _noted(problems, _must_be_allowed, (key, given.pop(key)))
+            found += _noted(problems, _not_allowed, (key, given.pop(key))) or ()
         elif key not in ignored:
             _noted(not_known, _must_be_known, key)
         if len(not_known) == MAX_UNKNOWN:
             break
     problems += not_known
     if len(not_known) == MAX_UNKNOWN:
-        raise together(problems)
+        raise together([*(key.error for key in found), *problems])
     unknown = {str(problem.detail["key"]) for problem in not_known}
     kept = {key: value for key, value in given.items() if key not in ignored and key not in unknown}
     kept = {key: value for key, value in kept.items() if value is not None or key not in MOVED.values()}
+    other_values = [other for key, value in kept.items() if (other := other_value(key, value)) is not None]
+    found += other_values
+    for other in other_values:
+        del kept[other.key]
     if kept.get(TRACE_BACKEND) in ("dummy", ["dummy"]):
         kept |= {TRACE_BACKEND: None, **NO_TRACES}
     kept = _noted(problems, translate, kept) or kept
     notes = [*_earlier_notes(kept), *sorted(moved), *ignored, *_other_loggers(kept)]
     kept["trackway.ignored_keys"] = list[JsonValue](dict.fromkeys(notes))
-    config = _noted(problems, _validated, kept)
+    config = _noted(problems, lambda kept: _validated(kept, found), kept)
     if config is not None:
         problems += _disagreements(config, given)
+    if unsupported is None:
+        problems = [*(key.error for key in found), *problems]
     if config is None or problems:
         raise together(problems)
+    if unsupported is not None:
+        unsupported += found
     return config
 
 
@@ -311,7 +334,7 @@ def _disagreements(config: RunConfig, given: Tree) -> list[TrackwayError]:
     return [
         TrackwayError(
             ErrorCode.INVALID_REQUEST,
-            f"{key}: expected the value of {other}, which is {_shown(values[other])}, got {_shown(given[key])}; set "
+            f"{key}: expected the value of {other}, which is {shown(values[other])}, got {shown(given[key])}; set "
             f"{other} alone",
             key=key,
         )
@@ -320,14 +343,16 @@ def _disagreements(config: RunConfig, given: Tree) -> list[TrackwayError]:
     ]
 
 
-def _must_be_allowed(given: tuple[str, JsonValue]) -> None:
-    """Raises TrackwayError for a value that ONLY does not allow."""
+def _not_allowed(given: tuple[str, JsonValue]) -> list[UnsupportedKey]:
+    """The key, if it has a value of verl's that ONLY does not allow; raises TrackwayError for one that verl has not."""
     key, value = given
     only = ONLY[limited(key) or key]
     if value is None or value in only.values:
-        return
-    message = f"{key}: expected {only.allowed}, got {_shown(value)}; {only.remedy}"
-    raise TrackwayError(ErrorCode.INVALID_REQUEST, message, key=key)
+        return []
+    unsupported = UnsupportedKey(key=key, expected=only.allowed, got=shown(value), remedy=only.remedy)
+    if not only.is_verls(value):
+        raise unsupported.error
+    return [unsupported]
 
 
 @lru_cache(maxsize=1)
@@ -342,7 +367,8 @@ def unknown_key(key: str, known: Iterable[str]) -> TrackwayError:
     last = {name.rpartition(".")[2] for name in names}
     alike = difflib.get_close_matches(key.rpartition(".")[2], last, n=1, cutoff=0.8)
     same = [name for name in names if name.rpartition(".")[2] in alike]
-    nearest = list(dict.fromkeys([*(name for name in close if name in same), *same, *close]))[:3]
+    found = dict.fromkeys([*(name for name in close if name in same), *same, *close])
+    nearest = sorted(found, key=lambda name: name in NO_EFFECT or name in ONLY)[:3]
     remedy = f"did you mean {' or '.join(nearest)}?" if nearest else "`trackway config explain` lists every key"
     return TrackwayError(
         ErrorCode.INVALID_REQUEST, f"unknown key {key!r}: {remedy}", key=key, nearest=list[JsonValue](nearest)
@@ -365,17 +391,13 @@ def _move(given: dict[str, JsonValue], old: str) -> None:
     if value is None:
         return
     if given.get(new) is not None and _as_list(given[new]) != _as_list(value):
-        message = f"{old}={_shown(value)} and {new}={_shown(given[new])} disagree; give only {new}"
+        message = f"{old}={shown(value)} and {new}={shown(given[new])} disagree; give only {new}"
         raise TrackwayError(ErrorCode.INVALID_REQUEST, message, key=old)
     given[new] = value
 
 
 def _as_list(value: JsonValue) -> list[JsonValue]:
     return value if isinstance(value, list) else [value]
-
-
-def _shown(value: JsonValue) -> str:
-    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
 
 
 def _earlier_notes(given: dict[str, JsonValue]) -> list[str]:
@@ -389,10 +411,17 @@ def _other_loggers(given: dict[str, JsonValue]) -> list[str]:
     return [f"trainer.logger.{name}" for name in _as_list(names) if name in OTHER_LOGGERS]
 
 
-def _validated(given: dict[str, JsonValue]) -> RunConfig:
+def _validated(given: dict[str, JsonValue], unsupported: list[UnsupportedKey]) -> RunConfig:
+    """The configuration of these keys; those that a validator calls unsupported are collected and left out."""
     try:
         return RunConfig.model_validate(_nested(given))
     except ValidationError as error:
+        causes = [details.get("ctx", {}).get("error") for details in error.errors()]
+        found = [cause.unsupported for cause in causes if isinstance(cause, UnsupportedError)]
+        kept = {key: value for key, value in given.items() if key not in {lacking.key for lacking in found}}
+        if len(found) == len(causes) and len(kept) == len(given) - len(found):
+            unsupported += found
+            return _validated(kept, unsupported)
         problems = "; ".join(_problem(details) for details in error.errors())
         raise TrackwayError(ErrorCode.INVALID_REQUEST, f"the configuration is not valid: {problems}") from error
 

@@ -6,7 +6,14 @@ field says otherwise.
 
 from pydantic import Field
 
-from trackway.trainer.config.policy import CheckpointContents, LoraConfig, LossAggregation, OptimConfig, ShardingConfig
+from trackway.trainer.config.policy import (
+    CheckpointContents,
+    LoraConfig,
+    LossAggregation,
+    OptimConfig,
+    OverrideConfig,
+    ShardingConfig,
+)
 from trackway.trainer.config.section import Section, Seed
 
 
@@ -33,6 +40,7 @@ class CriticModelConfig(LoraConfig):
     """Compute a micro batch as one packed row without padding if all layers have full attention."""
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass to save memory."""
+    override_config: OverrideConfig = Field(default_factory=OverrideConfig)
 
 
 class CriticConfig(Section):

@@ -7,6 +7,7 @@ from pydantic import JsonValue
 from trackway.trainer.config.compose import free_key, known_keys, leaves, unknown_key
 from trackway.trainer.config.models import RunConfig
 from trackway.trainer.config.unsupported_keys import DEPLOYMENT, MOVED, NO_EFFECT, ONLY, Only, limited, without_effect
+from trackway.trainer.config.unsupported_values import OTHERS
 
 
 class Explanation(NamedTuple):
@@ -41,13 +42,20 @@ def explain(word: str = "") -> list[Explanation]:
 def _all() -> list[Explanation]:
     defaults = leaves(RunConfig().model_dump(mode="json"))
     honoured = [
-        Explanation(key, " ".join(sentence.split()), defaults.get(key), _source(key))
+        Explanation(key, _meaning(key, sentence), defaults.get(key), _source(key))
         for key, sentence in known_keys().items()
     ]
     moved = [Explanation(old, f"Read as {new}.", None, "verl's, moved", False) for old, new in MOVED.items()]
     few = [_of_few_values(key, only) for key, only in ONLY.items()]
     ignored = [Explanation(key, reason, None, "verl's, no effect here", False) for key, reason in NO_EFFECT.items()]
     return [*honoured, *moved, *few, *ignored]
+
+
+def _meaning(key: str, sentence: str) -> str:
+    """What the key means, and which of verl's values it does not have."""
+    other = OTHERS.get(key)
+    refused = f" verl's {', '.join(other.values)} is refused: {other.remedy}." if other else ""
+    return " ".join(sentence.split()) + refused
 
 
 def _of_few_values(key: str, only: Only) -> Explanation:

@@ -16,6 +16,7 @@ from trackway.trainer.config.policy import ActorRolloutRefConfig
 from trackway.trainer.config.rollout_correction import RolloutCorrectionConfig
 from trackway.trainer.config.section import Section, Seed
 from trackway.trainer.config.unsupported_keys import LOGGERS, OTHER_LOGGERS
+from trackway.trainer.config.unsupported_values import UnsupportedError, UnsupportedKey
 from trackway.wire.names import Label, RunName
 from trackway.wire.weights import TransportName
 
@@ -436,10 +437,15 @@ class RunConfig(Section):
     def _reward_manager_scores_as_in_verl(self) -> Self:
         manager, kwargs = self.reward.reward_manager.name, self.reward.reward_kwargs
         if manager == "batch" and not self.trackway.scores_are_independent:
-            raise ValueError(
-                "reward.reward_manager.name: expected a manager that scores each response by itself, got batch, whose "
-                "function may compare the responses of a batch, and which is called with lists of one here; if its "
-                "scores do not depend on the other responses, set trackway.scores_are_independent=true"
+            raise UnsupportedError(
+                UnsupportedKey(
+                    key="reward.reward_manager.name",
+                    expected="a manager that scores each response by itself",
+                    got="batch, whose function may compare the responses of a batch, and which is called with lists of "
+                    "one here",
+                    remedy="if its scores do not depend on the other responses, set "
+                    "trackway.scores_are_independent=true",
+                )
             )
         if kwargs.overlong_buffer_cfg.enable and manager not in (None, "dapo"):
             raise ValueError(

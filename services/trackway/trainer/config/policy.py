@@ -61,6 +61,14 @@ class LoraConfig(Section):
     """Layers that are not adapted, in the same way."""
 
 
+class OverrideConfig(Section):
+    """What replaces keys of the model's `config.json`."""
+
+    max_position_embeddings: int | None = Field(default=None, ge=2)
+    """Longest sequence in tokens that the model is taken to read, for engines, learner and exported folders; null takes
+    that of the model. A model whose positions are weights is refused as it loads."""
+
+
 class ModelConfig(LoraConfig):
     """The policy's weights."""
 
@@ -81,6 +89,7 @@ class ModelConfig(LoraConfig):
     With `lora_rank=0`, its rank, alpha and layers are those in the folder; for one that is not on this machine, give
     `lora_rank`, `lora_alpha` and `target_modules` as the adapter has them."""
     lora: LoraSyncConfig = Field(default_factory=LoraSyncConfig)
+    override_config: OverrideConfig = Field(default_factory=OverrideConfig)
 
     @model_validator(mode="before")
     @classmethod

@@ -38,11 +38,36 @@ _DISTILLATION = "only with distillation.enabled"
 _NOT_LENT = "the learner's GPUs are not lent to rollout engines"
 _SCHEDULING = ("policy", "deactivate_ratio", "enable_rebalance")
 
+_MEGATRON = (
+    *(f"{of}_parallel_size" for of in ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context")),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel", "dynamic_context_parallel"),
+    *("max_seqlen_per_dp_cp_rank", "grad_offload", "use_distributed_optimizer", "use_megatron_fsdp", "use_mbridge"),
+    *("vanilla_mbridge", "use_remove_padding", "pad_bshd_to_minibatch_max", *_LOGITS, *_PADDING),
+    *("entropy_from_logits_chunk_size", "dist_ckpt_optim_fully_reshardable"),
+    "distrib_optim_fully_reshardable_mem_efficient",
+    *(
+        f"override_transformer_config.{name}"
+        for name in (
+            *("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers"),
+            *("attention_backend", "moe_permute_fusion", "moe_grouped_gemm", "moe_token_dispatcher_type"),
+            *("moe_enable_deepep", "moe_shared_expert_overlap", "gradient_accumulation_fusion", "apply_rope_fusion"),
+        )
+    ),
+)
+"""Keys below `megatron` that leave the numbers as they are, but for rounding."""
+_OFFLOADS = ("param_offload", "optimizer_offload")
+
 _TOOL_FILES = ("tool_config_path", "function_tool_path")
 """Below `data`, where verl's length filter reads them; ours counts the tools that rollouts have."""
 _N = "actor_rollout_ref.rollout.n"
 _ACTOR_DTYPE = "actor_rollout_ref.actor.fsdp_config.dtype"
 _ACTOR_SEED = "actor_rollout_ref.actor.fsdp_config.seed"
+_MEGATRON_SECTIONS = {
+    "actor_rollout_ref.actor": "actor_rollout_ref.actor.fsdp_config",
+    "actor_rollout_ref.ref": "actor_rollout_ref.ref.fsdp_config",
+    "critic": "critic.fsdp",
+}
+"""Section with keys of Megatron -> that with those of FSDP."""
 _FSDP_SECTIONS = ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
 
 REPEATED: dict[str, str] = {
@@ -193,6 +218,14 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.model.fused_kernel_options.*": "the loss is computed by PyTorch",
     "actor_rollout_ref.model.tiled_mlp.*": _SAME_NUMBERS,
     "actor_rollout_ref.model.override_config.attn_implementation": _SAME_NUMBERS,
+    **{
+        f"{section}.megatron.{name}": reason
+        for section, fsdp in _MEGATRON_SECTIONS.items()
+        for name, reason in (
+            *((name, f"{_SAME_NUMBERS}; Megatron alone reads it") for name in _MEGATRON),
+            *((name, f"{fsdp}.{name} decides") for name in _OFFLOADS),
+        )
+    },
     "actor_rollout_ref.nccl_timeout": "trackway.rank_timeout_s is the deadline of the ranks",
     "algorithm.pf_ppo.*": "only with algorithm.use_pf_ppo",
     "data.use_shm": "rows are held in memory",
@@ -218,17 +251,39 @@ class Only(NamedTuple):
     """Null is allowed in addition."""
     remedy: str
     """What others would need, and what to do."""
+    others: tuple[str, ...] = ()
+    """verl's other values, where it has a list of them."""
 
     @property
     def allowed(self) -> str:
         """The values as text."""
         return " or ".join(map(str, self.values)) or "null"
 
+    def is_verls(self, value: JsonValue) -> bool:
+        """Whether verl may take a value that is not allowed here: one of its others, or one of the same kind."""
+        if self.others:
+            return value in self.others
+        kinds = {kind for allowed in self.values for kind in _KINDS if _is_of(allowed, kind)}
+        return not kinds or any(_is_of(value, kind) for kind in kinds)
+
+
+_KINDS: tuple[tuple[type, ...], ...] = ((bool,), (int, float), (str,))
+
+
+def _is_of(value: JsonValue, kind: tuple[type, ...]) -> bool:
+    """Whether a value is of this kind; true and false are no numbers."""
+    return isinstance(value, kind) and (bool in kind or not isinstance(value, bool))
+
 
 _OWN_REWARD_SERVER = (
     "serve the model yourself and give its address as custom_reward_function.reward_kwargs.reward_router_address"
 )
-_NO_MEGATRON = "the learner is PyTorch's; take the keys of verl's FSDP recipe"
+_NO_MEGATRON = (
+    "the learner is PyTorch's FSDP2, and its AdamW decays norms and biases too; leave out the keys of verl's other "
+    "learners, and shard with trackway.learner_ranks"
+)
+_OTHER_ENGINES = ("megatron", "veomni", "torchtitan", "automodel", "fsdp_turbo")
+"""verl's other learners."""
 _OWN_SANDBOX = "run code in a scorer of your own: give custom_reward_function.path"
 _NO_QAT = "quantised training is not implemented; leave it out"
 
@@ -248,7 +303,9 @@ ONLY: dict[str, Only] = {
         (False,), "algorithm.rollout_correction.bypass_mode=false computes them; leave it out"
     ),
     **{
-        f"{section}.mixed_precision.{name}": Only(("fp32", "float32"), "gradients are added up in float32")
+        f"{section}.mixed_precision.{name}": Only(
+            ("fp32", "float32"), "gradients are added up in float32", ("bf16", "bfloat16", "fp16", "float16")
+        )
         for section in _FSDP_SECTIONS
         for name in ("reduce_dtype", "buffer_dtype")
     },
@@ -264,7 +321,9 @@ ONLY: dict[str, Only] = {
     "actor_rollout_ref.rollout.over_sample_rate": Only((0,), "exactly rollout.n rollouts are requested"),
     "actor_rollout_ref.rollout.ignore_eos": Only((False,), "a response ends at its end token; leave it out"),
     "actor_rollout_ref.rollout.logprobs_mode": Only(
-        ("processed_logprobs",), "logprobs are those of the sampling distribution; leave it out"
+        ("processed_logprobs",),
+        "logprobs are those of the sampling distribution; leave it out",
+        ("raw_logprobs", "raw_logits", "processed_logits"),
     ),
     "actor_rollout_ref.rollout.enable_rollout_routing_replay": Only((False,), "routes of experts are not recorded"),
     "actor_rollout_ref.rollout.multi_turn.num_repeat_rollouts": Only((1,), "set rollout.n"),
@@ -277,10 +336,15 @@ ONLY: dict[str, Only] = {
     "actor_rollout_ref.model.tokenizer_path": Only((), "the tokenizer lies beside the weights, in model.path"),
     "actor_rollout_ref.model.custom_chat_template": Only((), "put the template into the model's tokenizer"),
     "actor_rollout_ref.model.external_lib": Only((), "name own modules in trackway.modules"),
-    "actor_rollout_ref.model.override_config.*": Only((), "change config.json in a copy of the model"),
-    "model_engine": Only(("dp",), _NO_MEGATRON),
     **{
-        f"{section}.strategy": Only(("fsdp", "fsdp2"), _NO_MEGATRON)
+        f"{section}.override_config.{name}": Only((0,), "the learner trains without dropout; leave it out")
+        for section in ("actor_rollout_ref.model", "critic.model")
+        for name in ("attention_dropout", "hidden_dropout", "dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
+    },
+    "actor_rollout_ref.model.override_config.*": Only((), "change config.json in a copy of the model"),
+    "model_engine": Only(("dp",), _NO_MEGATRON, ("megatron", "veomni", "torchtitan")),
+    **{
+        f"{section}.strategy": Only(("fsdp", "fsdp2"), _NO_MEGATRON, _OTHER_ENGINES)
         for section in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", *_FSDP_SECTIONS)
     },
     "actor_rollout_ref.actor.megatron.*": Only((), _NO_MEGATRON),
@@ -307,7 +371,7 @@ ONLY: dict[str, Only] = {
         f"data.{name}_key": Only((f"{name}s",), "rows are text; take rows without media")
         for name in ("image", "video", "audio")
     },
-    "reward.reward_manager.source": Only(("register",), "give custom_reward_function.path"),
+    "reward.reward_manager.source": Only(("register",), "give custom_reward_function.path", ("importlib",)),
     "reward.reward_manager.module.path": Only((), "give custom_reward_function.path"),
     "reward.reward_kwargs.*": Only((), "give arguments of a scorer as custom_reward_function.reward_kwargs"),
     **{
@@ -321,7 +385,7 @@ ONLY: dict[str, Only] = {
     },
     "reward_model.rollout.engine_kwargs.*": Only((), _OWN_REWARD_SERVER),
     "reward_model.reward_kwargs.*": Only((), "give arguments of a scorer as custom_reward_function.reward_kwargs"),
-    "reward_model.reward_loop_source": Only(("register",), "give custom_reward_function.path"),
+    "reward_model.reward_loop_source": Only(("register",), "give custom_reward_function.path", ("importlib",)),
     "reward_model.reward_loop_module_path": Only((), "give custom_reward_function.path"),
     "reward_model.sandbox_fusion.url": Only((), _OWN_SANDBOX),
     "sandbox_fusion.url": Only((), _OWN_SANDBOX),
@@ -368,6 +432,10 @@ MOVED: dict[str, str] = (
         },
         "reward_model.reward_kwargs.max_resp_len": "reward.reward_kwargs.max_resp_len",
         "actor_rollout_ref.actor.optim.warmup_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
+        **{
+            f"{section}.model_config.max_position_embeddings": f"{section}.max_position_embeddings"  # as of Megatron
+            for section in ("actor_rollout_ref.model.override_config", "critic.model.override_config")
+        },
         "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
         "critic.ppo_infer_micro_batch_size_per_gpu": "critic.forward_micro_batch_size_per_gpu",
         "critic.ppo_infer_max_token_len_per_gpu": "critic.forward_max_token_len_per_gpu",

@@ -49,6 +49,8 @@ class CriticSettings(NamedTuple):
 
     model_path: str
     """Folder or Hugging Face id of the model that its training starts from."""
+    max_positions: int | None
+    """Replaces the `max_position_embeddings` of that model."""
     remove_padding: bool
     gradient_checkpointing: bool
     fsdp: ShardingConfig
@@ -119,6 +121,11 @@ class LearnerConfig:
         return self.model.path or ""
 
     @property
+    def max_positions(self) -> int | None:
+        """Replaces the `max_position_embeddings` of that model."""
+        return self.model.override_config.max_position_embeddings
+
+    @property
     def lora(self) -> LoraSettings | None:
         """The adapter that is trained; None trains the whole model."""
         return LoraSettings.of(self.model, self.seed, self.model.lora_adapter_path)
@@ -146,6 +153,7 @@ class LearnerConfig:
         tokens = critic.ppo_max_token_len_per_gpu
         return CriticSettings(
             model_path=critic.model.path or self.model_path,
+            max_positions=critic.model.override_config.max_position_embeddings,
             remove_padding=critic.model.use_remove_padding,
             gradient_checkpointing=critic.model.enable_gradient_checkpointing,
             fsdp=critic.fsdp,

@@ -185,6 +185,7 @@ class Learner:
             bfloat16_weights=fsdp.is_bfloat16,
             head_in_chunks=model.use_fused_kernels,
             head_chunk_size=config.actor.fsdp_config.entropy_from_logits_chunk_size,
+            max_positions=config.max_positions,
         )
         self.threads = config.threads or self._choose_threads()
         """CPU threads of torch in this process."""
@@ -223,6 +224,7 @@ class Learner:
             bfloat16_gathers=config.ref.fsdp_config.is_gathered_in_bfloat16,
             head_in_chunks=config.model.use_fused_kernels,
             head_chunk_size=config.actor.fsdp_config.entropy_from_logits_chunk_size,
+            max_positions=config.max_positions,
         )
 
     def _entropy_function(self) -> Callable[[Tensor], Tensor]:

@@ -105,7 +105,8 @@ class Policy:
     `remove_padding` packs the batches of a model that can be packed. Among several ranks every method but
     `token_values` and `ref_inputs` gives each of them the same result, and is a collective. With `lora` an adapter is
     trained, and the model's own weights stay as they were loaded. `exchange_head` gives the model of a folder another
-    head. `head_in_chunks` and `head_chunk_size` are those of HeadChunks.
+    head. `head_in_chunks` and `head_chunk_size` are those of HeadChunks. `max_positions` replaces
+    `max_position_embeddings` of the folder's configuration, also in what is exported.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Policy:
         head_in_chunks: bool | None = None,
         head_chunk_size: int = 1024,
         exchange_head: Callable[[PreTrainedModel, Path], None] | None = None,
+        max_positions: int | None = None,
     ) -> None:
         disable_progress_bar()  # or transformers draws one at every publication
         self.folder = model_folder(path)
@@ -139,9 +141,11 @@ class Policy:
         self.adapter: Adapter | None = None
         """What is trained, instead of the model's own weights."""
         self.weights_dtype = torch.bfloat16 if bfloat16_weights else self.master_dtype
-        shares = None if ranks.mesh is None else ShareLoader(self.folder, self.weights_dtype, ranks)
+        shares = None if ranks.mesh is None else ShareLoader(self.folder, self.weights_dtype, ranks, max_positions)
         if shares is None:
-            self.model = load_model(self.folder, self.weights_dtype, needs_head=exchange_head is None)
+            self.model = load_model(
+                self.folder, self.weights_dtype, needs_head=exchange_head is None, max_positions=max_positions
+            )
         else:
             self.model = shares.model
         if exchange_head is not None:

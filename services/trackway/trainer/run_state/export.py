@@ -79,9 +79,9 @@ def _write_model(actor: Path, folder: Path, model: ModelConfig) -> None:
     extra = actor / FILES["extra"]
     published = read_whole(extra).get("published") if is_saved(extra) else None
     dtype = "float32" if published is None else str(published.dtype).removeprefix("torch.")
-    lora = LoraSettings.of(model)
+    lora, max_positions = LoraSettings.of(model), model.override_config.max_position_embeddings
     try:
-        policy = Policy(model.path or "", dtype, lora=lora)
+        policy = Policy(model.path or "", dtype, lora=lora, max_positions=max_positions)
         policy.load(actor / FILES["model"])
     except (OSError, ValueError) as error:
         raise _refused(f"expected the model that the run started from, {model.path!r}: {error}") from error

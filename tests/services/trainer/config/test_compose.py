@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from pydantic import JsonValue
 
-from trackway.trainer.config import RunConfig, compose, given_to_deployment, no_effect, resolve
-from trackway.trainer.config.compose import PRESETS, known_keys
-from trackway.trainer.config.unsupported_keys import NO_EFFECT, limited
+from trackway.trainer.config import RunConfig, UnsupportedKey, compose, given_to_deployment, no_effect, resolve
+from trackway.trainer.config.compose import PRESETS, known_keys, leaves
+from trackway.trainer.config.unsupported_keys import NO_EFFECT, ONLY, limited
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tracing import TraceBackend
 
@@ -353,7 +353,7 @@ def test_a_wandb_run_that_weave_would_drop_is_refused(run_id: str):
         ("+actor_rollout_ref.model.override_config.tie=true", "override_config.tie: expected null, got True; change"),
         ("+reward.reward_kwargs.alpha=1", "reward.reward_kwargs.alpha: expected null, got 1; give arguments"),
         ("trainer.default_local_dir=s3://b/c", "trainer.default_local_dir: expected a folder, got the URL s3://b/c"),
-        (f"{ACTOR}.strategy=megatron", f"{ACTOR}.strategy: expected fsdp or fsdp2, got megatron; the learner is PyTor"),
+        (f"{ACTOR}.strategy=megatron", f"{ACTOR}.strategy: expected fsdp or fsdp2, got megatron; the learner is PyT"),
         ("critic.strategy=megatron", "critic.strategy: expected fsdp or fsdp2, got megatron; the learner is PyTorch's"),
         ("critic.fsdp.strategy=veomni", "critic.fsdp.strategy: expected fsdp or fsdp2, got veomni; the learner is"),
         (
@@ -373,10 +373,13 @@ def test_a_wandb_run_that_weave_would_drop_is_refused(run_id: str):
         ("reward_model.reward_manager=batch", "set trackway.scores_are_independent=true"),
         ("reward.reward_manager.name=mine", "reward.reward_manager.name: Input should be 'naive', 'dapo'"),
         ("actor_rollout_ref.rollout.quantization=fp8", "quantization: expected null, got fp8; give it to the engine"),
-        (f"{ACTOR}.fsdp_config.dtype=float16", "fsdp_config.dtype: Input should be 'bfloat16', 'bf16', 'float32'"),
+        (
+            f"{ACTOR}.fsdp_config.dtype=float16",
+            "fsdp_config.dtype: expected float32 or bfloat16, got float16; float16 needs",
+        ),
         (
             f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=fp16",
-            "mixed_precision.param_dtype: Input should be 'bf16', 'bfloat16', 'fp32' or 'float32'",
+            "mixed_precision.param_dtype: expected float32 or bfloat16, got fp16; float16 needs",
         ),
         ("data.image_key=pictures", "data.image_key: expected images, got pictures; rows are text"),
         (
@@ -410,6 +413,56 @@ def test_a_wandb_run_that_weave_would_drop_is_refused(run_id: str):
 def test_a_value_that_would_change_the_training_is_refused_with_its_remedy(line: str, message: str):
     with pytest.raises(TrackwayError, match=re.escape(message)):
         compose([line])
+
+
+def test_a_dry_run_collects_what_trackway_lacks_and_plans_without_it():
+    lacks = {
+        "model_engine": ("megatron", "dp", "megatron"),
+        "distillation.enabled": ("true", "False", "True"),
+        "actor_rollout_ref.actor.optim.optimizer": ("SGD", "AdamW", "SGD"),
+        "+actor_rollout_ref.rollout.over_sample_rate": ("0.1", "0", "0.1"),
+        "actor_rollout_ref.rollout.name": ("trtllm", "vllm, sglang, hf or torch", "trtllm"),
+        "global_profiler.tool": ("nsys", "torch", "nsys"),
+    }
+    lines = [f"{key}={value}" for key, (value, _, _) in lacks.items()]
+    listed: list[UnsupportedKey] = []
+
+    config = compose([*lines, "reward.reward_manager.name=batch", "data.seed=3"], unsupported=listed)
+
+    found = {key.key: (key.expected, key.got) for key in listed}
+    batch = found.pop("reward.reward_manager.name")
+    assert found == {key.lstrip("+"): (expected, got) for key, (_, expected, got) in lacks.items()}
+    assert batch[0] == "a manager that scores each response by itself"
+    assert all(key.remedy for key in listed)
+    assert leaves(config.model_dump(mode="json")) == leaves(compose(["data.seed=3"]).model_dump(mode="json"))
+    with pytest.raises(TrackwayError) as refused:
+        compose([*lines, "reward.reward_manager.name=batch"])
+    assert str(refused.value).split("; ")[0] == listed[0].sentence.split("; ")[0]
+    assert all(key.sentence in str(refused.value) for key in listed)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("model_engine=megatrom", "model_engine: expected dp, got megatrom"),
+        (f"{ACTOR}.strategy=1", f"{ACTOR}.strategy: expected fsdp or fsdp2, got 1"),
+        ("distillation.enabled=perhaps", "distillation.enabled: expected False, got perhaps"),
+        (f"{ACTOR}.optim.optimizer=true", f"{ACTOR}.optim.optimizer: expected AdamW, got True"),
+        ("actor_rollout_ref.rollout.over_sample_rate=many", "over_sample_rate: expected 0, got many"),
+        ("actor_rollout_ref.rollout.over_sample_rate=true", "over_sample_rate: expected 0, got True"),
+        ("actor_rollout_ref.rollout.name=vlm", "actor_rollout_ref.rollout.name: Input should be 'vllm'"),
+        ("critic.rollout_n=4", "critic.rollout_n: expected the value of actor_rollout_ref.rollout.n"),
+        ("critic.rolout_n=4", "unknown key 'critic.rolout_n'"),
+        ("data.train_batch_size=0", "data.train_batch_size: Input should be greater than or equal to 1"),
+    ],
+)
+def test_a_dry_run_refuses_what_verl_would_not_take_either(line: str, message: str):
+    listed: list[UnsupportedKey] = []
+
+    with pytest.raises(TrackwayError, match=re.escape(message)):
+        compose([line, "reward.reward_manager.name=batch", "algorithm.use_pf_ppo=true"], unsupported=listed)
+
+    assert listed == []
 
 
 @pytest.mark.parametrize(
@@ -504,7 +557,7 @@ def test_every_key_that_is_refused_is_named_with_its_remedy():
     with pytest.raises(TrackwayError) as caught:
         compose([f"+{key}=1" for key in keys])
 
-    remedy = "expected null, got 1; the learner is PyTorch's; take the keys of verl's FSDP recipe"
+    remedy = f"expected null, got 1; {ONLY['model_engine'].remedy}"
     assert caught.value.message.split("; actor") == [
         f"{'actor' if number == 0 else ''}{key.removeprefix('actor')}: {remedy}" for number, key in enumerate(keys)
     ]

@@ -108,3 +108,11 @@ def test_the_keys_of_the_deployment_are_known_and_say_nothing_by_default() -> No
         "verl's; decides how main_ppo deploys the services"
     }
     assert [explanation.default for explanation in found.values() if explanation.default is not None] == []
+
+
+def test_a_key_says_which_of_verls_values_it_has_not():
+    [name] = explain("actor_rollout_ref.rollout.name")
+
+    assert name.honoured
+    assert name.meaning.endswith("verl's trtllm is refused: take vllm or sglang, and its arguments.")
+    assert "is refused" not in explain("actor_rollout_ref.rollout.n")[0].meaning

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHea
 from tests.services.trainer.learner_settings import learner_config
 from trackway.clients.weights import WeightStore
 from trackway.trainer.learner.learner import Learner
+from trackway.trainer.learner.policy import Policy
 from trackway.trainer.loop.weight_transport import IpcSender
 from trackway.wire.trajectory import Trajectory
 from trackway.wire.weights import SharedMemory
@@ -22,6 +23,8 @@ from trackway.wire.weights import SharedMemory
 pytestmark = pytest.mark.slow
 
 Rollout = Callable[..., Trajectory]
+LONGEST = {"actor_rollout_ref": 4321, "critic": 1234}
+"""Longest sequence of a model that its folder does not name."""
 
 
 def reference_logprobs(folder: Path, ids: list[int], temperature: float = 1.0) -> list[float]:
@@ -95,6 +98,20 @@ def test_export_of_a_tied_model_holds_an_explicit_head_and_loads_in_transformers
     ids = trained.prompt_ids + trained.response_ids
     assert reference_logprobs(tmp_path, ids)[2] == pytest.approx(learner.log_probs([trained])[0][0], abs=1e-6)
     assert reference_logprobs(tiny_model, ids)[2] != pytest.approx(learner.log_probs([trained])[0][0], abs=1e-3)
+
+
+def test_a_run_may_take_the_model_to_read_longer_sequences_than_its_folder_names(tiny_model: Path, tmp_path: Path):
+    longest = {f"{part}.model.override_config.max_position_embeddings": n for part, n in LONGEST.items()}
+    keys: dict[str, object] = {"algorithm.adv_estimator": "gae", "use_kl_loss": True, **longest}
+    learner = Learner(learner_config(tiny_model, **keys))
+    assert isinstance(learner.reference, Policy) and learner.critic is not None
+
+    learner.export(tmp_path)
+
+    models = (learner.policy, learner.reference, learner.critic.model)
+    assert [policy.model.config.max_position_embeddings for policy in models] == [4321, 4321, 1234]
+    assert AutoConfig.from_pretrained(tmp_path).max_position_embeddings == 4321
+    assert AutoConfig.from_pretrained(tiny_model).max_position_embeddings != 4321
 
 
 def test_export_copies_the_tokenizers_files_unchanged_and_is_readable_by_others(tiny_model: Path, tmp_path: Path):

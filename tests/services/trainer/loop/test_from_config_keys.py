@@ -138,6 +138,7 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     f"{MODEL}.path": ("m", {"learner.model_path": "m"}),
     f"{MODEL}.use_remove_padding": (False, {"learner.model.use_remove_padding": False}),
     f"{MODEL}.enable_gradient_checkpointing": (False, {"learner.model.enable_gradient_checkpointing": False}),
+    f"{MODEL}.override_config.max_position_embeddings": (4321, {"learner.max_positions": 4321}),
     f"{MODEL}.use_fused_kernels": (True, {"learner.model.use_fused_kernels": True}),
     f"{MODEL}.lora_rank": (
         8,
@@ -355,6 +356,7 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
 
 VALUE_MODEL = CriticSettings(
     model_path="",
+    max_positions=None,
     remove_padding=True,
     gradient_checkpointing=True,
     contents=CheckpointContents(),
@@ -622,6 +624,7 @@ _CRITIC_FSDP |= {
 OF_VALUE_MODEL: list[tuple[Keys, Fields]] = [
     ({f"{MODEL}.path": "m"}, {"model_path": "m"}),
     ({f"{MODEL}.path": "m", "critic.model.path": "v"}, {"model_path": "v"}),
+    ({"critic.model.override_config.max_position_embeddings": 4321}, {"max_positions": 4321}),
     ({"critic.model.use_remove_padding": False}, {"remove_padding": False}),
     ({"critic.model.enable_gradient_checkpointing": False}, {"gradient_checkpointing": False}),
     ({"critic.checkpoint.load_contents": ["model"]}, {"contents": CheckpointContents(load_contents=("model",))}),

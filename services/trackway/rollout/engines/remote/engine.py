@@ -6,6 +6,7 @@ sleep and wake-up are in `control.py`, admission in `requests.py`.
 
 import asyncio
 import contextlib
+import json
 import math
 import shutil
 import tempfile
@@ -53,7 +54,7 @@ class RemoteEngine(ABC):
     def __init__(self, settings: RolloutSettings) -> None:
         self.settings = settings
         self.shared = settings.engine_shared
-        self.facts = ModelFacts.read(settings.model_path)
+        self.facts = ModelFacts.read(settings.model_path, settings.max_position_embeddings)
         self.max_len = settings.max_model_len or min(self.facts.max_positions, _DEFAULT_MAX_LEN)
         self.calls = Calls(settings, self.facts, self.max_len)
         self.control = ServerControl(self, self.calls, settings.model_path, self.dtype, self.max_len)
@@ -336,6 +337,12 @@ class RemoteEngine(ABC):
         task = asyncio.create_task(done())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    @property
+    def config_overrides(self) -> str | None:
+        """JSON of what replaces keys of the model's `config.json`; None for nothing."""
+        positions = self.settings.max_position_embeddings
+        return None if positions is None else json.dumps({"max_position_embeddings": positions})
 
     @abstractmethod
     def _command(self, port: int) -> list[str]:

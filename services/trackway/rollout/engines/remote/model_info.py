@@ -29,15 +29,18 @@ class ModelFacts:
     eos_token_ids: frozenset[int]
 
     @classmethod
-    def read(cls, folder: Path) -> Self:
-        """Reads `config.json`, and `generation_config.json` for the stop ids; raises INVALID_REQUEST on failure."""
+    def read(cls, folder: Path, max_positions: int | None = None) -> Self:
+        """Reads `config.json`, and `generation_config.json` for the stop ids; raises INVALID_REQUEST on failure.
+
+        `max_positions` replaces `max_position_embeddings`.
+        """
         try:
             raw = json.loads((folder / "config.json").read_text())
             file = _ConfigFile.model_validate({**raw, **raw.get("text_config", {})})
         except (OSError, ValueError, ValidationError) as error:
             message = f"expected a Hugging Face model folder, got {folder}: {error}; set model_path"
             raise TrackwayError(ErrorCode.INVALID_REQUEST, message) from error
-        return cls(file.vocab_size, file.max_position_embeddings, _eos_ids(folder, file))
+        return cls(file.vocab_size, max_positions or file.max_position_embeddings, _eos_ids(folder, file))
 
 
 def _eos_ids(folder: Path, file: _ConfigFile) -> frozenset[int]:

@@ -45,7 +45,8 @@ class TorchEngine:
     def __init__(self, settings: RolloutSettings) -> None:
         self._settings = settings
         self._config = DecoderConfig.read(settings.model_path)
-        self._max_len = settings.max_model_len or min(self._config.max_positions, _DEFAULT_MAX_LEN)
+        longest = settings.max_position_embeddings or self._config.max_positions
+        self._max_len = settings.max_model_len or min(longest, _DEFAULT_MAX_LEN)
         device = device_of(settings)
         self._decoder = Decoder(self._config, self._max_len, device, dtype_of(settings, device))
         self._core: EngineCore | None = None

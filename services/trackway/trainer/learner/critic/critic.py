@@ -53,6 +53,7 @@ class Critic:
             bfloat16_weights=fsdp.is_bfloat16,
             head_in_chunks=False,
             exchange_head=exchange_head,
+            max_positions=settings.max_positions,
         )
         """The value model; its logits are values, [N, 1]."""
         self.optimizer = adamw.new_optimizer(self.model.model, settings.optim)

@@ -31,13 +31,16 @@ GENERATION = "generation_config.json"
 logger = logging.getLogger("trackway.trainer")
 
 
-def load_model(folder: Path, dtype: torch.dtype, *, needs_head: bool = True) -> PreTrainedModel:
+def load_model(
+    folder: Path, dtype: torch.dtype, *, needs_head: bool = True, max_positions: int | None = None
+) -> PreTrainedModel:
     """The causal language model of a folder, without dropout.
 
-    Raises ValueError, with their names, for tied weights that differ, and for weights that the folder lacks; those of
-    the vocabulary head only if it `needs_head`.
+    `max_positions` replaces `max_position_embeddings` of the folder's configuration. Raises ValueError, with their
+    names, for tied weights that differ, and for weights that the folder lacks; those of the vocabulary head only if it
+    `needs_head`.
     """
-    model, lacking = _loaded(folder, dtype)
+    model, lacking = _loaded(folder, dtype, max_positions)
     if not needs_head:
         head = {id(parameter) for parameter in head_of(model).parameters()}
         lacking -= {name for name, parameter in model.named_parameters() if id(parameter) in head}
@@ -48,13 +51,14 @@ def load_model(folder: Path, dtype: torch.dtype, *, needs_head: bool = True) -> 
 class ShareLoader:
     """Loads a model of which each rank holds a share. Every method is a collective of the ranks."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, ranks: Ranks) -> None:
-        self.model = _without_weights(folder, dtype)
+    def __init__(self, folder: Path, dtype: torch.dtype, ranks: Ranks, max_positions: int | None = None) -> None:
+        self.model = _without_weights(folder, dtype, max_positions)
         """On the meta device, until `load`; what is added to it before that, elsewhere, is kept."""
         self.writes_whole = False
         """Whether transformers writes the weights by other names, or several as one, so that no rank can write its own.
         Known after `load`."""
         self._folder = folder
+        self._max_positions = max_positions
         self._dtype = dtype
         self._ranks = ranks
         self._class = type(self.model).__name__
@@ -113,7 +117,7 @@ class ShareLoader:
         failure: Exception | None = None
         if self._ranks.is_first:
             try:
-                model, lacking = _loaded(self._folder, self._dtype)
+                model, lacking = _loaded(self._folder, self._dtype, self._max_positions)
                 _require_none(lacking & weights.keys(), model, self._folder)
             except (OSError, ValueError, RuntimeError, SafetensorError) as error:
                 failure = error
@@ -136,17 +140,20 @@ def _not_tied(name: str, source: str, folder: Path) -> ValueError:
     )
 
 
-def _config(folder: Path) -> PreTrainedConfig:
+def _config(folder: Path, max_positions: int | None) -> PreTrainedConfig:
     config = AutoConfig.from_pretrained(folder)
+    if max_positions is not None:
+        config.get_text_config().max_position_embeddings = max_positions
     # Dropout would make the ratio to the sampler's logprobs differ from 1 under equal weights.
     for name in [key for key in config.to_dict() if key.endswith(("dropout", "pdrop"))]:
         setattr(config, name, 0.0)
     return config
 
 
-def _loaded(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, set[str]]:
+def _loaded(folder: Path, dtype: torch.dtype, max_positions: int | None = None) -> tuple[PreTrainedModel, set[str]]:
     """The model, and the names of the parameters that the folder lacks. Raises ValueError for tied ones that differ."""
-    loaded = AutoModelForCausalLM.from_pretrained(folder, config=_config(folder), dtype=dtype, output_loading_info=True)
+    config = _config(folder, max_positions)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, output_loading_info=True)
     model, report = cast(tuple[PreTrainedModel, dict[str, set[str]]], loaded)
     # transformers takes away the pairs that differ.
     tied = model.get_expanded_tied_weights_keys(all_submodels=False)
@@ -156,10 +163,10 @@ def _loaded(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, set[str]
     return model, report["missing_keys"] & {name for name, _ in model.named_parameters()}
 
 
-def _without_weights(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+def _without_weights(folder: Path, dtype: torch.dtype, max_positions: int | None) -> PreTrainedModel:
     """The model with its parameters on the meta device."""
     with _parameters_on_meta():
-        model = AutoModelForCausalLM.from_config(_config(folder), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(_config(folder, max_positions), dtype=dtype)
     if dtype == torch.bfloat16:
         _keep_in_float32(model)
     if model.can_generate() and (folder / GENERATION).exists():

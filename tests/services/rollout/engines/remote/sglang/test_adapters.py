@@ -1,5 +1,6 @@
 """SGLang's protocol for adapters: each under a name of its own, kept by the requests that began with it."""
 
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -11,6 +12,7 @@ from tests.services.rollout.engines.remote.sglang import sglang_fake as fakes
 from tests.services.rollout.engines.remote.sglang.sglang_cases import PROMPT, answer, in_flight, params, proof, sent
 from tests.services.rollout.engines.remote.sglang.sglang_fake import Fake
 from trackway.rollout.engines.remote.sglang import SglangEngine
+from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import WeightSpan
@@ -97,6 +99,21 @@ async def test_after_sleep_the_base_and_the_adapter_are_loaded_again(
 
     assert (await lora.generate(PROMPT, params(5), "r")).token_ids == answer(4, 5)
     assert len(sent(fake, "/update_weights_from_disk")) == 1
+
+
+def test_a_server_is_told_of_a_longest_sequence_that_the_models_folder_does_not_name(tmp_path: Path) -> None:
+    base = fakes.write_base(tmp_path / "base", 0)
+    options = {"--json-model-override-args": SglangEngine, "--hf-overrides": VllmEngine}
+    own = {"engine_python": Path("python"), "model_path": base}
+
+    for option, kind in options.items():
+        settings = RolloutSettings(**own, max_position_embeddings=900)
+        command = kind(settings)._command(1)
+        assert json.loads(command[command.index(option) + 1]) == {"max_position_embeddings": 900}
+        assert kind(settings).max_len == 900
+        assert option not in kind(RolloutSettings(**own))._command(1)
+        with pytest.raises(ValueError, match=f"engine_args: expected no {option} with max_position_embeddings=900"):
+            RolloutSettings(**own, max_position_embeddings=900, engine_args=[f"{option}={{}}"])
 
 
 def test_the_server_is_started_for_adapters(tmp_path: Path) -> None:
