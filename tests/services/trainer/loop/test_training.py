@@ -30,7 +30,7 @@ from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.metrics.clock import ActiveTime, Clock
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.service_urls import ServiceUrls
-from trackway.trainer.traces.budget import DailyTraceBytes, TraceBudget
+from trackway.trainer.traces.budget import STEP_SHARE, DailyTraceBytes, TraceBudget
 from trackway.trainer.traces.feedback import Assessment
 from trackway.trainer.traces.run import RunTraces
 from trackway.trainer.traces.span_counts import SpanAccounts
@@ -460,11 +460,16 @@ async def test_the_budget_lowers_what_is_asked_for_in_training_and_validation(tr
 
 
 @pytest.mark.usefixtures("shared_http")
-async def test_the_metrics_of_a_validation_name_the_number_of_rollouts_of_each_row(training: Training, agent_url: str):
+async def test_the_number_of_rollouts_of_a_validations_rows_is_in_its_metrics_and_in_the_bytes_of_its_traces(
+    training: Training, agent_url: str, agent
+):
     template = replace(validation_template(compose([]), "run", TraceTarget()), n=2)
     training.plan = replace(training.plan, validation_n=2)
     training.validation_rollouts = Rollouts(AgentClient(agent_url), template, RetryPolicy())
+    spent = 1_000_000 - round(3000 / STEP_SHARE)  # 3000 bytes are left to this step, at 1000 of each trajectory
+    training.traces.budget.spend(spent, spent // 1000)
 
     metrics = await training.validate(0)
 
+    assert {request.sample.index for request in agent.requests if request.trace} == {0}
     assert "val-core/openai/gsm8k/acc/mean@2" in metrics and "val-core/openai/gsm8k/acc/mean@1" not in metrics
