@@ -1,9 +1,10 @@
-"""Checks of results: engine and learner in bfloat16 against float32, offloading, the ranks, the proof of weights."""
+"""Checks of results: engine and learner in bfloat16 against float32, sleep, offloading, ranks, the proof of weights."""
 
 import asyncio
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests.services.trainer.learner_settings import learner_config
 from trackway.rollout.engines.protocol import Generation
 from trackway.rollout.engines.torch import engine as torch_engine
 from trackway.rollout.engines.torch.engine import TorchEngine
+from trackway.rollout.engines.torch.sleeping import SleepingWeights
 from trackway.rollout.settings import RolloutSettings
 from trackway.trainer.config.placement import Placement
 from trackway.trainer.learner.learner import Learner
@@ -31,7 +33,9 @@ GROUPS, ROLLOUTS, PROMPT, RESPONSE = 4, 4, 48, 48
 FLOAT32, BFLOAT16_MEAN, BFLOAT16_MAX = 2e-3, 0.03, 0.5
 """Largest differences of logprobs: in float32 of other kernels (all), in bfloat16 on average and at most."""
 SHARE = 0.05
-"""Largest relative difference of a metric in bfloat16."""
+"""Largest relative difference of a metric in bfloat16, and of memory."""
+SAME = 1e-4
+"""Largest difference of logprobs of one request that is computed twice."""
 LR = 3e-4
 
 
@@ -74,6 +78,7 @@ def engine_of(folder: Path, device: torch.device, dtype: str, slots: int = GROUP
         dtype="bfloat16" if dtype == "bfloat16" else "float32",
         max_num_seqs=slots,
         max_model_len=1024,
+        enable_sleep=True,
     )
     return TorchEngine(settings)
 
@@ -155,6 +160,85 @@ def check_offload(subject: Subject) -> list[Finding]:
     return found
 
 
+def check_sleep(subject: Subject) -> list[Finding]:
+    """Sleep releases memory, answers after the wake-up are those before, and a wake-up without weights is refused."""
+    return asyncio.run(_slept(engine_of(subject.folder, subject.device, _own_dtype(subject.device)), subject))
+
+
+async def _slept(engine: TorchEngine, subject: Subject) -> list[Finding]:
+    async def answers() -> list[Generation]:
+        params = SamplingParams(max_tokens=RESPONSE, ignore_eos=True, seed=1)
+        return [await engine.generate(prompt, params, "alone") for prompt in subject.prompts[::ROLLOUTS]]
+
+    async def sleep() -> None:
+        await engine.pause("wait")
+        await engine.sleep(("weights", "kv_cache"))
+
+    await engine.start()
+    try:
+        before, awake, own = await answers(), _memory(engine), _tensors_of(engine)
+        await sleep()
+        asleep = _memory(engine)
+        await engine.wake_up(("weights", "kv_cache"))
+        await engine.resume()
+        again, after = _memory(engine), await answers()
+        await sleep()
+        with _unrestored():
+            planted = await _code(engine.wake_up(("weights", "kv_cache")))
+    finally:
+        await engine.stop()
+    tokens = [list(made.token_ids) for made in after] == [list(made.token_ids) for made in before]
+    pairs = zip(_flat([list(m.logprobs) for m in before]), _flat([list(m.logprobs) for m in after]), strict=True)
+    off = _largest([abs(ours - theirs) for ours, theirs in pairs])
+    sizes = ", ".join(f"{size / 2**20:.1f}" for size in (awake, asleep, again))
+    holds = awake - asleep >= (1 - SHARE) * own and abs(again - awake) <= SHARE * own
+    return [
+        Finding("MiB before, asleep, after", f"{own / 2**20:.1f} less asleep", sizes, holds),
+        Finding.equal("same tokens after", True, tokens),
+        Finding.below("logprobs after, largest difference", off, SAME),
+        Finding.equal("a wake-up without restoring the weights", "engine_failed", planted),
+    ]
+
+
+def _own_dtype(device: torch.device) -> str:
+    return "bfloat16" if device.type == "cuda" else "float32"
+
+
+def _tensors_of(engine: TorchEngine) -> int:
+    """Bytes of weights and KV cache."""
+    assert engine._core is not None
+    tensors = [*engine._core.weights.tensors(), engine._core._cache.data]
+    return sum(tensor.nbytes for tensor in tensors if tensor.device.type != "meta")
+
+
+def _memory(engine: TorchEngine) -> int:
+    """Bytes on the GPU; on a CPU those of the engine's tensors."""
+    return torch.cuda.memory_allocated() if engine._decoder.device.type == "cuda" else _tensors_of(engine)
+
+
+@contextmanager
+def _unrestored() -> Iterator[None]:
+    """Wake-ups allocate memory for weights and restore nothing."""
+    copied_back = SleepingWeights._copied_back
+
+    def nothing(self: SleepingWeights) -> list[torch.Tensor]:
+        return [torch.zeros(shape.shape, dtype=shape.dtype, device=self._device) for shape in self.shapes.tensors()]
+
+    SleepingWeights._copied_back = nothing
+    try:
+        yield
+    finally:
+        SleepingWeights._copied_back = copied_back
+
+
+async def _code(work: Coroutine[None, None, None]) -> str:
+    try:
+        await work
+    except TrackwayError as error:
+        return error.code
+    return "no error"
+
+
 def check_proof(subject: Subject, folder: Path) -> list[Finding]:
     """Right weights are accepted in bfloat16, and planted wrong ones are refused by name."""
     pairs = [(prompt, list(made.token_ids)) for prompt, made in zip(subject.prompts, subject.generations, strict=True)]
@@ -203,6 +287,7 @@ def check_ranks(subject: Subject) -> list[Finding]:
 CHECKS: dict[str, Callable[[Subject, Path], list[Finding]]] = {
     "engine": lambda subject, _: check_engine(subject),
     "learner": lambda subject, _: check_learner(subject),
+    "sleep and wake-up": lambda subject, _: check_sleep(subject),
     "offload": lambda subject, _: check_offload(subject),
     "FSDP2, one rank": lambda subject, _: check_ranks(subject),
     "proof of weights": check_proof,

@@ -241,7 +241,8 @@ class RolloutService:
         if Capability.SLEEP not in self._engine.capabilities:
             raise TrackwayError(
                 ErrorCode.INVALID_REQUEST,
-                f"expected an engine that can sleep, got {self._settings.engine}; use vllm or sglang with enable_sleep",
+                f"expected an engine that can sleep, got {self._settings.engine} with enable_sleep=false; set "
+                "enable_sleep: true on the rollout service",
             )
 
     async def _describe(self, span: SpanHandle, request: GenerateRequest, generation: Generation) -> None:

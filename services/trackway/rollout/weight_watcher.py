@@ -44,9 +44,9 @@ class WeightWatcher:
         self._interval_s, self._wait_s, self._drain_s = interval_s, wait_s, drain_s
         self._update_mode: UpdateMode = update_mode
         self.updates = 0
-        """Number of loads started; a request aborted while it grew was aborted by an update."""
+        """Number of swaps started; a request aborted while it grew was aborted by an update."""
         self.control = asyncio.Lock()
-        """Held to pause, resume or update the engine."""
+        """Held to pause or resume the engine and to swap its weights, but not while they are fetched or read."""
         self._gate = asyncio.Event()
         self._gate.set()
         self._latest = 0
@@ -163,14 +163,13 @@ class WeightWatcher:
         manifest = await asyncio.to_thread(store.manifest, version)
         if self._refused is not None and self._refused[0] == manifest:
             raise self._refused[1]
-        async with self.control, self._held(manifest.update_mode or self._update_mode):
-            self.updates += 1
-            try:
-                await self._engine.load_weights(folder, version, proof_of(manifest))
-            except TrackwayError as error:
-                if error.code in (ErrorCode.WEIGHTS_CORRUPT, ErrorCode.WEIGHTS_STALE):
-                    self._refused = manifest, error
-                raise
+        mode = manifest.update_mode or self._update_mode
+        try:
+            await self._engine.load_weights(folder, version, proof_of(manifest), lambda: self._swapping(mode))
+        except TrackwayError as error:
+            if error.code in (ErrorCode.WEIGHTS_CORRUPT, ErrorCode.WEIGHTS_STALE):
+                self._refused = manifest, error
+            raise
         await asyncio.to_thread(self._tidy, version)
         judgement = self._engine.judgement
         proof = "no proof" if judgement is None else judgement.summary()
@@ -191,6 +190,12 @@ class WeightWatcher:
             whole = sorted((folder for folder in older if folder.name.isdecimal()), key=lambda folder: int(folder.name))
             for old in {*older} - {*whole[-2:]}:
                 shutil.rmtree(old, ignore_errors=True)
+
+    @contextlib.asynccontextmanager
+    async def _swapping(self, mode: UpdateMode) -> AsyncIterator[None]:
+        async with self.control, self._held(mode):
+            self.updates += 1
+            yield
 
     @contextlib.asynccontextmanager
     async def _held(self, mode: UpdateMode) -> AsyncIterator[None]:

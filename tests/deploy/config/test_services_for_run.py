@@ -121,7 +121,7 @@ def test_without_a_gpu_the_embedded_engine_takes_over_in_plain_words() -> None:
     assert (services.engine, services.replicas, args(services)) == (
         "torch",
         None,
-        {"max_num_seqs": 128, "engine": "torch"},
+        {"max_num_seqs": 128, "engine": "torch", "enable_sleep": True},
     )
     why = "this machine has no GPU"
     assert told(services) == {
@@ -129,10 +129,22 @@ def test_without_a_gpu_the_embedded_engine_takes_over_in_plain_words() -> None:
         "tensor_model_parallel_size": ("2", "one replica of one process", why),
         "n_gpus_per_node": ("8", "0", why),
         "gpu_memory_utilization": ("0.5", "no effect", "the torch engine has no such setting"),
-        "free_cache_engine": ("True", "no effect", "the torch engine has no such setting"),
+        "free_cache_engine": ("True", "on", "the weights of the engine are in a file while the learner computes"),
     }
-    assert services.config.actor_rollout_ref.rollout.free_cache_engine is None  # or the learner would ask for it
     assert services.config.trainer.n_gpus_per_node is None
+
+
+@pytest.mark.parametrize("free", ["null", "false"])
+def test_the_embedded_engine_sleeps_only_when_asked_to(free: str) -> None:
+    assert "enable_sleep" not in args(made(1, f"{R}.name=torch", f"{R}.free_cache_engine={free}"))
+    assert args(made(1, f"{R}.name=torch", f"{R}.free_cache_engine=true"))["enable_sleep"] is True
+
+
+def test_a_simulated_engine_frees_no_memory_and_the_learner_does_not_ask() -> None:
+    services = made(0, f"{R}.name=sim", f"{R}.free_cache_engine=true", f"{R}.multi_stage_wake_up=true")
+    nothing = ("True", "no effect", "the sim engine has no such setting")
+    assert (told(services)["free_cache_engine"], told(services)["multi_stage_wake_up"]) == (nothing, nothing)
+    assert services.config.actor_rollout_ref.rollout.free_cache_engine is None  # or the learner would ask for it
 
 
 def test_arguments_of_the_engine_follow_those_of_the_file_on_its_command_line() -> None:

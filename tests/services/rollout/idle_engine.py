@@ -1,10 +1,19 @@
 """An engine where nothing happens, to be given what a test needs."""
 
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from trackway.rollout.engines.generation_builder import Collector
-from trackway.rollout.engines.protocol import Capability, EngineStats, Generation, MemoryPart, PauseMode, Piece
+from trackway.rollout.engines.protocol import (
+    Capability,
+    EngineStats,
+    Generation,
+    MemoryPart,
+    PauseMode,
+    Piece,
+    Swapping,
+)
 from trackway.rollout.engines.weight_proof import Judgement
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.weights import WeightProof
@@ -40,8 +49,11 @@ class IdleEngine:
 
     async def resume(self) -> None: ...
 
-    async def load_weights(self, folder: Path, version: int, proof: WeightProof | None) -> None:
-        self.version = version
+    async def load_weights(
+        self, folder: Path, version: int, proof: WeightProof | None, swapping: Swapping = nullcontext
+    ) -> None:
+        async with swapping():
+            self.version = version
 
     async def sleep(self, parts: Sequence[MemoryPart]) -> None: ...
 

@@ -16,6 +16,8 @@ from tests.time_limits import ENDS_SOON
 from trackway.clients.weights import WeightStore
 from trackway.rollout.app import create_app
 from trackway.rollout.engines.sim.engine import SimEngine
+from trackway.rollout.engines.torch import engine as torch_engine
+from trackway.rollout.engines.torch.decoder import Decoder, DecoderWeights
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.settings import RolloutSettings
 from trackway.rollout.sim_settings import SimSettings
@@ -78,6 +80,43 @@ async def test_pausing_by_vllms_query_cuts_for_good(running: Running, settings: 
         assert (await client.get("/is_paused")).json() == {"is_paused": True}
         await client.post("/resume")
         assert (await client.get("/is_paused")).json() == {"is_paused": False}
+
+
+async def test_an_operator_does_not_wait_for_weights_that_are_being_read(
+    running: Running,
+    settings: RolloutSettings,
+    store: WeightStore,
+    other_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    more = {"weights_url": store.url, "watch_interval_s": 0.02, "enable_sleep": True}
+    settings = settings.model_copy(update=more)
+    engine, load = TorchEngine(settings), torch_engine.load
+    reading, go_on = threading.Event(), threading.Event()
+
+    def slow_load(decoder: Decoder, folder: Path) -> DecoderWeights:
+        if folder != settings.model_path:
+            reading.set()
+            go_on.wait(30)
+        return load(decoder, folder)
+
+    monkeypatch.setattr(torch_engine, "load", slow_load)
+    async with running(create_app(settings, engine)) as client:
+        store.publish(1, "run", other_path)
+        await until(reading.is_set)
+        async with asyncio.timeout(10):
+            paused = (await client.post("/pause?mode=abort")).json()["paused"]
+            resumed = (await client.post("/resume")).json()["paused"]
+            old = (await client.post("/generate", json={**ENDLESS, "sampling_params": {"max_tokens": 3}})).json()
+        sleeping = asyncio.create_task(client.post("/sleep"))
+        await until(lambda: engine.paused)
+        go_on.set()
+        asleep = (await sleeping).json()["asleep"]
+        woken = (await client.post("/wake_up?min_weight_version=1")).json()["asleep"]
+        assert engine.version == 1
+
+    assert (paused, resumed, asleep, woken) == (True, False, ["kv_cache", "weights"], [])
+    assert [span["version"] for span in old["choices"][0]["weight_versions"]] == [0]
 
 
 async def test_memory_comes_back_in_stages_and_generation_with_the_last(running: Running) -> None:
@@ -156,14 +195,14 @@ async def test_a_wake_up_for_weights_that_do_not_come_says_what_there_is_before_
     assert error_of(late)[:2] == (409, "weights_behind")
 
 
-async def test_an_engine_that_cannot_sleep_says_which_can(running: Running, settings: RolloutSettings) -> None:
+async def test_an_engine_that_cannot_sleep_says_what_to_set(running: Running, settings: RolloutSettings) -> None:
     async with running(create_app(settings)) as client:
         refused = await client.post("/sleep")
         said = (await client.get("/is_sleeping")).json()
         assert (said["is_sleeping"], said["asleep"], said["can_sleep"]) == (False, [], False)
         assert (await client.get("/is_paused")).json() == {"is_paused": False}
     assert refused.status_code == 422
-    assert "got torch; use vllm or sglang with enable_sleep" in refused.json()["error"]["message"]
+    assert "got torch with enable_sleep=false; set enable_sleep: true" in refused.json()["error"]["message"]
 
 
 async def test_the_weight_version_in_vllms_words_and_an_unknown_model(

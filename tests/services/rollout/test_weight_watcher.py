@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 
 import fsspec
@@ -13,6 +13,7 @@ from tests.services.rollout.engine_runs import until, watching
 from tests.services.rollout.idle_engine import IdleEngine
 from trackway.clients.weights import WeightStore, WholeWeights
 from trackway.rollout import weight_watcher as module
+from trackway.rollout.engines.protocol import Swapping
 from trackway.rollout.engines.weight_proof import Judgement
 from trackway.rollout.weight_watcher import WeightWatcher
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -29,16 +30,21 @@ class NotingEngine(IdleEngine):
         self.events: list[str] = []
         self.refusals: list[Exception] = []
         """One for each of the next loads."""
-        self.loads, self.drained = asyncio.Event(), asyncio.Event()
+        self.reads, self.loads, self.drained = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.reads.set()
         self.loads.set()
         self.drained.set()
 
-    async def load_weights(self, folder: Path, version: int, proof: WeightProof | None) -> None:
-        self.events.append(f"load {version}")
-        await self.loads.wait()
-        if self.refusals:
-            raise self.refusals.pop(0)
-        self.version = version
+    async def load_weights(
+        self, folder: Path, version: int, proof: WeightProof | None, swapping: Swapping = nullcontext
+    ) -> None:
+        await self.reads.wait()
+        async with swapping():
+            self.events.append(f"load {version}")
+            await self.loads.wait()
+            if self.refusals:
+                raise self.refusals.pop(0)
+            self.version = version
 
     async def pause(self, mode: str) -> None:
         self.events.append(f"pause {mode}")

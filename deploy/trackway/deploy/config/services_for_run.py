@@ -42,9 +42,9 @@ _OF_SERVERS = (
     "gpu_memory_utilization",
     "enforce_eager",
     "enable_prefix_caching",
-    "free_cache_engine",
-    "multi_stage_wake_up",
 )
+_OF_SLEEP = ("free_cache_engine", "multi_stage_wake_up")
+_WHILE_ASLEEP = "the learner computes on GPU 0 while engines sleep"
 _REWARD_MODEL = "reward.reward_model"
 _OF_THE_MACHINE = ("engine_python", "engine_start_s", "device")
 """Settings of a rollout service that are those of the machine, for any model."""
@@ -153,7 +153,7 @@ def services_for(config: RunConfig, gpus: int, base: dict[str, Any]) -> RunServi
     _set_reward_function(config, services)
     if config.reward.reward_model.enable:
         _set_reward_model(config, gpus, base, services)
-    services.config = _without(config, free_cache=services.engine not in SERVERS, gpus=not gpus)
+    services.config = _without(config, free_cache=services.engine == "sim", gpus=not gpus)
     return services
 
 
@@ -223,8 +223,9 @@ def _place_without_gpu(config: RunConfig, services: RunServices) -> None:
 def _set_engine(config: RunConfig, gpus: int, services: RunServices) -> None:
     rollout, data = config.actor_rollout_ref.rollout, config.data
     server = services.engine in SERVERS
-    for key in _OF_SERVERS:
-        if not server and getattr(rollout, key) is not None:
+    may_sleep = server or services.engine == "torch"
+    for key in (*(() if server else _OF_SERVERS), *(() if may_sleep else _OF_SLEEP)):
+        if getattr(rollout, key) is not None:
             reason = f"the {services.engine} engine has no such setting"
             services.decide(f"{_ROLLOUT}.{key}", getattr(rollout, key), "no effect", reason)
     for name in SERVERS:
@@ -256,6 +257,10 @@ def _set_engine(config: RunConfig, gpus: int, services: RunServices) -> None:
         if own:
             there = base.get("engine_args", []) if base.get("engine") == services.engine else []
             args["engine_args"] = [*there, *engine_arguments(own)]
+    elif may_sleep and rollout.free_cache_engine:
+        args["enable_sleep"] = True
+        why = _WHILE_ASLEEP if gpus else "the weights of the engine are in a file while the learner computes"
+        services.decide(f"{_ROLLOUT}.free_cache_engine", True, "on", why)
     services.serve_config = serve_config.with_options(services.serve_config, "rollout", args, options)
 
 
@@ -281,9 +286,7 @@ def _shared_gpus(config: RunConfig, services: RunServices) -> dict[str, Any]:
     sleeps = rollout.free_cache_engine is not False
     if sleeps:
         asked = "" if rollout.free_cache_engine is None else "True"
-        services.decide(
-            f"{_ROLLOUT}.free_cache_engine", asked, "on", "the learner computes on GPU 0 while engines sleep"
-        )
+        services.decide(f"{_ROLLOUT}.free_cache_engine", asked, "on", _WHILE_ASLEEP)
     parallel = rollout.tensor_model_parallel_size
     return {"enable_sleep": sleeps, **({} if parallel is None else {"tensor_parallel_size": parallel})}
 

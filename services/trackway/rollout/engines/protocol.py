@@ -1,6 +1,7 @@
 """The engine protocol, implemented for torch, vLLM, SGLang and the simulator."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -12,6 +13,8 @@ from trackway.wire.trajectory import WeightSpan
 from trackway.wire.weights import WeightProof
 
 FinishReason = Literal["stop", "length", "abort"]
+Swapping = Callable[[], AbstractAsyncContextManager[None]]
+"""Opens a context around the part of a load that changes what the engine serves."""
 
 
 class Capability(StrEnum):
@@ -24,7 +27,7 @@ class Capability(StrEnum):
     KEEP = "keep"
     """Pause by freezing requests, which continue with their KV cache after resume."""
     SLEEP = "sleep"
-    """Release GPU memory for the trainer and allocate it again, in parts."""
+    """Release memory for the trainer and allocate it again, in parts."""
     SPANS = "spans"
     """Report which weights generated which tokens when they change during a request."""
     CANARY = "canary"
@@ -144,22 +147,29 @@ class Engine(Protocol):
         """Accept requests again and continue frozen ones; raises CONFLICT while memory is released."""
         ...
 
-    async def load_weights(self, folder: Path, version: int, proof: WeightProof | None) -> None:
+    async def load_weights(
+        self, folder: Path, version: int, proof: WeightProof | None, swapping: Swapping = nullcontext
+    ) -> None:
         """Replace the weights between two steps, once files and proof are verified; all or nothing.
 
+        What can be read and verified beside the old weights is, before `swapping` is entered.
         Requests in flight continue with their KV cache, or are aborted if the engine lacks KEEP; new requests reuse
         nothing computed by old weights. An engine that can score only loaded weights rolls back when the proof fails
         and never returns a token of the rejected weights. On failure the old weights stay, and WEIGHTS_STALE or
-        WEIGHTS_CORRUPT is raised. Not called concurrently; allowed while paused.
+        WEIGHTS_CORRUPT is raised. Raises CONFLICT while the weights sleep. Not called concurrently; allowed while
+        paused.
         """
         ...
 
     async def sleep(self, parts: Sequence[MemoryPart]) -> None:
-        """Release the memory of these parts; needs SLEEP and a paused engine. Idempotent."""
+        """Release the memory of these parts; needs SLEEP and a paused engine without requests. Idempotent."""
         ...
 
     async def wake_up(self, parts: Sequence[MemoryPart]) -> None:
-        """Allocate the memory of these parts; weights are restored or loaded again. Idempotent."""
+        """Allocate the memory of these parts; weights are restored or loaded again, and are those that slept.
+
+        Idempotent. Raises UNAVAILABLE without the memory for them.
+        """
         ...
 
     def stuck_for(self) -> float:

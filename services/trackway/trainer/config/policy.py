@@ -493,7 +493,9 @@ class RolloutConfig(Section):
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """Share of a GPU's memory for the engine's weights and KV cache."""
     free_cache_engine: bool | None = None
-    """Release the engines' GPU memory while the learner trains; null does so if the engine can (`enable_sleep`)."""
+    """Release the engines' memory while the learner trains; null does so if every engine can (`enable_sleep`). Services
+    that `trackway train` starts can: vLLM and SGLang on GPUs unless this is false, the embedded engine if it is true.
+    """
     multi_stage_wake_up: bool | None = None
     """Allocate memory for weights first, and for the KV cache once the new weights are loaded; null is true."""
     enforce_eager: bool | None = None

@@ -120,7 +120,7 @@ async def open_engines(sharing: Sharing, url: str | None) -> Engines | None:
 
 def _cannot(got: str) -> TrackwayError:
     message = f"{_KEY}=true: expected rollout replicas that can sleep, got {got}"
-    remedy = "deploy engine vllm or sglang with enable_sleep: true, or leave the key out"
+    remedy = "set enable_sleep: true on the rollout service, or leave the key out"
     return TrackwayError(ErrorCode.INVALID_REQUEST, f"{message}; {remedy}")
 
 

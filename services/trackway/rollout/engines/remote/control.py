@@ -16,7 +16,6 @@ from typing import Protocol
 from trackway.rollout.engines.admission import asleep
 from trackway.rollout.engines.protocol import MemoryPart, PauseMode
 from trackway.rollout.engines.remote.requests import Call, Calls
-from trackway.rollout.engines.weight_folder import check_finite
 from trackway.rollout.engines.weight_proof import HeldDigests, Judgement, judge, require_accepted
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.weights import WeightProof
@@ -197,7 +196,6 @@ class ServerControl:
 
     async def load_weights(self, folder: Path, version: int, proof: WeightProof | None) -> None:
         """Load weights, all or nothing; see `Engine.load_weights`. While the KV cache sleeps, the proof is deferred."""
-        await asyncio.to_thread(check_finite, folder)
         async with self._lock:
             if "weights" in self.asleep:
                 message = "expected the memory of the weights to be awake, got it asleep; POST /wake_up?tags=weights"

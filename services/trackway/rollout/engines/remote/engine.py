@@ -14,7 +14,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from pathlib import Path
 
 import torch
@@ -22,13 +22,22 @@ import torch
 from trackway.rollout.engines.adapter_folder import is_adapter, read_adapter, write_merged
 from trackway.rollout.engines.admission import paused
 from trackway.rollout.engines.generation_builder import Collector
-from trackway.rollout.engines.protocol import Capability, EngineStats, Generation, MemoryPart, PauseMode, Piece
+from trackway.rollout.engines.protocol import (
+    Capability,
+    EngineStats,
+    Generation,
+    MemoryPart,
+    PauseMode,
+    Piece,
+    Swapping,
+)
 from trackway.rollout.engines.remote.control import ServerControl
 from trackway.rollout.engines.remote.http import EngineHttp
 from trackway.rollout.engines.remote.model_info import ModelFacts
 from trackway.rollout.engines.remote.requests import Call, Calls, TokenChunk, runs, until_stop
 from trackway.rollout.engines.remote.server_process import SideProcess
 from trackway.rollout.engines.remote.shared import SharedAdapters, require_alone, require_untouched, whole_weights
+from trackway.rollout.engines.weight_folder import check_finite
 from trackway.rollout.engines.weight_proof import HeldDigests, Judgement
 from trackway.rollout.settings import RolloutSettings
 from trackway.system import free_port
@@ -185,13 +194,17 @@ class RemoteEngine(ABC):
         """Accept requests again and continue frozen ones."""
         await self.control.resume()
 
-    async def load_weights(self, folder: Path, version: int, proof: WeightProof | None) -> None:
+    async def load_weights(
+        self, folder: Path, version: int, proof: WeightProof | None, swapping: Swapping = nullcontext
+    ) -> None:
         """Load weights, all or nothing; see `Engine.load_weights`. While the KV cache sleeps, the proof is deferred."""
         if is_adapter(folder):
             folder = await asyncio.to_thread(self._checked_adapter, folder, version)
         elif self.shared:
             raise whole_weights(folder)
-        await self.control.load_weights(folder, version, proof)
+        await asyncio.to_thread(check_finite, folder)
+        async with swapping():
+            await self.control.load_weights(folder, version, proof)
 
     def _unguided(self, refusal: TrackwayError) -> TrackwayError:
         """The error for a guided request that the server refused, most likely for its schema."""

@@ -18,13 +18,13 @@ import tempfile
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from http import HTTPStatus
 from pathlib import Path
 
 from trackway.clients.weights import WeightStore
 from trackway.rollout.engines.adapter_folder import adaptable_layers, is_adapter
-from trackway.rollout.engines.protocol import Capability, EngineStats, MemoryPart
+from trackway.rollout.engines.protocol import Capability, EngineStats, MemoryPart, Swapping
 from trackway.rollout.engines.remote.digests import ServerDigests, by_parameter
 from trackway.rollout.engines.remote.engine import RemoteEngine
 from trackway.rollout.engines.remote.http import Json
@@ -102,12 +102,14 @@ class VllmEngine(RemoteEngine):
             await asyncio.wait([self._watch])
         await super().stop()
 
-    async def load_weights(self, folder: Path, version: int, proof: WeightProof | None) -> None:
+    async def load_weights(
+        self, folder: Path, version: int, proof: WeightProof | None, swapping: Swapping = nullcontext
+    ) -> None:
         """As `Engine.load_weights`; rejects in advance what would crash vLLM or be misread silently."""
         if not is_adapter(folder):
             await asyncio.to_thread(self._check_folder, folder, proof)
         self._wanted = (folder, version, proof)
-        await self._or_from_store(super().load_weights(folder, version, proof))
+        await self._or_from_store(super().load_weights(folder, version, proof, swapping), swapping)
 
     async def wake_up(self, parts: Sequence[MemoryPart]) -> None:
         """As `Engine.wake_up`."""
@@ -118,7 +120,7 @@ class VllmEngine(RemoteEngine):
         stats, ipc = super().stats(), self._ipc
         return stats if ipc is None else stats._replace(transferred_weights=ipc.loads, weight_fallbacks=ipc.fallbacks)
 
-    async def _or_from_store(self, proving: Awaitable[None]) -> None:
+    async def _or_from_store(self, proving: Awaitable[None], swapping: Swapping = nullcontext) -> None:
         """Load the weights from the store if these were transferred and their proof fails."""
         try:
             await proving
@@ -126,7 +128,7 @@ class VllmEngine(RemoteEngine):
             if self._ipc is None or self._wanted is None or not self._ipc.was_used(self._wanted[1]):
                 raise
             self._ipc.give_up(self._wanted[1], error)
-            await super().load_weights(*self._wanted)
+            await super().load_weights(*self._wanted, swapping)
 
     def _receivers(self, version: int) -> list[WeightReceiver]:
         """The ways into the server for a version, the store's last.

@@ -5,10 +5,19 @@ It is cheap: one timer for the whole engine, set to the next event.
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from trackway.rollout.engines.admission import asleep, check_prompt, overloaded, paused
-from trackway.rollout.engines.protocol import Capability, EngineStats, Generation, MemoryPart, PauseMode, Piece
+from trackway.rollout.engines.protocol import (
+    Capability,
+    EngineStats,
+    Generation,
+    MemoryPart,
+    PauseMode,
+    Piece,
+    Swapping,
+)
 from trackway.rollout.engines.sim.answers import Answers
 from trackway.rollout.engines.sim.model import Request, SimCore
 from trackway.rollout.engines.weight_folder import file_digests
@@ -119,7 +128,9 @@ class SimEngine:
         self._paused = self._core.frozen = False
         self._set_timer()
 
-    async def load_weights(self, folder: Path, version: int, proof: WeightProof | None) -> None:
+    async def load_weights(
+        self, folder: Path, version: int, proof: WeightProof | None, swapping: Swapping = nullcontext
+    ) -> None:
         """Wait for the simulated load time, then switch to the version; reads files only for published digests."""
         await asyncio.sleep(self._settings.sim.load_s)
         judgement = None
@@ -130,9 +141,10 @@ class SimEngine:
             judgement = judge(proof.model_copy(update={"probes": []}), "float32", [], digests)
             require_accepted(judgement, proof, version, folder)
             self._held = held
-        self._turn()
-        self._core.swap(version)
-        self.judgement = judgement
+        async with swapping():
+            self._turn()
+            self._core.swap(version)
+            self.judgement = judgement
 
     async def sleep(self, parts: Sequence[MemoryPart]) -> None:
         """Release the simulated memory, which empties the cache."""

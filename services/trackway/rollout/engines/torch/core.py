@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 import torch
 
-from trackway.rollout.engines.protocol import EngineStats, Generation
+from trackway.rollout.engines.protocol import EngineStats, Generation, MemoryPart
 from trackway.rollout.engines.torch.batch import Row
 from trackway.rollout.engines.torch.decoder import Decoder, DecoderWeights
 from trackway.rollout.engines.torch.sampler import sample
 from trackway.rollout.engines.torch.scheduler import Scheduler, Sequence
+from trackway.rollout.engines.torch.sleeping import SleepingWeights
 from trackway.rollout.engines.torch.slots import SlotAllocation
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import TopLogprobs
@@ -32,7 +33,9 @@ class EngineCore:
     def __init__(self, decoder: Decoder, weights: DecoderWeights, version: int, slots: int) -> None:
         self.decoder, self.weights, self.version = decoder, weights, version
         self.scheduler = Scheduler(slots, decoder.max_len, _GROUP_TOKENS.get(decoder.device.type, 8192))
-        self._cache = decoder.cache(slots)
+        self.sleeping: SleepingWeights | None = None
+        """The weights while they sleep."""
+        self._slots, self._cache = slots, decoder.cache(slots)
         self._steps = self._generated = self._prefilled = self._reused = 0
 
     def step(self) -> list[FinishedSequence]:
@@ -51,6 +54,32 @@ class EngineCore:
         """Replace the weights: running sequences keep their KV; new ones do not reuse it."""
         self.weights, self.version = weights, version
         self.scheduler.slots.reset_prefix_cache()
+
+    @property
+    def asleep(self) -> frozenset[MemoryPart]:
+        """The parts of the memory that are released."""
+        parts: dict[MemoryPart, bool] = {
+            "weights": self.sleeping is not None,
+            "kv_cache": self._cache.slots < self._slots,
+        }
+        return frozenset(part for part, is_asleep in parts.items() if is_asleep)
+
+    def drop_weights(self, sleeping: SleepingWeights) -> None:
+        """Release the memory of the weights, of which this is a copy."""
+        self.sleeping, self.weights = sleeping, sleeping.shapes
+
+    def take_weights(self, weights: DecoderWeights) -> None:
+        """End the sleep of the weights."""
+        self.sleeping, self.weights = None, weights
+
+    def drop_cache(self) -> None:
+        """Release the memory of the KV cache, which no sequence may use; the prefix cache is lost."""
+        self._cache = self.decoder.cache(slots=0)
+        self.scheduler.slots.reset_prefix_cache()
+
+    def take_cache(self) -> None:
+        """Allocate the KV cache, empty."""
+        self._cache = self.decoder.cache(self._slots)
 
     def abort(self, request_id: str | None = None) -> list[FinishedSequence]:
         """Finish the sequences with this request id, or all, with their tokens so far."""

@@ -8,8 +8,8 @@ each, q and k share one norm and one rotation, and residuals are added within th
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -44,11 +44,35 @@ class DecoderWeights:
     norm: Tensor
     lm_head: Tensor
 
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "DecoderWeights":
+        """The weights with each tensor changed, always in the same order; a tied `lm_head` stays `embed` itself."""
+        changed: dict[int, Tensor] = {}
+
+        def once(tensor: Tensor) -> Tensor:
+            if id(tensor) not in changed:
+                changed[id(tensor)] = change(tensor)
+            return changed[id(tensor)]
+
+        def layer(weights: LayerWeights) -> LayerWeights:
+            held = {name: once(tensor) for name, tensor in vars(weights).items() if tensor is not None}
+            return replace(weights, **held)
+
+        return DecoderWeights(once(self.embed), tuple(map(layer, self.layers)), once(self.norm), once(self.lm_head))
+
+    def tensors(self) -> list[Tensor]:
+        """Each tensor once, in the order of `mapped`."""
+        found: list[Tensor] = []
+
+        def note(tensor: Tensor) -> Tensor:
+            found.append(tensor)
+            return tensor
+
+        self.mapped(note)
+        return found
+
     def parameters(self) -> int:
         """The number of parameters; a tied `lm_head` counts once."""
-        in_layers = (value for layer in self.layers for value in vars(layer).values() if isinstance(value, Tensor))
-        tensors = {id(tensor): tensor for tensor in (self.embed, self.norm, self.lm_head, *in_layers)}
-        return sum(tensor.numel() for tensor in tensors.values())
+        return sum(tensor.numel() for tensor in self.tensors())
 
 
 class KVCache:
@@ -61,6 +85,11 @@ class KVCache:
         self._limit = max_len
         shape = (config.num_layers, 2, slots, config.num_kv_heads, min(256, max_len), config.head_dim)
         self.data = torch.zeros(shape, device=device, dtype=dtype)
+
+    @property
+    def slots(self) -> int:
+        """Number of slots."""
+        return self.data.shape[2]
 
     def reserve(self, positions: int) -> None:
         """Make room for `positions` tokens in every slot."""

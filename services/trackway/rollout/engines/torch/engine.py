@@ -1,28 +1,37 @@
 """The embedded engine: the async interface of a core that steps on its own thread.
 
 Weights are read, checked and scored on another thread, in separate tensors; only the reference is swapped between two
-steps.
+steps. Those that wait for their swap are dropped when the engine goes to sleep, and read again after the wake-up.
 """
 
 import asyncio
+import math
 import time
 from collections import abc
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
 from trackway.rollout.engines.adapter_folder import is_adapter
-from trackway.rollout.engines.admission import check_prompt, overloaded, paused
+from trackway.rollout.engines.admission import asleep, check_prompt, overloaded, paused
 from trackway.rollout.engines.backpressure import RetryAfterEstimator
-from trackway.rollout.engines.protocol import Capability, EngineStats, Generation, MemoryPart, PauseMode, Piece
+from trackway.rollout.engines.protocol import (
+    Capability,
+    EngineStats,
+    Generation,
+    MemoryPart,
+    PauseMode,
+    Piece,
+    Swapping,
+)
 from trackway.rollout.engines.torch.core import EngineCore, FinishedSequence
 from trackway.rollout.engines.torch.decoder import Decoder, DecoderWeights
 from trackway.rollout.engines.torch.loading import device_of, dtype_of, load, load_merged, prove
 from trackway.rollout.engines.torch.model_config import DecoderConfig
 from trackway.rollout.engines.torch.scheduler import Sequence
+from trackway.rollout.engines.torch.sleeping import SleepingWeights, release_cached_memory
 from trackway.rollout.engines.torch.thread import EngineThread
 from trackway.rollout.engines.weight_proof import Judgement, require_accepted
 from trackway.rollout.settings import RolloutSettings
@@ -40,9 +49,9 @@ _FIRST_GUESS_S = 5.0
 class TorchEngine:
     """Continuous batching on torch; an `Engine`."""
 
-    capabilities = frozenset(Capability) - {Capability.SLEEP, Capability.STRUCTURED_OUTPUTS}
-
     def __init__(self, settings: RolloutSettings) -> None:
+        lacking = {Capability.STRUCTURED_OUTPUTS, *(() if settings.enable_sleep else (Capability.SLEEP,))}
+        self.capabilities = frozenset(Capability) - lacking
         self._settings = settings
         self._config = DecoderConfig.read(settings.model_path)
         longest = settings.max_position_embeddings or self._config.max_positions
@@ -52,7 +61,11 @@ class TorchEngine:
         self._core: EngineCore | None = None
         self._waiting: dict[Sequence, Pending] = {}
         self._retry_after = RetryAfterEstimator(settings.max_num_seqs, _FIRST_GUESS_S)
-        self._paused = False
+        self._paused = self._broken = False
+        self._memory = asyncio.Lock()
+        """Held to read weights, to go to sleep and to wake up."""
+        self._read: DecoderWeights | None = None
+        """Weights that are to be swapped in."""
         self.judgement: Judgement | None = None
 
     @property
@@ -72,8 +85,8 @@ class TorchEngine:
 
     @property
     def asleep(self) -> frozenset[MemoryPart]:
-        """None: this engine keeps its memory."""
-        return frozenset()
+        """Parts of the memory that are released."""
+        return self._core.asleep if self._core else frozenset()
 
     async def start(self) -> None:
         """Load the base weights and start the thread."""
@@ -132,14 +145,35 @@ class TorchEngine:
             await asyncio.wait([*self._waiting.values()])
 
     async def resume(self) -> None:
-        """Accept requests again."""
-        self._started()
+        """Accept requests again and continue frozen ones."""
+        core = self._started()
+        if core.asleep:
+            raise asleep(core.asleep)
         self._paused = False
         await self._thread.freeze(False)
 
-    async def load_weights(self, folder: Path, version: int, proof: WeightProof | None) -> None:
+    async def load_weights(
+        self, folder: Path, version: int, proof: WeightProof | None, swapping: Swapping = nullcontext
+    ) -> None:
         """All or nothing; see `Engine.load_weights`."""
         core = self._started()
+        try:
+            async with self._memory:
+                if "weights" in core.asleep:
+                    raise asleep(core.asleep)
+                judgement = await self._read_weights(core, folder, version, proof)
+            async with swapping():
+                weights = self._read
+                if weights is None:  # the engine went to sleep since
+                    raise asleep(core.asleep)
+                await self._thread.call(lambda: core.swap(weights, version))
+                self.judgement = judgement
+        finally:
+            self._read = None
+
+    async def _read_weights(
+        self, core: EngineCore, folder: Path, version: int, proof: WeightProof | None
+    ) -> Judgement | None:
         if is_adapter(folder):
             weights = await asyncio.to_thread(load_merged, self._decoder, self._settings.model_path, folder)
         else:
@@ -148,19 +182,48 @@ class TorchEngine:
         if proof is not None:
             judgement = await asyncio.to_thread(prove, self._decoder, weights, core.weights, proof)
             require_accepted(judgement, proof, version, folder)
-        await self._thread.call(lambda: core.swap(weights, version))
-        self.judgement = judgement
+        self._read = weights
+        return judgement
 
     async def sleep(self, parts: abc.Sequence[MemoryPart]) -> None:
-        """Not supported: this engine keeps its memory."""
-        _refuse_sleep(parts)
+        """Release memory; see `Engine.sleep`. A GPU's weights go to pinned main memory, a CPU's to a file."""
+        core = self._started()
+        in_flight = sum(not done.done() for done in self._waiting.values())
+        if not self._paused or in_flight:
+            got = f"{in_flight} requests in flight" if self._paused else "one at work"
+            message = f"expected a paused engine without requests, got {got}; POST /pause?mode=wait or abort first"
+            raise TrackwayError(ErrorCode.CONFLICT, message)
+        async with self._memory:
+            if "weights" in parts and "weights" not in core.asleep:
+                self._read = None
+                sleeping = await asyncio.to_thread(SleepingWeights, core.weights)
+                await self._thread.call(lambda: core.drop_weights(sleeping))
+            if "kv_cache" in parts:
+                await self._thread.call(core.drop_cache)
+            await asyncio.to_thread(release_cached_memory, self._decoder.device)
 
     async def wake_up(self, parts: abc.Sequence[MemoryPart]) -> None:
-        """Not supported: this engine never sleeps."""
-        _refuse_sleep(parts)
+        """Allocate memory; see `Engine.wake_up`. Raises ENGINE_FAILED if the weights are not those that slept."""
+        core = self._started()
+        async with self._memory:
+            with _enough_memory():
+                if "weights" in parts and core.sleeping is not None:
+                    weights = await asyncio.to_thread(self._restored, core.sleeping)
+                    await self._thread.call(lambda: core.take_weights(weights))
+                if "kv_cache" in parts and "kv_cache" in core.asleep:
+                    await self._thread.call(core.take_cache)
+
+    def _restored(self, sleeping: SleepingWeights) -> DecoderWeights:
+        try:
+            return sleeping.restored()
+        except TrackwayError:
+            self._broken = True
+            raise
 
     def stuck_for(self) -> float:
-        """Seconds since the thread's last step or call while it has work; infinite when the thread is dead."""
+        """Seconds since the thread's last step or call while it has work; infinite when thread or weights are lost."""
+        if self._broken:
+            return math.inf
         return self._thread.stuck_for() if self._core else 0.0
 
     def stats(self) -> EngineStats:
@@ -239,9 +302,10 @@ def _result(result: Generation | TrackwayError) -> Generation:
     return result
 
 
-def _refuse_sleep(parts: abc.Sequence[MemoryPart]) -> NoReturn:
-    raise TrackwayError(
-        ErrorCode.INVALID_REQUEST,
-        f"expected an engine that can release {', '.join(parts)}, got torch, which keeps its memory; "
-        "use engine=vllm or engine=sglang with enable_sleep=true",
-    )
+@contextmanager
+def _enough_memory() -> Iterator[None]:
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        message = f"expected free memory for the wake-up, got {error}; free it, then POST /wake_up again"
+        raise TrackwayError(ErrorCode.UNAVAILABLE, message) from error
