@@ -435,6 +435,17 @@ def test_a_plan_of_a_run_to_resume_is_refused_and_resumes_nothing(running: Deplo
     assert told == (2, "--dry-run and --preflight: expected a new run, got --resume; remove one of the options")
 
 
+@pytest.mark.parametrize("words", [["--config", "other.yaml"], ["--config-name", "grpo"]])
+def test_a_run_that_running_services_resume_takes_no_other_configuration(running: Deployment, words: list[str]) -> None:
+    told = command(training, "train", "--resume", "first", *words, "--outputs", str(running.outputs))
+
+    assert told == (
+        2,
+        "--resume: expected no --config and no --config-name, since first goes on with its own configuration on the "
+        f"running services, got {words[1]}; give the keys to change as key=value",
+    )
+
+
 def test_a_name_that_is_taken_or_cannot_be_is_told_before_anything_is_sent(words, running: Deployment) -> None:
     (running.outputs / "plan").mkdir()
     (running.outputs / "plan" / "state.json").write_text("{}")

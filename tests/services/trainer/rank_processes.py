@@ -31,12 +31,14 @@ class RankProcesses:
     def __init__(self, processes: list[BaseProcess], pipes: list[Connection]) -> None:
         self.processes = processes
         self._pipes = pipes
+        self._calls = 0
 
     def run(self, function: Callable[Concatenate[Ranks, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """What the function returns in each rank. Raises AssertionError with the traceback when it raises there."""
+        self._calls += 1
         for pipe in self._pipes:
-            pipe.send((function, args, kwargs))
-        return [_answer(index, pipe) for index, pipe in enumerate(self._pipes)]
+            pipe.send((self._calls, function, args, kwargs))
+        return [_answer(index, pipe, self._calls) for index, pipe in enumerate(self._pipes)]
 
 
 @contextmanager
@@ -98,15 +100,17 @@ def _serve(index: int, placement: Placement, port: int, pipe: Connection) -> Non
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=DEADLINE_S))
     ranks = join(store, index, placement, "cpu", DEADLINE_S)
     while True:
-        function, args, kwargs = pipe.recv()
+        call, function, args, kwargs = pipe.recv()
         try:
-            pipe.send((True, function(ranks, *args, **kwargs)))
-        except Exception:
-            pipe.send((False, traceback.format_exc()))
+            pipe.send((call, True, function(ranks, *args, **kwargs)))
+        except BaseException:  # pytest's Failed, of a `raises` without an error, is no Exception
+            pipe.send((call, False, traceback.format_exc()))
 
 
-def _answer(index: int, pipe: Connection) -> Any:
-    assert pipe.poll(DEADLINE_S), f"rank {index} gave no answer in {DEADLINE_S:g} s"
-    succeeded, answer = pipe.recv()
+def _answer(index: int, pipe: Connection, call: int) -> Any:
+    answered, succeeded, answer = 0, False, None
+    while answered < call:  # an earlier call failed in another rank, and this answer to it was not read
+        assert pipe.poll(DEADLINE_S), f"rank {index} gave no answer in {DEADLINE_S:g} s"
+        answered, succeeded, answer = pipe.recv()
     assert succeeded, f"rank {index}: {answer}"
     return answer

@@ -25,7 +25,7 @@ from trackway.clients.weights import WeightStore
 from trackway.trainer.config import resolve
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner
-from trackway.trainer.learner.optimizer import state_tensors
+from trackway.trainer.learner.optimizer import named_state, state_tensors
 from trackway.trainer.learner.policy import load_model
 from trackway.trainer.learner.ranks.group import LeadingLearner
 from trackway.trainer.learner.ranks.launch import RankError
@@ -417,6 +417,16 @@ def refuses_in_the_second(ranks: Ranks, folder: Path) -> None:
         snapshot.close()
 
 
+def expects_an_error(ranks: Ranks) -> None:
+    with pytest.raises(OSError):
+        pass
+
+
+def test_an_expectation_of_a_rank_that_fails_is_told_by_name(two_ranks: RankProcesses):
+    with pytest.raises(AssertionError, match=r"(?s)^rank 0: Traceback .*DID NOT RAISE .*OSError"):
+        two_ranks.run(expects_an_error)
+
+
 def test_any_error_of_a_rank_that_writes_its_share_is_told_by_name_and_the_next_checkpoint_is_written(
     two_ranks: RankProcesses, tmp_path: Path
 ):
@@ -457,6 +467,47 @@ def test_a_checkpoint_goes_on_with_any_other_number_of_ranks(
         *("extra_state-00001-of-00002.safetensors", "model-00001-of-00002.safetensors"),
         *("model-00002-of-00002.safetensors", "optim-00001-of-00002.safetensors", "optim-00002-of-00002.safetensors"),
     ]
+
+
+@dataclass
+class Resumed:
+    """What a learner has after it has loaded a checkpoint, and after one more update."""
+
+    weights: dict[str, Tensor]
+    moments: dict[str, Tensor]
+    metrics: dict[str, float]
+    updated: dict[str, Tensor]
+
+
+def gone_on(ranks: Ranks, config: LearnerConfig, batch: list[Trajectory], start: Path | Learner) -> Resumed:
+    """Loads a checkpoint, or takes the learner as it is, and updates it."""
+    learner = start if isinstance(start, Learner) else Learner(config, ranks)
+    if isinstance(start, Path):
+        learner.load(start)
+    weights = gathered(learner.policy.tensors(), keep=True)
+    moments = gathered(named_state(learner.optimizer, learner.policy.model), keep=True)
+    weights, moments = ({name: held[name].clone() for name in held} for held in (weights, moments))
+    metrics = learner.update(batch).metrics
+    return Resumed(weights, moments, metrics, gathered(learner.policy.tensors(), keep=True))
+
+
+@pytest.mark.parametrize("variant", ["weights in float32", "weights in bfloat16"])
+def test_an_adapter_in_bfloat16_that_one_process_saved_goes_on_with_two_ranks(
+    two_ranks: RankProcesses, tiny_model: Path, batches: list[list[Trajectory]], tmp_path: Path, variant: str
+):
+    settings = EVERYTHING | {"mini_batch_size": 16, "micro_batch_size": 4, "lora_rank": 3, "lr": 1e-2}
+    config = learner_config(tiny_model, dtype="bfloat16", **settings | BFLOAT16[variant][0])
+    learner = Learner(config)
+    learner.update(batches[0])
+    learner.save(tmp_path / "actor")
+    expected = gone_on(ALONE, config, batches[1], learner)
+
+    for resumed in two_ranks.run(gone_on, config, batches[1], tmp_path / "actor"):
+        torch.testing.assert_close(resumed.weights, expected.weights, rtol=0, atol=0)
+        torch.testing.assert_close(resumed.moments, expected.moments, rtol=0, atol=0)
+        moved = relative(expected.weights, expected.updated)
+        assert relative(resumed.updated, expected.updated) < 0.3 * moved  # AdamW scales rounding up where moments are 0
+        assert resumed.metrics["actor/grad_norm"] == pytest.approx(expected.metrics["actor/grad_norm"], rel=0.02)
 
 
 def contents_saved(ranks: Ranks, config: LearnerConfig, batch: list[Trajectory], folder: Path) -> int:
