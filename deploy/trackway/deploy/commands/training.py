@@ -69,8 +69,8 @@ def train(
     known = Deployment.load(outputs.resolve())
     if resume and _running(known) and (config is not None or config_name != "default"):
         raise UserError(
-            f"--resume: expected no --config and no --config-name, since {resume} goes on with its own configuration on "
-            f"the running services, got {config or config_name}; give the keys to change as key=value"
+            f"--resume: expected no --config and no --config-name, since {resume} goes on with its own configuration "
+            f"on the running services, got {config or config_name}; give the keys to change as key=value"
         )
     file = project.project_file(config, config_name)
     if file is not None and not _running(known):

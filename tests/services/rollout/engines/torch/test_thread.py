@@ -79,10 +79,3 @@ async def test_a_call_whose_caller_left_is_not_made(engine: TorchEngine) -> None
     let_go.set()
     await engine._thread.call(lambda: made.append(2))
     assert made == [2]
-
-
-async def test_an_engine_that_keeps_its_memory_says_so(engine: TorchEngine) -> None:
-    for refused in (engine.sleep(["kv_cache"]), engine.wake_up(["weights", "kv_cache"])):
-        with pytest.raises(TrackwayError, match="got torch, which keeps its memory") as raised:
-            await refused
-        assert raised.value.code is ErrorCode.INVALID_REQUEST
