@@ -3,6 +3,7 @@
 from pydantic import Field, JsonValue
 
 from trackway.wire.base import WireReply, WireRequest
+from trackway.wire.chat import MAX_MESSAGES, Message
 from trackway.wire.trajectory import Reward
 
 ANY_DATA_SOURCE = "*"
@@ -18,6 +19,8 @@ class ScoreRequest(WireRequest):
     method: str | None = None
     """The scorer's method (`strict` or `flexible` for GSM8K); None takes the scorer's default."""
     trajectory_id: str | None = None
+    messages: list[Message] = Field(default_factory=list[Message], max_length=MAX_MESSAGES, fail_fast=True)
+    """The conversation with the solution in it, which a reward model scores; scorers of the text need none."""
     extra_info: dict[str, JsonValue] = Field(default_factory=dict)
     """The row's `extra_info` and, from the agent, `num_turns`; `turns`, the text of each turn of the model, which
     `turn_scores` of the answer follow; `tool_rewards`, a step reward per call (verl's);

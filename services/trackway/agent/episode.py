@@ -47,6 +47,8 @@ class Episode:
     turns: list[Turn] = field(default_factory=list)
     further_rows: list[TokenRow] = field(default_factory=list)
     """Rows of a session beside this one."""
+    said: list[Message] | None = None
+    """The conversation of a session's last call, which need not begin with the row's prompt."""
     user_turns: int = 0
     """Turns of observations so far."""
     shown: int = 0
@@ -100,6 +102,13 @@ class Episode:
     def context(self) -> list[int]:
         """Prompt and response so far: the prompt of the next generation."""
         return self.prompt_ids + self.response_ids
+
+    @property
+    def conversation(self) -> list[Message]:
+        """The messages so far, which a reward model scores."""
+        if self.said is not None:
+            return self.said
+        return [*self.sample.prompt, *(message for turn in self.turns for message in turn.messages)]
 
     @property
     def num_turns(self) -> int:

@@ -183,6 +183,7 @@ class AgentLoop(ABC):
                 solution_str="".join(turns),
                 ground_truth=sample.reward_model.ground_truth,
                 trajectory_id=episode.id,
+                messages=episode.conversation,
                 extra_info={
                     **sample.extra_info,
                     "tool_rewards": list(episode.tool_rewards),

@@ -13,6 +13,7 @@ from trackway.chat.templates import template_call
 from trackway.chat.tool_calls import BEGIN
 from trackway.model_api.tokenizer import Tokenizer
 from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.openai.classify import ClassifyRequest
 from trackway.wire.openai.requests import ChatMessage, ChatRequest, ChatTool, CompletionRequest, NamedTool
 
 
@@ -61,13 +62,27 @@ async def chat_prompt(tokenizer: Tokenizer, request: ChatRequest, max_tokens: in
 
 async def chat_ids(tokenizer: Tokenizer, request: ChatRequest, max_tokens: int) -> list[int]:
     """The same, for callers with bounds of their own: more than `max_tokens` raise TooLong."""
-    if tokenizer.chat_template is None:
-        message = "messages: expected a model with a chat template, got one without; use /v1/completions"
-        raise TrackwayError(ErrorCode.INVALID_REQUEST, message, param="messages")
-    chars = sum(map(_chars, request.messages))
-    check_chars(chars, max_tokens, _most_chars(tokenizer))
-    size = chars + 1000 * (len(request.messages) + len(request.tools))
-    return await offload(size, _rendered, tokenizer, request, max_tokens)
+    size = _checked_size(tokenizer, request.messages, max_tokens, "use /v1/completions")
+    return await offload(size + 1000 * len(request.tools), _rendered, tokenizer, request, max_tokens)
+
+
+async def conversation_ids(tokenizer: Tokenizer, request: ClassifyRequest, max_tokens: int) -> list[int]:
+    """The ids of a whole conversation, without a generation prompt; raises INVALID_REQUEST as `chat_prompt`."""
+    messages = request.messages or []
+    try:
+        size = _checked_size(tokenizer, messages, max_tokens, "render it and send it as input")
+        return await offload(size, _whole, tokenizer, request, messages, max_tokens)
+    except TooLong as error:
+        raise _too_long("messages", error, max_tokens) from error
+
+
+async def input_ids(tokenizer: Tokenizer, request: ClassifyRequest, max_tokens: int) -> list[list[int]]:
+    """The ids of each input, in order; raises INVALID_REQUEST as `completion_prompts`."""
+    special = request.add_special_tokens is not False
+    try:
+        return [await text_ids(tokenizer, text, special, max_tokens) for text in request.inputs]
+    except TooLong as error:
+        raise _too_long("input", error, max_tokens) from error
 
 
 def most_tokens(request: ChatRequest, left: int) -> int:
@@ -80,20 +95,49 @@ def _chars(message: ChatMessage) -> int:
     return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
 
 
+def _checked_size(tokenizer: Tokenizer, messages: Sequence[ChatMessage], max_tokens: int, remedy: str) -> int:
+    """The size of the work to render messages; raises TooLong, and INVALID_REQUEST without a chat template."""
+    if tokenizer.chat_template is None:
+        message = f"messages: expected a model with a chat template, got one without; {remedy}"
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, message, param="messages")
+    chars = sum(map(_chars, messages))
+    check_chars(chars, max_tokens, _most_chars(tokenizer))
+    return chars + 1000 * len(messages)
+
+
 def _rendered(tokenizer: Tokenizer, request: ChatRequest, max_tokens: int) -> list[int]:
     tools = [_template_tool(tool) for tool in request.tools] if request.offers_tools else []
+    text = _text_of(tokenizer, request.messages, tools, template_variables(request), ends_open=True)
+    return _encode(tokenizer, text + forced_prefix(request), False, max_tokens)
+
+
+def _whole(
+    tokenizer: Tokenizer, request: ClassifyRequest, messages: Sequence[ChatMessage], max_tokens: int
+) -> list[int]:
+    text = _text_of(tokenizer, messages, [], request.chat_template_kwargs, ends_open=False)
+    return _encode(tokenizer, text, bool(request.add_special_tokens), max_tokens)
+
+
+def _text_of(
+    tokenizer: Tokenizer,
+    messages: Sequence[ChatMessage],
+    tools: list[dict[str, JsonValue]],
+    variables: dict[str, JsonValue],
+    *,
+    ends_open: bool,
+) -> str:
+    """The rendered messages, with a generation prompt if it `ends_open`."""
     try:
-        text = tokenizer.apply_chat_template(
-            [template_form(message) for message in request.messages],
+        return tokenizer.apply_chat_template(
+            [template_form(message) for message in messages],
             tools or None,
-            add_generation_prompt=True,
+            add_generation_prompt=ends_open,
             tokenize=False,
-            **template_variables(request),
+            **variables,
         )
     except (TemplateError, TypeError, ValueError, RecursionError) as error:
         message = f"messages: the model's chat template rejects them: {error}; send messages that it supports"
         raise TrackwayError(ErrorCode.INVALID_REQUEST, message, param="messages") from error
-    return _encode(tokenizer, text + forced_prefix(request), False, max_tokens)
 
 
 def template_variables(request: ChatRequest) -> dict[str, JsonValue]:

@@ -7,7 +7,7 @@ from trackway.reward.functions import scorer_of_file, scorers_of_modules
 from trackway.reward.gsm8k import Gsm8kScorer
 from trackway.reward.judge import JudgeScorer
 from trackway.reward.protocol import Scorer
-from trackway.reward.reward_model import RewardModelAccess
+from trackway.reward.reward_model import RewardModelAccess, RewardModelScorer
 from trackway.reward.settings import RewardSettings
 from trackway.reward.weighted import combined
 from trackway.serving.own_code import import_modules
@@ -72,10 +72,11 @@ def scorers_of(settings: RewardSettings) -> list[Scorer]:
     file that cannot be imported.
     """
     import_modules(settings.modules, settings.code_path)
-    function = settings.custom_reward_function
-    model = RewardModelAccess(settings.reward_model, settings.base_url) if settings.reward_model else None
+    function, model = settings.custom_reward_function, settings.reward_model
+    access = RewardModelAccess(model, settings.base_url) if model else None
     own = [
-        *([scorer_of_file(function, model)] if function else []),
+        *([scorer_of_file(function, access)] if function else []),
+        *([RewardModelScorer(model, settings)] if model and not function else []),
         *(_imported(path) for path in settings.extra_scorers),
         *scorers_of_modules(settings.modules),
         *(JudgeScorer(judge) for judge in settings.judges),

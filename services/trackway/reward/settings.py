@@ -19,7 +19,8 @@ class RewardSettings(OwnCodeSettings):
     custom_reward_function: RewardFunction | None = None
     """A function of a Python file that scores every data source, as verl's `custom_reward_function`."""
     reward_model: RewardModelSettings | None = None
-    """verl's reward model, which `custom_reward_function` asks: the fields of reward_model.RewardModelSettings."""
+    """verl's reward model, which `custom_reward_function` asks; without one, a classifier that scores every data
+    source: the fields of reward_model.RewardModelSettings."""
     judges: list[JudgeSettings] = Field(default_factory=list[JudgeSettings])
     """Models that score: `base_url`, `model`, and the other fields of judge.JudgeSettings."""
     weighted_scorers: list[WeightedScorers] = Field(default_factory=list[WeightedScorers])

@@ -14,6 +14,8 @@ from fastapi.responses import StreamingResponse
 from pydantic import JsonValue
 
 from trackway.clients.weights import WeightStore
+from trackway.rollout.classifiers import is_classifier
+from trackway.rollout.classify_routes import classifier_app
 from trackway.rollout.engines import open_engine
 from trackway.rollout.engines.protocol import Engine, MemoryPart, PauseMode
 from trackway.rollout.metrics import engine_gauges, store_gauges
@@ -56,8 +58,10 @@ PROMPT: dict[str, JsonValue] = {
 def create_app(
     settings: RolloutSettings | None = None, engine: Engine | None = None, tracing: Tracing | None = None
 ) -> FastAPI:
-    """The rollout service with the given engine, or the one named in the settings."""
+    """The rollout service with the given engine, or the one named in the settings. A classifier has its own routes."""
     settings = settings or RolloutSettings()
+    if engine is None and is_classifier(settings.model_path):
+        return classifier_app(settings, tracing)
     text = TokenText(settings.model_path)
     engine = engine or open_engine(settings)
     store = WeightStore(settings.weights_url) if settings.weights_url else None

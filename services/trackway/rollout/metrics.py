@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from trackway.clients.weights import WeightStore
+from trackway.rollout.classifiers.protocol import Classifier
 from trackway.rollout.engines.protocol import Engine, EngineStats
 from trackway.rollout.engines.weight_proof import Judgement
 from trackway.serving import Gauge
@@ -36,6 +37,16 @@ def engine_gauges(engine: Engine, latest: Callable[[], int]) -> list[Gauge]:
         Gauge("trackway_weight_version", "Version of the weights that generate", lambda: engine.version),
         *_proof(engine),
         Gauge("trackway_weight_lag", "Published versions not loaded yet", lambda: latest() - engine.version),
+    ]
+
+
+def classifier_gauges(classifier: Classifier) -> list[Gauge]:
+    """Inputs and tokens."""
+    return [
+        _of(classifier, "running", "Inputs in work", lambda stats: stats.running),
+        _of(classifier, "waiting", "Inputs in the queue", lambda stats: stats.waiting),
+        _of(classifier, "steps", "Batches; of a server, inputs", lambda stats: stats.steps, total=True),
+        _of(classifier, "prefilled_tokens", "Tokens of inputs", lambda stats: stats.prefilled_tokens, total=True),
     ]
 
 
@@ -82,5 +93,7 @@ def _proof(engine: Engine) -> list[Gauge]:
     ]
 
 
-def _of(engine: Engine, name: str, description: str, of: Callable[[EngineStats], int], total: bool = False) -> Gauge:
+def _of(
+    engine: Engine | Classifier, name: str, description: str, of: Callable[[EngineStats], int], total: bool = False
+) -> Gauge:
     return Gauge(f"trackway_engine_{name}", description, lambda: of(engine.stats()), total)

@@ -54,7 +54,7 @@ def model_routes(service: RolloutService, text: TokenText) -> list[APIRouter]:
 
     async def converse(request: Request, chat: ChatRequest, builder_of: BuilderOf) -> Response:
         card = service.served(chat.model)
-        tokenizer = await _tokenizer(text)
+        tokenizer = await text.required()
         prompt = await chat_prompt(tokenizer, chat, card.max_model_len - 1)
         builder = builder_of(tokenizer, prompt)
         max_tokens = most_tokens(chat, card.max_model_len - len(prompt))
@@ -70,7 +70,7 @@ def model_routes(service: RolloutService, text: TokenText) -> list[APIRouter]:
     async def completions(body: Annotated[CompletionRequest, Body(examples=[PROMPT])], request: Request) -> Response:
         """Continue prompts, given as text or token ids."""
         card = service.served(body.model)
-        tokenizer = await _tokenizer(text)
+        tokenizer = await text.required()
         prompts = await completion_prompts(tokenizer, body, card.max_model_len - 1)
         builder = CompletionResponseBuilder(body, tokenizer, prompts)
         jobs = jobs_of(builder.id, prompts, body, body.max_tokens, tokenizer)
@@ -106,21 +106,10 @@ def model_routes(service: RolloutService, text: TokenText) -> list[APIRouter]:
         """The number of tokens of a conversation."""
         chat = message_input.chat_of(body)
         card = service.served(chat.model)
-        prompt = await chat_prompt(await _tokenizer(text), chat, card.max_model_len - 1)
+        prompt = await chat_prompt(await text.required(), chat, card.max_model_len - 1)
         return CountTokensReply(input_tokens=len(prompt))
 
     return [router, anthropic]
-
-
-async def _tokenizer(text: TokenText) -> Tokenizer:
-    """The model's tokenizer; raises INTERNAL when its folder has none."""
-    try:
-        return await text.tokenizer()
-    except Exception as error:
-        # transformers raises OSError, ValueError, KeyError or ImportError for a folder it cannot use.
-        message = f"expected a tokenizer in {text.model_path}, got {type(error).__name__}: {error}; "
-        remedy = "add one, or send token ids to /inference/v1/generate"
-        raise TrackwayError(ErrorCode.INTERNAL, message + remedy) from error
 
 
 def _either(whole: Any) -> dict[int | str, dict[str, Any]]:

@@ -41,6 +41,14 @@ _log = logging.getLogger(__name__)
 _PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
 
 
+def required_card(card: ModelCard, name: str | None) -> ModelCard:
+    """The served model, if this or nothing is its name; raises MODEL_NOT_FOUND."""
+    if name not in (None, card.id):
+        message = f"model: expected {card.id!r}, which is served here, got {name!r}; see /v1/models"
+        raise TrackwayError(ErrorCode.MODEL_NOT_FOUND, message, param="model")
+    return card
+
+
 class RolloutService:
     """A replica: an engine, its weight watcher, and its names."""
 
@@ -141,11 +149,8 @@ class RolloutService:
 
     def served(self, name: str | None) -> ModelCard:
         """The served model, by its name or None; raises MODEL_NOT_FOUND for any other name."""
-        expected = self._settings.model_name
-        if name not in (None, expected):
-            message = f"model: expected {expected!r}, which is served here, got {name!r}; see /v1/models"
-            raise TrackwayError(ErrorCode.MODEL_NOT_FOUND, message, param="model")
-        return ModelCard(id=expected, created=self._created, max_model_len=self._engine.max_len)
+        card = ModelCard(id=self._settings.model_name, created=self._created, max_model_len=self._engine.max_len)
+        return required_card(card, name)
 
     async def pause(self, mode: PauseMode) -> PauseReply:
         """Refuse new requests; those in flight finish, are aborted, or are frozen."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import cast
 
 from trackway.model_api.tokenizer import Tokenizer
+from trackway.wire.errors import ErrorCode, TrackwayError
 
 
 class TokenText:
@@ -20,6 +21,16 @@ class TokenText:
         """The text of the ids with special tokens, so that traces show the exact tokens."""
         tokenizer = await self.tokenizer()
         return tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    async def required(self) -> Tokenizer:
+        """The tokenizer itself; raises INTERNAL when the folder has none."""
+        try:
+            return await self.tokenizer()
+        except Exception as error:
+            # transformers raises OSError, ValueError, KeyError or ImportError for a folder it cannot use.
+            message = f"expected a tokenizer in {self.model_path}, got {type(error).__name__}: {error}; "
+            remedy = "add one, or send token ids to /inference/v1/generate"
+            raise TrackwayError(ErrorCode.INTERNAL, message + remedy) from error
 
     async def tokenizer(self) -> Tokenizer:
         """The tokenizer itself, loaded once; raises what transformers raises when the folder has none."""

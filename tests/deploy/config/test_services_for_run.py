@@ -306,12 +306,32 @@ def test_verls_old_spelling_of_a_reward_model_is_read_and_its_server_has_gpus_be
     ]
 
 
-def test_a_classifier_as_the_reward_model_is_missing_here(tmp_path: Path) -> None:
+def test_what_a_reward_model_is_stands_in_its_config_and_is_said(tmp_path: Path) -> None:
+    alone = (f"{RM}.enable=true", f"{RM}.model_path={tmp_path}")
+    long = ("data.max_prompt_length=4000", "data.max_response_length=500")
+
+    def said(services: RunServices) -> list[str]:
+        return [decision.got for decision in services.decisions if decision.key == f"{RM}.model_path"]
+
+    unknown = made(0, *alone)
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForSequenceClassification"]}')
+    scores, asked = made(0, *alone, *long), made(0, *JUDGED, *alone)
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    generates, generative = made(0, *JUDGED, *alone, *long), made(0, *alone)
 
-    [missing] = made(0, *JUDGED, f"{RM}.model_path={tmp_path}").missing
-
-    assert missing == (
-        f"reward.reward_model.model_path: expected a generative model, got a classifier at {tmp_path}; load it in the "
-        "function of custom_reward_function.path, and leave enable out"
-    )
+    assert [said(services) for services in (unknown, scores, asked, generates)] == [
+        ["a model not on this machine yet, whose logit of the conversation is the score"],
+        ["a classifier, whose logit of the conversation is the score"],
+        ["a classifier, which custom_reward_function asks"],
+        ["a generative model, which custom_reward_function asks"],
+    ]
+    assert [services.missing for services in (unknown, scores, asked, generates)] == [[], [], [], []]
+    assert generative.missing == [
+        "reward.reward_model.model_path: expected a classifier (an architecture *ForSequenceClassification) without "
+        f"custom_reward_function.path, got a generative model at {tmp_path}; name a function that asks it"
+    ]
+    assert args(scores, "reward")["reward_model"] == {"path": str(tmp_path)}
+    assert args(scores, "reward_model") == {
+        **{"engine": "torch", "model_path": str(tmp_path), "model_name": str(tmp_path), "max_model_len": 4500},
+    }
+    assert "max_model_len" not in args(generates, "reward_model")

@@ -3,14 +3,17 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from trackway.deploy.bundled import TINY_MODEL
+from trackway.deploy.bundled import CPU_CONFIG, TINY_MODEL
 from trackway.deploy.commands.main_ppo import app
-from trackway.deploy.runs.standalone import prepare
+from trackway.deploy.config import serve_config
+from trackway.deploy.config.services_for_run import services_for
+from trackway.deploy.runs.standalone import prepare, with_models
 from trackway.system.user_error import UserError
 from trackway.trainer.config import compose
 from trackway.trainer.data.parquet import write_rows
@@ -189,6 +192,19 @@ def test_the_module_runs_from_anywhere_and_refuses_an_unknown_option(tmp_path: P
 
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "No such option: --nope" in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_a_reward_model_that_cannot_score_is_refused_once_its_files_are_here() -> None:
+    def services(*words: str) -> dict[str, Any]:
+        unread = ["reward.reward_model.enable=true", "reward.reward_model.model_path=me/judge", *words]
+        config = services_for(compose(unread), 0, serve_config.load(CPU_CONFIG)).serve_config
+        return serve_config.with_options(config, "reward_model", {"model_path": str(TINY_MODEL)})
+
+    asked = services("custom_reward_function.path=/rewards.py")
+
+    assert with_models(asked) == asked
+    with pytest.raises(UserError, match=r"got a generative model at .*; name a function"):
+        with_models(services())
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pydantic import JsonValue
 
 from tests.services.agent.agent_services import AgentServices, call
 from tests.services.agent.scripted_model import END
+from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode
 from trackway.wire.trajectory import Trajectory
 
@@ -70,6 +71,20 @@ async def test_the_scorer_learns_what_the_tools_measured_and_gave(services: Agen
     calls = [call.model_dump(mode="json") for turn in trajectory.turns for call in turn.calls]
     assert (told["tool_calls"], len(calls)) == (calls, 3)
     assert told["index"] == 7
+
+
+@pytest.mark.anyio
+async def test_the_scorer_gets_the_conversation_with_calls_and_their_answers(services: AgentServices) -> None:
+    services.counter.text = "one"
+
+    trajectory = await services.say(COUNT, ANSWER)
+
+    [request] = services.reward.requests
+    told = [Message.model_validate(message) for message in json.loads(request.content)["messages"]]
+    said = [message for turn in trajectory.turns for message in turn.messages]
+    assert told == [*trajectory.prompt_messages, *said]
+    assert [(message.role, message.content) for message in told[-2:]] == [("tool", "one"), ("assistant", "#### 18")]
+    assert told[-3].tool_calls is not None and told[-3].tool_calls[0].function.name == "counter"
 
 
 @pytest.mark.anyio

@@ -6,7 +6,7 @@ trackway.modules, code_path                       ->  what the agent, tools and 
 agent.agent_loop_config_path, multi_turn.format   ->  the agent service's loops and parser
 data.apply_chat_template_kwargs                   ->  the agent service's chat template
 custom_reward_function                            ->  the reward service's scorer
-reward.reward_model                               ->  a service of its own, which that scorer asks
+reward.reward_model                               ->  a service of its own, which scores or which that scorer asks
 
 A request that this machine cannot meet is recorded: as a decision with its reason, or as missing if the run would
 differ.
@@ -24,6 +24,7 @@ from trackway.deploy.config import serve_config
 from trackway.deploy.config.engine_python import SERVERS, engine_python, runs_already
 from trackway.deploy.config.serve_config import Replicas
 from trackway.reward.reward_model import REWARD_MODEL
+from trackway.rollout.classifiers import is_classifier
 from trackway.trainer.config import RunConfig, given_to_deployment
 from trackway.trainer.config.compose import leaves
 
@@ -338,11 +339,11 @@ def _set_reward_function(config: RunConfig, services: RunServices) -> None:
 def _set_reward_model(config: RunConfig, gpus: int, base: dict[str, Any], services: RunServices) -> None:
     """Add the service of the reward model: a rollout service without a weight store, whose weights stay as they are."""
     model = config.reward.reward_model
-    if "ForSequenceClassification" in _architecture(model.model_path):
-        services.missing.append(
-            f"{_REWARD_MODEL}.model_path: expected a generative model, got a classifier at {model.model_path}; load it "
-            "in the function of custom_reward_function.path, and leave enable out"
-        )
+    folder = Path(model.model_path or "")
+    scores = config.custom_reward_function.path is None
+    if problem := not_scoring(folder) if scores else "":
+        services.missing.append(problem)
+    services.decide(f"{_REWARD_MODEL}.model_path", model.model_path, _kind(folder, scores=scores))
     there = {key: value for key, value in serve_config.args_of(base, "rollout").items() if key in _OF_THE_MACHINE}
     engine = _engine(model.rollout.name, gpus, there)
     if model.rollout.name in SERVERS and engine == "torch":
@@ -357,6 +358,9 @@ def _set_reward_model(config: RunConfig, gpus: int, base: dict[str, Any], servic
     if server:
         args |= {"tensor_parallel_size": needed} if gpus else {"device": "cpu"}
         args.setdefault("max_num_seqs", _SERVER_SEQS)
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if longest > _ENGINE_LEN and (scores or is_classifier(folder)):
+        args.setdefault("max_model_len", longest)
     taken = config.trainer.n_gpus_per_node or 0
     if gpus and taken + needed > gpus:
         services.missing.append(
@@ -372,7 +376,19 @@ def _set_reward_model(config: RunConfig, gpus: int, base: dict[str, Any], servic
     services.serve_config = serve_config.with_options(services.serve_config, "reward", asks)
 
 
-def _architecture(model_path: str | None) -> str:
-    """The name of the model's class, if its folder is here."""
-    file = Path(model_path or "") / "config.json"
-    return str(json.loads(file.read_text()).get("architectures")) if file.is_file() else ""
+def not_scoring(folder: Path) -> str:
+    """Why the reward model of a folder cannot score without a function; empty when it can, or is not here yet."""
+    if not (folder / "config.json").is_file() or is_classifier(folder):
+        return ""
+    return (
+        f"{_REWARD_MODEL}.model_path: expected a classifier (an architecture *ForSequenceClassification) without "
+        f"custom_reward_function.path, got a generative model at {folder}; name a function that asks it"
+    )
+
+
+def _kind(folder: Path, *, scores: bool) -> str:
+    """What the reward model is, and who asks it."""
+    asks = "whose logit of the conversation is the score" if scores else "which custom_reward_function asks"
+    if not (folder / "config.json").is_file():
+        return f"a model not on this machine yet, {asks}"
+    return f"a classifier, {asks}" if is_classifier(folder) else f"a generative model, {asks}"

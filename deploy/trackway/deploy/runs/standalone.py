@@ -14,7 +14,14 @@ from typing import Any
 from trackway.deploy.checks.run import Checked, Subject, check_run
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.engine_python import SERVERS
-from trackway.deploy.config.services_for_run import Decision, RunServices, decided_already, gpus_here, services_for
+from trackway.deploy.config.services_for_run import (
+    Decision,
+    RunServices,
+    decided_already,
+    gpus_here,
+    not_scoring,
+    services_for,
+)
 from trackway.deploy.deployment.installation_check import check_interpreters
 from trackway.deploy.deployment.progress import Report
 from trackway.deploy.deployment.record import Deployment
@@ -186,11 +193,17 @@ def model_of(config: RunConfig) -> Path:
 
 
 def with_models(config: dict[str, Any]) -> dict[str, Any]:
-    """The Serve config with the folder of the reward model, if there is one; a Hub id is downloaded here once."""
+    """The Serve config with the folder of the reward model, if there is one; a Hub id is downloaded here once.
+
+    UserError for a generative model that no function asks.
+    """
     path = serve_config.args_of(config, REWARD_MODEL).get("model_path")
     if path is None:
         return config
     folder = _folder_of("reward.reward_model.model_path", path)
+    asked = serve_config.args_of(config, "reward").get("custom_reward_function") is not None
+    if problem := "" if asked else not_scoring(folder):
+        raise UserError(problem)
     return serve_config.with_options(config, REWARD_MODEL, {"model_path": str(folder)})
 
 

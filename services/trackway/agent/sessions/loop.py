@@ -7,6 +7,7 @@ from collections.abc import Callable
 from trackway.agent.context import AgentContext
 from trackway.agent.episode import Episode
 from trackway.agent.loop import AgentLoop
+from trackway.agent.sessions.messages import plain_message
 from trackway.agent.sessions.rows import GraphRow, training_rows
 from trackway.agent.sessions.session import Session
 from trackway.agent.tool_agent import assistant_message
@@ -61,6 +62,8 @@ class SessionAgent(AgentLoop):
             episode.prompt_ids, episode.turns = first.prompt_ids, first.turns
             episode.response_ids, episode.response_mask = first.response_ids, first.response_mask
             episode.response_logprobs, episode.weight_versions = first.response_logprobs, first.weight_versions
+            said = session.conversation
+            episode.said = None if said is None else [*map(plain_message, said)]
             episode.user_turns = sum(node.kind is NodeKind.OBSERVATION for node in session.graph.nodes)
         scores = {node.call: node.reward for node in session.graph.nodes if node.reward is not None}
         if scores and episode.reward is None:

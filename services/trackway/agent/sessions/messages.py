@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from trackway.wire.chat import ToolCall
+from trackway.wire.chat import Message, ToolCall
 from trackway.wire.openai.requests import ChatMessage, ChatRequest
 
 _FLATTENED = "Calling tools:"
@@ -88,6 +88,17 @@ def text_of(message: ChatMessage) -> str:
     """The text of a message, its parts joined by newlines."""
     content = message.content
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def plain_message(message: ChatMessage) -> Message:
+    """The message with its text in one piece, and a role that chat templates know."""
+    return Message(
+        role="system" if message.role == "developer" else message.role,
+        content=text_of(message),
+        tool_calls=message.tool_calls or None,
+        tool_call_id=message.tool_call_id,
+        name=message.name,
+    )
 
 
 def is_auxiliary(chat: ChatRequest) -> bool:

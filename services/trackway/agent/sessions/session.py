@@ -117,6 +117,8 @@ class Session:
         """The error of the call that exceeded it."""
         self.failed: TrackwayError | None = None
         """The error of the last generation that failed."""
+        self.conversation: list[ChatMessage] | None = None
+        """The messages of the last answered call of chat that is not auxiliary, its answer included."""
         self.ended = asyncio.Event()
         """Set when the agent has ended; no call is taken then."""
         self._loop = loop
@@ -315,6 +317,8 @@ class Session:
                 for node, echo, delta in zip(nodes, echoes, deltas, strict=True):
                     self._continue(node, conversation, echo, delta)
                 self._responses[builder.id] = [*chat.messages, echoes[0]]
+                if not auxiliary:
+                    self.conversation = self._responses[builder.id]
                 self._sampled_nodes[builder.id] = nodes
                 call.answer.set_result(Recorded(number, deltas, nodes, conversation))
 

@@ -148,7 +148,8 @@ class RewardModelEngineConfig(Section):
     max_num_seqs: int | None = Field(default=None, ge=1)
     """Most concurrent requests."""
     max_model_len: int | None = Field(default=None, ge=2)
-    """Most tokens of question and answer together; null is `prompt_length` + `response_length` if both are given."""
+    """Most tokens of question and answer together, of a classifier those of the conversation; a longer one is an
+    error. Null is `prompt_length` + `response_length` if both are given."""
     prompt_length: int | None = Field(default=None, ge=1)
     """Most tokens of a question."""
     response_length: int | None = Field(default=None, ge=1)
@@ -156,13 +157,16 @@ class RewardModelEngineConfig(Section):
 
 
 class RewardModelConfig(Section):
-    """A generative model that `custom_reward_function` asks; the services of a run serve it beside the policy."""
+    """A model that scores, or that `custom_reward_function` asks; the services of a run serve it beside the policy."""
 
     enable: bool = False
-    """Serve `model_path` as the service `reward_model`. The function gets its address, to which it adds
-    `/v1/chat/completions`, as `reward_router_address`, and its tokenizer as `reward_model_tokenizer`."""
+    """Serve `model_path` as the service `reward_model`. Without `custom_reward_function.path` it must be a classifier,
+    and its logit for the conversation, rendered by its own chat template, is the score. A function gets its address as
+    `reward_router_address`, to which it adds `/v1/chat/completions`, or `/classify` of a classifier, and its tokenizer
+    as `reward_model_tokenizer`."""
     model_path: str | None = None
-    """Folder or Hub id of the model, and its name in requests."""
+    """Folder or Hub id of the model, and its name in requests. A classifier with one label is one whose `config.json`
+    has an architecture `*ForSequenceClassification`; any other model is generative."""
     rollout: RewardModelEngineConfig = Field(default_factory=RewardModelEngineConfig)
 
     @property
@@ -455,18 +459,10 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _a_function_asks_the_reward_model(self) -> Self:
+    def _reward_model_is_named(self) -> Self:
         model = self.reward.reward_model
-        if not model.enable:
-            return self
-        if not model.model_path:
+        if model.enable and not model.model_path:
             raise ValueError("reward.reward_model.model_path: expected a model with enable=true, got none; name it")
-        if self.custom_reward_function.path is None:
-            raise ValueError(
-                "reward.reward_model.enable: expected custom_reward_function.path, a function that asks the model at "
-                "reward_router_address, got none; verl scores by a classifier then, which is not served here: load "
-                "it in a function of your own"
-            )
         return self
 
     @model_validator(mode="after")

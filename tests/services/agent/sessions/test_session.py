@@ -554,6 +554,25 @@ async def test_a_title_is_answered_and_left_out_of_the_rows(services: AgentServi
     assert [row.response_ids for row in trajectory.rows] == [services.model.encode(ANSWER)]
 
 
+async def test_the_scorer_gets_the_conversation_of_the_last_call_that_is_no_title(services: AgentServices) -> None:
+    access = await opened(services, COUNT, ANSWER, ANSWER, "A sum" + END)
+    developer = {"role": "developer", "content": [{"type": "text", "text": "Add."}, {"type": "text", "text": "Say."}]}
+    await two_turns(services, access)
+    await chat(services, access, [developer, *QUESTION])
+    await chat(services, access, [{"role": "system", "content": "You are a title generator."}, *QUESTION])
+
+    await ended(services, access)
+
+    [request] = services.reward.requests
+    said = {"role": "assistant", "content": "#### 18"}
+    told = [{name: value for name, value in message.items() if value} for message in told_of(request)]
+    assert told == [{"role": "system", "content": "Add.\nSay."}, *QUESTION, said]
+
+
+def told_of(request: httpx.Request) -> list[dict[str, Any]]:
+    return json.loads(request.content)["messages"]
+
+
 async def test_a_task_of_titles_is_trained(services: AgentServices) -> None:
     access = await opened(services, "A sum" + END, "Nine and nine" + END)
     title = [{"role": "system", "content": "Generate a title for this article."}, *QUESTION]

@@ -338,10 +338,6 @@ def test_a_wandb_run_that_weave_would_drop_is_refused(run_id: str):
         ("critic.optim.optimizer=SGD", "critic.optim.optimizer: expected AdamW, got SGD; other optimizers are not"),
         ("reward_model.enable=True", "reward.reward_model.model_path: expected a model with enable=true, got none"),
         (
-            "reward.reward_model={enable:true,model_path:m}",
-            "reward.reward_model.enable: expected custom_reward_function.path, a function that asks the model",
-        ),
-        (
             "+reward.reward_model.rollout.quantization=fp8",
             "reward.reward_model.rollout.quantization: expected null, got fp8; serve the model yourself",
         ),

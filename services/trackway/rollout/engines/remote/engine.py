@@ -31,6 +31,7 @@ from trackway.rollout.engines.protocol import (
     Piece,
     Swapping,
 )
+from trackway.rollout.engines.remote.connect import check_server, found, healthy, prepared
 from trackway.rollout.engines.remote.control import ServerControl
 from trackway.rollout.engines.remote.http import EngineHttp
 from trackway.rollout.engines.remote.model_info import ModelFacts
@@ -40,13 +41,11 @@ from trackway.rollout.engines.remote.shared import SharedAdapters, require_alone
 from trackway.rollout.engines.weight_folder import check_finite
 from trackway.rollout.engines.weight_proof import HeldDigests, Judgement
 from trackway.rollout.settings import RolloutSettings
-from trackway.system import free_port
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.weights import WeightProof
 
 _DEFAULT_MAX_LEN = 4096
-_HEALTH_S = 0.25
 _GOODBYE_S = 2.0
 
 
@@ -67,9 +66,7 @@ class RemoteEngine(ABC):
         self.max_len = settings.max_model_len or min(self.facts.max_positions, _DEFAULT_MAX_LEN)
         self.calls = Calls(settings, self.facts, self.max_len)
         self.control = ServerControl(self, self.calls, settings.model_path, self.dtype, self.max_len)
-        if settings.engine_url is None and settings.engine_python is None:
-            message = f"expected engine_python or engine_url for engine={settings.engine}, got neither; set one of them"
-            raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
+        check_server(settings)
         self._process: SideProcess | None = None
         self._client: EngineHttp | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -116,7 +113,7 @@ class RemoteEngine(ABC):
         """Start the server or connect to a running one, and serve the base weights."""
         if self.settings.engine_url is not None:
             self._client = EngineHttp(self.settings.engine_url)
-            await self._find()
+            await found(self._client, self.settings.engine_start_s)
             if not self.shared:
                 await require_alone(self._client)
         else:
@@ -311,30 +308,10 @@ class RemoteEngine(ABC):
             self._process.check()
 
     async def _launch(self) -> None:
-        port = free_port()
-        url = f"http://127.0.0.1:{port}"
-        log = Path(tempfile.gettempdir()) / f"trackway-{self.settings.engine}-{self.settings.replica}.log"
-        command = [*self._command(port), *self.settings.engine_args]
-        self._process = SideProcess(command, self._environment(), self.settings.engine_log or log, url)
-        self._client = EngineHttp(url, self._process.settle)
-        await self._process.start(self._healthy, self.settings.engine_start_s)
-
-    async def _find(self) -> None:
-        try:
-            async with asyncio.timeout(self.settings.engine_start_s):
-                while not await self._answers():
-                    await asyncio.sleep(_HEALTH_S)
-        except TimeoutError:
-            message = (
-                f"expected a server at {self.settings.engine_url}, got no healthy one; start it, or fix engine_url"
-            )
-            raise TrackwayError(ErrorCode.UNAVAILABLE, message) from None
-
-    async def _answers(self) -> bool:
-        try:
-            return await self._healthy()
-        except TrackwayError:
-            return False
+        self._process, self._client = prepared(
+            self.settings, lambda port: [*self._command(port), *self.settings.engine_args], self._environment()
+        )
+        await self._process.start(lambda: healthy(self.http), self.settings.engine_start_s)
 
     def _let_go(self, call: Call) -> None:
         """Abort the request on the server in the background, ignoring failures."""
@@ -364,10 +341,6 @@ class RemoteEngine(ABC):
     @abstractmethod
     def _environment(self) -> dict[str, str]:
         """Variables of the server process."""
-
-    @abstractmethod
-    async def _healthy(self) -> bool:
-        """Whether the server responds."""
 
     @abstractmethod
     async def _prepare(self) -> None:

@@ -133,10 +133,6 @@ class SglangEngine(RemoteEngine):
     def _environment(self) -> dict[str, str]:
         return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "false"}  # logprobs after temperature
 
-    async def _healthy(self) -> bool:
-        await self.http.get("/health", timeout_s=5.0)
-        return True
-
     async def _prepare(self) -> None:
         loaded = await self._version_there()
         if self.shared:

@@ -42,6 +42,11 @@ def logprob(seed: int, token: int, temperature: float = 1.0) -> float:
     return -((token + seed) % 10 + 1) / 16 / (temperature or 1.0)
 
 
+def classified(seed: int, sequence: list[int]) -> float:
+    """The score of a classifier with these weights."""
+    return seed - sum(sequence) / 16
+
+
 def write_weights(folder: Path, seed: int) -> Path:
     """A model folder: a config and weights that are one number."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -96,6 +101,10 @@ class Generate(_Body):
     extra_key: str = ""
     lora_path: str | None = None
     stream: bool = False
+
+
+class Classify(_Body):
+    input_ids: list[int]
 
 
 class Pause(_Body):
@@ -159,6 +168,7 @@ class Fake:
         self.step_s, self.slots, self.incremental = step_s, slots, incremental
         self.spans, self.radix_cache, self.ranks = True, True, True
         self.version, self.healthy, self.paused = "default", True, False
+        self.is_embedding = False
         self.requests: list[Request] = []
         self.cache: dict[str, list[tuple[tuple[int, ...], str]]] = {}
         self.asleep: set[str] = set()
@@ -360,6 +370,14 @@ def make_app(fake: Fake) -> FastAPI:
             if request in fake.requests:  # the client is gone, which SGLang acts upon after 2 s
                 asyncio.get_running_loop().call_later(2.0, setattr, request, "aborted", True)
 
+    @app.post("/classify")
+    async def classify(body: Classify) -> Response:
+        if not fake.is_embedding:
+            message = "This model does not appear to be an embedding model by default. Please add `--is-embedding`"
+            return JSONResponse({"error": {"message": message}}, 400)
+        meta = {"prompt_tokens": len(body.input_ids)}
+        return JSONResponse({"embedding": [classified(fake.seed or 0, body.input_ids)], "meta_info": meta})
+
     @app.post("/pause_generation")
     async def pause(body: Pause) -> dict[str, str]:
         fake.continued.clear()
@@ -479,7 +497,7 @@ def main() -> None:
     parser.add_argument("--lora-target-modules", choices=["all"])
     for name in ("skip-tokenizer-init", "incremental-streaming-output", "disable-radix-cache", "disable-cuda-graph"):
         parser.add_argument(f"--{name}", action="store_true")
-    for name in ("enable-memory-saver", "enable-lora"):
+    for name in ("enable-memory-saver", "enable-lora", "is-embedding"):
         parser.add_argument(f"--{name}", action="store_true")
     given = parser.parse_args()
     print(f"server_args={vars(given)}", flush=True)
@@ -487,6 +505,7 @@ def main() -> None:
 
     async def run() -> None:
         fake = Fake(Path(given.model_path), slots=given.max_running_requests, incremental=incremental)
+        fake.is_embedding = given.is_embedding
         async with serving(fake, given.port):
             await asyncio.Event().wait()
 

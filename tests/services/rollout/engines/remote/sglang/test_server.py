@@ -119,6 +119,7 @@ async def test_the_side_process_is_started_with_the_settings_and_ends_with_the_e
         "disable_cuda_graph": True,
         "enable_memory_saver": True,
         "enable_lora": False,
+        "is_embedding": False,
         "max_lora_rank": None,
         "max_loras_per_batch": None,
         "lora_target_modules": None,

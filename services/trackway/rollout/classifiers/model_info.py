@@ -1,0 +1,55 @@
+"""What `config.json` says of a classifier; read without torch."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from trackway.rollout.engines.remote.model_info import ModelFacts
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+_SUFFIX = "ForSequenceClassification"
+_DEFAULT_LABELS = {"0": "LABEL_0", "1": "LABEL_1"}
+"""transformers' labels of a configuration without any."""
+
+
+class _ConfigFile(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    architectures: list[str] | None = None
+    id2label: dict[str, str] | None = None
+    problem_type: str | None = None
+
+
+def is_classifier(folder: Path) -> bool:
+    """Whether the folder's model is a `*ForSequenceClassification`; False for a folder without `config.json`."""
+    try:
+        file = _ConfigFile.model_validate_json((folder / "config.json").read_text())
+    except (OSError, ValidationError):
+        return False
+    return any(name.endswith(_SUFFIX) for name in file.architectures or [])
+
+
+@dataclass(frozen=True)
+class ClassifierInfo:
+    """A classifier that scores by one number."""
+
+    vocab_size: int
+    max_positions: int
+    label: str
+    is_regression: bool
+    """Whether the score is the logit itself, without a sigmoid."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Reads `config.json`; raises INVALID_REQUEST for a model with several labels, or an unreadable folder."""
+        facts = ModelFacts.read(folder)
+        file = _ConfigFile.model_validate(json.loads((folder / "config.json").read_text()))
+        labels = [*(_DEFAULT_LABELS if file.id2label is None else file.id2label).values()]
+        if len(labels) != 1:
+            message = f"expected a classifier with one label in {folder}, whose logit is the score, got {len(labels)}"
+            remedy = "take a reward model (num_labels=1), or ask this one in a function of your own"
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, f"{message}: {', '.join(labels)}; {remedy}")
+        return cls(facts.vocab_size, facts.max_positions, labels[0], file.problem_type == "regression")

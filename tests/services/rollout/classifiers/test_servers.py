@@ -1,0 +1,136 @@
+"""Classifiers behind the HTTP APIs of vLLM and SGLang, here fakes; `tests/vllm` has a real vLLM."""
+
+import asyncio
+import json
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Response
+from fastapi.responses import JSONResponse
+
+from tests.services.rollout.engines.remote import fake_server
+from tests.services.rollout.engines.remote.sglang import sglang_fake
+from trackway.rollout.classifiers import open_classifier
+from trackway.rollout.classifiers.servers import ServerClassifier
+from trackway.rollout.settings import RolloutSettings
+from trackway.system import free_port
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+pytestmark = pytest.mark.anyio
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model folder of which only the fake knows weights: their number, 3."""
+    folder = sglang_fake.write_weights(tmp_path / "model", 3)
+    sizes = {"vocab_size": sglang_fake.VOCAB, "max_position_embeddings": 256}
+    config = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}, **sizes}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def classifier_of(folder: Path, engine: str, **more: Any) -> ServerClassifier:
+    classifier = open_classifier(RolloutSettings.model_validate({"engine": engine, "model_path": folder, **more}))
+    assert isinstance(classifier, ServerClassifier)
+    return classifier
+
+
+async def test_sglang_is_started_for_embeddings_and_asked_for_one_score(folder: Path, tmp_path: Path) -> None:
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\ncd {ROOT}\nexec {sys.executable} -m {sglang_fake.__name__} "$@"\n')
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    more = {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.3, "max_num_seqs": 8, "max_model_len": 100}
+    log = tmp_path / "log"
+    classifier = classifier_of(folder, "sglang", engine_python=script, engine_log=log, enforce_eager=True, **more)
+    try:
+        await classifier.start()
+        assert await classifier.classify([5, 6, 7]) == sglang_fake.classified(3, [5, 6, 7]) == 3 - 18 / 16
+    finally:
+        await classifier.stop()
+
+    line = next(line for line in log.read_text().splitlines() if line.startswith("server_args="))
+    got = eval(line.removeprefix("server_args="))
+    given = {name: value for name, value in got.items() if value not in (None, False) and name != "port"}
+    assert given == {
+        **{"module": "sglang.launch_server", "model_path": str(folder), "served_model_name": "policy"},
+        **{"host": "127.0.0.1", "dtype": "bfloat16", "context_length": 108, "max_running_requests": 8, "tp_size": 2},
+        **{"mem_fraction_static": 0.3, "is_embedding": True, "disable_cuda_graph": True},
+    }
+    with pytest.raises(TrackwayError, match="starting or has stopped"):
+        await classifier.classify([5])
+
+
+class FakeVllm:
+    """vLLM's `/classify` for one list of token ids."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.probs = [0.25]
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.app = FastAPI()
+        self.app.get("/health")(self.health)
+        self.app.post("/classify")(self.classify)
+
+    async def health(self) -> Response:
+        return Response()
+
+    async def classify(self, body: dict[str, Any]) -> Response:
+        self.asked.append(body)
+        await self.answers.wait()
+        data = [{"index": 0, "label": "LABEL_0", "probs": self.probs, "num_classes": len(self.probs)}]
+        usage = {"prompt_tokens": 2, "total_tokens": 2, "completion_tokens": 0}
+        reply = {"id": "classify-1", "object": "list", "created": 1, "model": "policy", "data": data, "usage": usage}
+        return JSONResponse(reply)
+
+
+async def test_a_running_vllm_is_asked_for_logits_of_token_ids(folder: Path) -> None:
+    fake = FakeVllm()
+    async with fake_server.serving(fake.app, free_port()) as url, asyncio.timeout(60):
+        classifier = classifier_of(folder, "vllm", engine_url=url, max_num_seqs=1, max_queue=0)
+        await classifier.start()
+        assert await classifier.classify([5, 6]) == 0.25
+        assert fake.asked == [{"model": "policy", "input": [5, 6], "use_activation": False}]
+
+        fake.answers.clear()
+        waiting = asyncio.create_task(classifier.classify([5]))
+        while len(fake.asked) < 2:
+            await asyncio.sleep(0.005)
+        assert (classifier.stats().running, classifier.stuck_for() > 0) == (1, True)
+        with pytest.raises(TrackwayError) as full:
+            await classifier.classify([5])
+        assert full.value.code is ErrorCode.OVERLOADED
+        fake.answers.set()
+        assert await waiting == 0.25
+        assert (classifier.stats().running, classifier.stuck_for()) == (0, 0.0)
+
+        for probs, expected in (([0.5, 0.5], "/classify with one score"), ([], "/classify with one score")):
+            fake.probs = probs
+            with pytest.raises(TrackwayError, match=expected) as raised:
+                await classifier.classify([5])
+            assert raised.value.code is ErrorCode.ENGINE_FAILED
+        asked = len(fake.asked)
+        with pytest.raises(TrackwayError, match="expected 1 to 256 prompt tokens, got 257"):
+            await classifier.classify([5] * 257)
+        assert len(fake.asked) == asked
+        await classifier.stop()
+
+
+async def test_a_server_without_classification_says_what_it_lacks(folder: Path) -> None:
+    fake = sglang_fake.Fake(folder)
+    async with sglang_fake.serving(fake, free_port()) as url:
+        classifier = classifier_of(folder, "sglang", engine_url=url)
+        await classifier.start()
+        with pytest.raises(TrackwayError, match="Please add `--is-embedding`"):
+            await classifier.classify([5])
+        await classifier.stop()
+
+
+async def test_neither_interpreter_nor_url_is_refused(folder: Path) -> None:
+    with pytest.raises(TrackwayError, match="expected engine_python or engine_url for engine=vllm"):
+        classifier_of(folder, "vllm")
