@@ -196,6 +196,26 @@ async def test_a_client_that_puts_the_stop_string_back_and_repeats_its_code_as_a
     assert sum(trajectory.response_mask) == len(encode(code)) + len(encode(answer))
 
 
+async def test_choices_of_a_chat_are_rows_behind_one_prompt_and_one_may_be_continued(services: AgentServices) -> None:
+    access = await opened(services, COUNT, ANSWER, ANSWER)
+    both = await chat(services, access, QUESTION, n=2, tools=TOOLS, reasoning_effort="low")
+    assert both.status_code == 200, both.text
+    messages = [choice["message"] for choice in both.json()["choices"]]
+    [calling] = [message for message in messages if message.get("tool_calls")]
+    result = {"role": "tool", "tool_call_id": calling["tool_calls"][0]["id"], "content": "18"}
+    await chat(services, access, [*QUESTION, calling, result], tools=TOOLS)
+    trajectory = await ended(services, access)
+
+    count, answer = services.model.encode(COUNT), services.model.encode(ANSWER)
+    other, continued = trajectory.rows
+    assert other.response_ids == answer and other.response_mask == [1] * len(answer)
+    assert continued.prompt_ids == other.prompt_ids
+    assert continued.response_ids[: len(count)] == count and continued.response_ids[-len(answer) :] == answer
+    assert sum(continued.response_mask) == len(count) + len(answer)
+    kinds = [node.kind for node in (await state(services, access)).nodes]
+    assert kinds.count(NodeKind.PROMPT) == 1 and kinds.count(NodeKind.SAMPLED) == 3
+
+
 async def test_compaction_gives_a_second_row_and_one_reward(services: AgentServices) -> None:
     access = await opened(services, COUNT, "18+0" + END, ANSWER)
     await chat(services, access, QUESTION)
