@@ -10,10 +10,10 @@ redirects are not followed, so that the token reaches no other host.
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import ClassVar, Self, TypeVar
 
 import httpx
@@ -22,9 +22,9 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception
 
 from trackway.clients.batches import Batches
 from trackway.clients.deadline import Deadline
-from trackway.clients.direct import Address, DirectRoutes
+from trackway.clients.direct import Address, DirectRoutes, Headers, R
 from trackway.clients.failures import ForeignServerError, error_of, incident_of, reason_of, worth_retrying
-from trackway.clients.http_client import shared_http
+from trackway.clients.http_client import WholeResponse, fetch, normal_url, shared_http
 from trackway.clients.retry import RetryState
 from trackway.clients.token import authorization, resolve_token
 from trackway.system.waits import note_problem
@@ -113,7 +113,7 @@ class ServiceClient:
     @property
     def called(self) -> str:
         """The service, as an incident of a call names it; the host of another's."""
-        return self.service or _parsed(self.base_url).host
+        return self.service or httpx.URL(self.base_url).host
 
     @property
     def spilled(self) -> int:
@@ -159,7 +159,7 @@ class ServiceClient:
         session_id: str | None = None,
         idempotency_key: str | None = None,
         deadline: Deadline | None = None,
-    ) -> httpx.Response:
+    ) -> WholeResponse:
         """Like `call`, without parsing the answer."""
         deadline = deadline or Deadline.after(self.policy.total_s)
         key = idempotency_key or (uuid.uuid4().hex if method == "POST" else None)
@@ -185,30 +185,39 @@ class ServiceClient:
             raise self._unavailable(method, path, error) from error
         raise AssertionError("tenacity returns or raises")
 
-    async def _once(self, request: _Request, headers: dict[str, str]) -> httpx.Response:
+    async def _once(self, request: _Request, headers: dict[str, str]) -> WholeResponse:
         async with self._slots:
-            response = await self._exchange(request, headers)
+            response = await self._exchange(self._fetch, request, headers)
         _take_receipt(response)
         if not response.is_success:
             raise error_of(response)
         return response
 
-    async def _exchange(self, request: _Request, headers: dict[str, str], stream: bool = False) -> httpx.Response:
-        """Send one request; returns the answer with any status, its body unread with `stream`."""
-
-        async def send(base_url: str, headers: dict[str, str]) -> httpx.Response:
-            prepared = httpx.Request(
-                request.method,
-                _parsed(base_url + request.path),
-                content=request.content,
-                headers=headers,
-                extensions={"timeout": self._timeout(request.deadline).as_dict()},
-            )
-            return await self.http.send(prepared, stream=stream, follow_redirects=False)
-
+    async def _exchange(
+        self, send: Callable[[_Request, str, Headers], Awaitable[R]], request: _Request, headers: Headers
+    ) -> R:
+        """Send one request; returns the answer with any status."""
         if self._routes is None:
-            return await send(self.base_url, headers)
-        return await self._routes.exchange(send, headers, self._holder(request.path), request.broken)
+            return await send(request, self.base_url, headers)
+        holder = self._holder(request.path)
+        return await self._routes.exchange(partial(send, request), headers, holder, request.broken)
+
+    async def _fetch(self, request: _Request, base_url: str, headers: Headers) -> WholeResponse:
+        connect_s, read_s = self._limits_s(request.deadline)
+        url = base_url + request.path
+        return await fetch(self.http, request.method, url, headers, request.content, connect_s=connect_s, read_s=read_s)
+
+    async def _open(self, request: _Request, base_url: str, headers: Headers) -> httpx.Response:
+        """The answer with its body unread."""
+        connect_s, read_s = self._limits_s(request.deadline)
+        prepared = httpx.Request(
+            request.method,
+            normal_url(base_url + request.path),
+            content=request.content,
+            headers=headers,
+            extensions={"timeout": httpx.Timeout(read_s, connect=connect_s).as_dict()},
+        )
+        return await self.http.send(prepared, stream=True, follow_redirects=False)
 
     def _batches(
         self, path: str, request: type[RequestT], reply: type[ReplyT], size: Callable[[RequestT], int]
@@ -255,11 +264,11 @@ class ServiceClient:
         headers = self._headers(session_id, None, deadline)
         try:
             async with asyncio.timeout(deadline.remaining), self._slots:
-                response = await self._exchange(request, headers, stream=True)
+                response = await self._exchange(self._open, request, headers)
                 async with aclosing(response):
                     if not response.is_success:
                         await response.aread()
-                        raise error_of(response)
+                        raise error_of(WholeResponse.of(response))
                     yield response.aiter_lines()
         except TimeoutError as error:
             message = f"{method} {self.base_url}{path}: the stream did not end before the deadline; allow more time"
@@ -278,9 +287,10 @@ class ServiceClient:
         inject(headers)
         return headers
 
-    def _timeout(self, deadline: Deadline) -> httpx.Timeout:
-        read = max(0.001, min(self.policy.read_s, deadline.remaining))
-        return httpx.Timeout(read, connect=min(self.policy.connect_s, read), pool=read)
+    def _limits_s(self, deadline: Deadline) -> tuple[float, float]:
+        """Seconds to connect, and to wait for the next bytes or for a connection of the pool."""
+        read_s = max(0.001, min(self.policy.read_s, deadline.remaining))
+        return min(self.policy.connect_s, read_s), read_s
 
     def _retrying(self, path: str, deadline: Deadline) -> AsyncRetrying:
         policy = self.policy
@@ -316,16 +326,11 @@ class ServiceClient:
         return TrackwayError(ErrorCode.UNAVAILABLE, message)
 
 
-@lru_cache(maxsize=1024)
-def _parsed(url: str) -> httpx.URL:
-    return httpx.URL(url)
-
-
 def _content(body: BaseModel | None) -> bytes | None:
     return None if body is None else body.model_dump_json().encode()
 
 
-def _take_receipt(response: httpx.Response) -> None:
+def _take_receipt(response: WholeResponse) -> None:
     """Add the service's trace stats, sent with the answer, to those of the current piece of work."""
     stats = current_trace_stats()
     receipt = response.headers.get(TRACE_RECEIPT)

@@ -20,12 +20,14 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from ipaddress import ip_address
 from itertools import count
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 from pydantic import SecretStr
 
 from trackway.clients.failures import unsent
+from trackway.clients.http_client import WholeResponse
 from trackway.clients.token import authorization
 from trackway.system.waits import note_replica
 from trackway.tracing import add_event
@@ -62,7 +64,8 @@ class Address:
 ListReplicas = Callable[[], Awaitable[ReplicaList]]
 NameAt = Callable[[Address], Awaitable[str]]
 Headers = dict[str, str]
-Send = Callable[[str, Headers], Awaitable[httpx.Response]]
+R = TypeVar("R", httpx.Response, WholeResponse)
+Send = Callable[[str, Headers], Awaitable[R]]
 """Sends a request to a base URL with these headers; returns the answer with any status."""
 
 
@@ -98,7 +101,7 @@ class DirectRoutes:
         self.spilled = 0
         """Calls that a full replica passed on to the next one, since the start."""
 
-    async def exchange(self, send: Send, headers: Headers, holder: str | None, broken: list[str]) -> httpx.Response:
+    async def exchange(self, send: Send[R], headers: Headers, holder: str | None, broken: list[str]) -> R:
         """Send one request to a replica, or to the proxy when no replica can be reached.
 
         Args:
@@ -110,7 +113,7 @@ class DirectRoutes:
         Raises:
             httpx.TransportError: the request may have been sent, and no answer came.
         """
-        full: httpx.Response | None = None
+        full: R | None = None
         for address in await self.addresses(headers.get(SESSION_ID), holder):
             if broken.count(address.replica) >= _MAX_BREAKS:
                 continue
@@ -165,7 +168,7 @@ class DirectRoutes:
         if broken.count(address.replica) >= _MAX_BREAKS or not await self._is_there(address):
             self.failed(address)
 
-    def _heed(self, address: Address, response: httpx.Response) -> None:
+    def _heed(self, address: Address, response: httpx.Response | WholeResponse) -> None:
         """Take a replica that is leaving out of the order, and look soon whether one that is not ready still counts."""
         leaving = response.headers.get("connection") == "close"
         if leaving:

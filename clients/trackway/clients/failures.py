@@ -5,6 +5,7 @@ import math
 import httpx
 from pydantic import ValidationError
 
+from trackway.clients.http_client import WholeResponse
 from trackway.clients.token import TOKEN
 from trackway.wire.errors import ErrorCode, ErrorReply, TrackwayError
 from trackway.wire.tracing import Incident
@@ -89,7 +90,7 @@ def reason_of(error: BaseException | None) -> str:
     return f"{kind}: {error}"
 
 
-def error_of(response: httpx.Response) -> Exception:
+def error_of(response: WholeResponse) -> Exception:
     """The error for a non-2xx answer."""
     try:
         ours = TrackwayError.from_reply(ErrorReply.model_validate_json(response.content))
@@ -103,18 +104,16 @@ def error_of(response: httpx.Response) -> Exception:
         return ForeignServerError(response.status_code, text, _retry_after(response))
     if response.status_code in _REFUSED:
         return _with_remedy(response, TrackwayError(_REFUSED[response.status_code], text))
-    request = response.request
-    message = f"{request.method} {request.url}: HTTP {response.status_code}: {text}; is this a Trackway service?"
+    message = f"{response.method} {response.url}: HTTP {response.status_code}: {text}; is this a Trackway service?"
     return TrackwayError(ErrorCode.INVALID_REQUEST, message)
 
 
-def _with_remedy(response: httpx.Response, error: TrackwayError) -> TrackwayError:
-    request = response.request
-    message = f"{request.method} {request.url}: {error.message} (set the token in {TOKEN})"
+def _with_remedy(response: WholeResponse, error: TrackwayError) -> TrackwayError:
+    message = f"{response.method} {response.url}: {error.message} (set the token in {TOKEN})"
     return TrackwayError(error.code, message, **error.detail)
 
 
-def _retry_after(response: httpx.Response) -> float | None:
+def _retry_after(response: WholeResponse) -> float | None:
     """The Retry-After header in seconds; None for its date form."""
     value = response.headers.get("retry-after", "")
     return float(value) if value.isdecimal() and len(value) < 8 else None

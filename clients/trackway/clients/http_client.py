@@ -4,7 +4,9 @@ import asyncio
 import socket
 import ssl
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
 import httpx
@@ -25,6 +27,62 @@ _ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2, "TCP_USER_TI
 """Socket options of each connection, where the system has them; the last bounds the total and exists on Linux only."""
 
 _shared: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient]" = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class WholeResponse:
+    """A response whose body has been read."""
+
+    method: str
+    url: str
+    """Of the request, as is `method`."""
+    status_code: int
+    headers: Mapping[str, str]
+    """By name in any case."""
+    content: bytes
+
+    @classmethod
+    def of(cls, response: httpx.Response) -> "WholeResponse":
+        """The same without httpx, whose responses cost more to make than a small call."""
+        request = response.request
+        return cls(request.method, str(request.url), response.status_code, response.headers, response.content)
+
+    @property
+    def is_success(self) -> bool:
+        """Whether the status is 2xx."""
+        return 200 <= self.status_code < 300
+
+    @property
+    def text(self) -> str:
+        """The content, which services send as UTF-8."""
+        return self.content.decode(errors="replace")
+
+    async def aclose(self) -> None:
+        """Nothing is left to close."""
+
+
+async def fetch(
+    http: httpx.AsyncClient,
+    method: str,
+    url: str,
+    headers: Mapping[str, str],
+    content: bytes | None,
+    *,
+    connect_s: float,
+    read_s: float,
+) -> WholeResponse:
+    """The response to one request, without redirects; raises httpx.TransportError."""
+    if isinstance(http, _PlainClient):
+        return await http.fetch(method, normal_url(url), headers, content, connect_s, read_s)
+    timeout = httpx.Timeout(read_s, connect=connect_s)
+    request = httpx.Request(method, url, content=content, headers=headers, extensions={"timeout": timeout.as_dict()})
+    return WholeResponse.of(await http.send(request, follow_redirects=False))
+
+
+@lru_cache(maxsize=1024)
+def normal_url(url: str) -> str:
+    """The URL as httpx writes it."""
+    return str(httpx.URL(url))
 
 
 def shared_http() -> httpx.AsyncClient:
@@ -55,33 +113,40 @@ class _PlainClient(httpx.AsyncClient):
 
     async def send(self, request: httpx.Request, *, stream: bool = False, **_: object) -> httpx.Response:
         """The response, read to its end unless `stream` is set; raises httpx.TransportError."""
-        if self.is_closed:
-            raise RuntimeError("expected an open HTTP client, got one that is closed")
-        if stream:
-            return await self._plain_transport.handle_async_request(request)
-        return await self._whole(request)
+        self._check_open()
+        response = await self._plain_transport.handle_async_request(request)
+        if not stream:
+            response.request = request
+            await response.aread()
+        return response
 
-    async def _whole(self, request: httpx.Request) -> httpx.Response:
+    async def fetch(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        content: bytes | None,
+        connect_s: float,
+        read_s: float,
+    ) -> WholeResponse:
+        """As the function `fetch`, past httpx's requests and responses."""
         from aiohttp import ClientTimeout
         from httpx_aiohttp.transport import map_aiohttp_exceptions
 
-        timeout = request.extensions["timeout"]
-        limits = ClientTimeout(sock_connect=timeout["connect"], sock_read=timeout["read"], connect=timeout["pool"])
-        with map_aiohttp_exceptions():
+        self._check_open()
+        timeout = ClientTimeout(sock_connect=connect_s, sock_read=read_s, connect=read_s)
+        try:
             async with self._plain_transport.get_client().request(
-                request.method,
-                str(request.url),
-                headers=request.headers,
-                data=request.content or None,
-                allow_redirects=False,
-                auto_decompress=False,
-                timeout=limits,
+                method, url, headers=headers, data=content or None, allow_redirects=False, timeout=timeout
             ) as answer:
-                content = await answer.read()
-        body = httpx.ByteStream(content)
-        response = httpx.Response(answer.status, headers=answer.raw_headers, stream=body, request=request)
-        response.read()
-        return response
+                return WholeResponse(method, url, answer.status, answer.headers, await answer.read())
+        except Exception:
+            with map_aiohttp_exceptions():
+                raise
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise RuntimeError("expected an open HTTP client, got one that is closed")
 
 
 def _session(tls: ssl.SSLContext) -> "aiohttp.ClientSession":
