@@ -90,8 +90,10 @@ class OpenAIRequest(WireRequest):
     @model_validator(mode="before")
     @classmethod
     def _without_neutral(cls, fields: JsonValue) -> JsonValue:
+        if not isinstance(fields, dict):
+            return fields
         dropped = _dropped(cls)
-        if not isinstance(fields, dict) or (dropped.isdisjoint(fields) and None not in fields.values()):
+        if dropped.isdisjoint(fields) and None not in fields.values():
             return fields
         for name in fields.keys() & cls.neutral.keys():
             if fields[name] is not None and fields[name] not in cls.neutral[name]:

@@ -32,7 +32,8 @@ _JSON = (b"content-type", b"application/json")
 class ModelCall(Generic[B]):
     """One of the model's routes."""
 
-    body: type[B]
+    read: Callable[[bytes, Session], B]
+    """Validates the body; raises ValidationError."""
     answer: Callable[[B, Session, Request], Awaitable[Response]]
     route: type[ErrorFormatRoute]
     """Answers its errors."""
@@ -40,13 +41,13 @@ class ModelCall(Generic[B]):
     async def response(self, body: bytes, session: Session, request: Request) -> Response:
         """The response to a call with this body."""
         try:
-            return await self.answer(self._parsed(body), session, request)
+            return await self.answer(self._parsed(body, session), session, request)
         except (TrackwayError, RequestValidationError) as error:
             return self.route.error_answer(error)
 
-    def _parsed(self, body: bytes) -> B:
+    def _parsed(self, body: bytes, session: Session) -> B:
         try:
-            return self.body.model_validate_json(body)
+            return self.read(body, session)
         except ValidationError as error:
             raise RequestValidationError(body_problems(error)) from None
 

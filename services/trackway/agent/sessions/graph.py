@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from trackway.agent.sessions.messages import Meaning, canonical, meaning, without_reasoning
+from trackway.agent.sessions.chat_reader import same_objects
+from trackway.agent.sessions.messages import KnownMeanings, Meaning, canonical, meaning, without_reasoning
 from trackway.wire.openai.requests import ChatMessage, ChatTool
 from trackway.wire.sessions.graph import GraphNode, NodeKind, RootReason
 from trackway.wire.trajectory import WeightSpan
@@ -43,10 +44,36 @@ class Conversation:
         conversation = cls((), options, (sha256(options.encode()).digest(),))
         return conversation.followed_by(*map(meaning_of, messages))
 
+    def first(self, count: int) -> "Conversation":
+        """The conversation up to so many messages."""
+        return Conversation(self.said[:count], self.options, self.keys[: count + 1])
+
     def followed_by(self, *said: Meaning) -> "Conversation":
         """The conversation with these messages after it."""
         keys = list(accumulate(said, _key_of, initial=self.keys[-1]))
         return Conversation((*self.said, *said), self.options, (*self.keys, *keys[1:]))
+
+
+class Conversations:
+    """The conversations of a session's calls; what one shares with the one before is not worked out again."""
+
+    def __init__(self) -> None:
+        self.meaning = KnownMeanings()
+        self._messages: Sequence[ChatMessage] = ()
+        self._tools: Sequence[ChatTool] = ()
+        self._template: Mapping[str, JsonValue] = {}
+        self._last = Conversation.of(())
+
+    def of(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ChatTool], template: Mapping[str, JsonValue]
+    ) -> Conversation:
+        """As `Conversation.of`."""
+        if tools != self._tools or template != self._template:
+            self._last, self._messages = Conversation.of((), tools, template), ()
+        same = same_objects(messages, self._messages)
+        self._last = self._last.first(same).followed_by(*map(self.meaning, messages[same:]))
+        self._messages, self._tools, self._template = messages, tools, template
+        return self._last
 
 
 class Place(NamedTuple):
@@ -129,7 +156,8 @@ class TokenGraph:
     def context(self, place: Place, call: int, ids: Sequence[int], auxiliary: bool = False) -> GraphNode:
         """The node of what the engine is shown beyond the parent; that of an equal earlier call if there is one."""
         for step in self.path(place.parent):
-            self._is_of_task(step)  # a title is not continued
+            if step.kind is NodeKind.AUXILIARY:  # a title is not continued
+                self._is_of_task(step)
         found = self._contexts.get((place.parent, place.key))
         if found is not None and self.nodes[found].ids == list(ids):
             return self.nodes[found]
@@ -170,12 +198,11 @@ class TokenGraph:
         """Let what looked auxiliary be the task when the session had no other call."""
         if not self.has_task:
             for node in self.nodes:
-                if node.ids:
+                if node.ids and node.kind is NodeKind.AUXILIARY:
                     self._is_of_task(node)
 
     def _is_of_task(self, node: GraphNode) -> None:
-        if node.kind is NodeKind.AUXILIARY:
-            node.kind = NodeKind.PROMPT if node.parent is None else NodeKind.SAMPLED
+        node.kind = NodeKind.PROMPT if node.parent is None else NodeKind.SAMPLED
 
     def continue_text(self, node: GraphNode, text: str | None) -> None:
         """Let completions continue a sampled node by the text up to its end, or by its ids for None."""

@@ -3,14 +3,14 @@
 import asyncio
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, HTTPException, Request, Response
 
 from trackway.agent.context import AgentContext
 from trackway.agent.groups import Groups
-from trackway.agent.sessions.fast_path import ModelCall
+from trackway.agent.sessions.fast_path import B, ModelCall
 from trackway.agent.sessions.loop import OpenSession, opened
 from trackway.agent.sessions.messages import canonical
 from trackway.agent.sessions.passing_on import PassedOnRoute, session_of_request
@@ -327,7 +327,7 @@ async def _no_such_route(request: Request) -> None:
 
 
 async def _chat(body: SessionChat, session: Session, request: Request) -> Response:
-    said = _said("chat", session, body)
+    said = _said("chat", session, body, session.chats.digest(body))
     return await session.answer(request, body, ChatResponseBuilder, said, stream=body.stream)
 
 
@@ -355,19 +355,28 @@ async def _messages(body: SessionMessages, session: Session, request: Request) -
     return await session.answer(request, chat, build, _said("messages", session, body), stream=body.stream)
 
 
+def _reader(kind: type[B]) -> Callable[[bytes, Session], B]:
+    return lambda body, _: kind.model_validate_json(body)
+
+
 MODEL_CALLS: Mapping[str, ModelCall[Any]] = {
-    "chat/completions": ModelCall(SessionChat, _chat, OpenAISessionRoute),
-    "completions": ModelCall(SessionCompletion, _completions, OpenAISessionRoute),
-    "responses": ModelCall(SessionResponse, _responses, OpenAISessionRoute),
-    "messages": ModelCall(SessionMessages, _messages, AnthropicSessionRoute),
+    "chat/completions": ModelCall(lambda body, session: session.chats.read(body), _chat, OpenAISessionRoute),
+    "completions": ModelCall(_reader(SessionCompletion), _completions, OpenAISessionRoute),
+    "responses": ModelCall(_reader(SessionResponse), _responses, OpenAISessionRoute),
+    "messages": ModelCall(_reader(SessionMessages), _messages, AnthropicSessionRoute),
 }
 """The calls of a session's model, by their path behind `/v1/`, which are answered without FastAPI."""
 
 
-def _said(route: str, session: Session, body: SessionCall) -> str:
-    """What a retry of the call repeats: another seed asks for another sample. Its fields without effect are noted."""
+def _said(route: str, session: Session, body: SessionCall, digest: str | None = None) -> str:
+    """What a retry of the call repeats: another seed asks for another sample. Its fields without effect are noted.
+
+    `digest` stands for the body without `stream`; by default its JSON.
+    """
     session.note_fields([*body.sampling, *body.ignored])
-    return f"{route} {canonical({**body.sampling})} {body.model_dump_json(exclude={'stream', 'stream_options'})}"
+    if digest is None:
+        digest = body.model_dump_json(exclude={"stream", "stream_options"})
+    return f"{route} {canonical({**body.sampling})} {digest}"
 
 
 def _either(whole: Any) -> dict[int | str, dict[str, Any]]:

@@ -18,9 +18,10 @@ from fastapi import Request, Response
 from opentelemetry import trace
 
 from trackway.agent.episode import Episode
+from trackway.agent.sessions.chat_reader import ChatReader
 from trackway.agent.sessions.delivery import DeliveredResponse, Recorded, WaitingStream
-from trackway.agent.sessions.graph import Conversation, Place, Sampled, TokenGraph
-from trackway.agent.sessions.messages import KnownMeanings, is_auxiliary, joined_turns, meaning, text_of
+from trackway.agent.sessions.graph import Conversation, Conversations, Place, Sampled, TokenGraph
+from trackway.agent.sessions.messages import is_auxiliary, joined_turns, meaning, text_of
 from trackway.agent.sessions.token_budget import TokenBudget
 from trackway.chat.encoding import TooLong
 from trackway.model_api.choices import jobs_of, while_connected
@@ -109,6 +110,8 @@ class Session:
         self.key = f"sk-{self.id}-{secrets.token_hex(16)}"
         self.episode = episode
         self.graph = TokenGraph()
+        self.chats = ChatReader()
+        """Reads its chat calls."""
         self.attributes: dict[str, str] = {}
         self.ignored_fields: set[str] = set()
         self.limit: StopReason | None = None
@@ -129,7 +132,7 @@ class Session:
         """By the body of the call: its record, or None when its client left before the end."""
         self._responses: dict[str, list[ChatMessage]] = {}
         """The messages of each answered response, its own included, by its id."""
-        self._meaning = KnownMeanings()
+        self._conversations = Conversations()
         self._turns = itertools.count()
         self._generating: set[asyncio.Task[Any]] = set()
         self._budget = TokenBudget(bounds.max_tokens)
@@ -296,7 +299,7 @@ class Session:
     async def _chat(self, call: CallInProgress, chat: ChatRequest, build: Build) -> Response:
         chat = self._forced_chat(chat)
         tools = chat.tools if chat.offers_tools else []
-        conversation = Conversation.of(chat.messages, tools, chat.chat_template_kwargs, self._meaning)
+        conversation = self._conversations.of(chat.messages, tools, chat.chat_template_kwargs)
         number, auxiliary = self._number(), is_auxiliary(chat)
         self.graph.has_task |= not auxiliary
         place = self.graph.place(conversation)
@@ -329,7 +332,7 @@ class Session:
         if delta.stop is not None:
             whole = echo.model_copy(update={"content": text_of(echo) + delta.stop})
             self.graph.continue_message(node, conversation, meaning(whole))
-        self.graph.continue_message(node, conversation, self._meaning(echo))
+        self.graph.continue_message(node, conversation, self._conversations.meaning(echo))
 
     async def _completion(self, call: CallInProgress, asked: CompletionRequest) -> Response:
         asked = self._forced(asked)
