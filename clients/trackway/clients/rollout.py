@@ -39,13 +39,18 @@ class RolloutClient(ServiceClient):
         return self._batches("/generate_batch", GenerateRequest, GenerateReply, _prompt_tokens)
 
     async def generate(
-        self, request: GenerateRequest, session_id: str | None = None, deadline: Deadline | None = None
+        self,
+        request: GenerateRequest,
+        session_id: str | None = None,
+        deadline: Deadline | None = None,
+        *,
+        alone: bool = False,
     ) -> GenerateReply:
-        """Continue one prompt."""
+        """Continue one prompt; `alone` sends it in no batch, as calls that do not come together."""
         deadline = deadline or Deadline.after(self.policy.total_s)
         if request.request_id is None:  # vLLM takes no null here
             request = request.model_copy(update={"request_id": uuid.uuid4().hex})
-        if self._generations is not None and session_id is not None:
+        if self._generations is not None and session_id is not None and not alone:
             reply = await self._generations.call(request, session_id, deadline)
             if reply is not None:
                 return reply

@@ -50,6 +50,8 @@ class AgentLoop(ABC):
     """One conversation between the model and its environment."""
 
     agent_name: ClassVar[str]
+    generates_alone: ClassVar[bool] = False
+    """Whether its generations do not begin together with those of other rollouts of the group."""
 
     def __init__(self, services: AgentContext) -> None:
         self.services = services
@@ -158,7 +160,8 @@ class AgentLoop(ABC):
         # A group's trajectories share their prompt, and so a replica's cache of it.
         group = group_id(episode.tags)
         if told is None:
-            return (await rollout.generate(request, session_id=group, deadline=deadline)).choices[0]
+            alone = self.generates_alone
+            return (await rollout.generate(request, session_id=group, deadline=deadline, alone=alone)).choices[0]
         pieces: list[GeneratePiece] = []
         async with aclosing(rollout.stream_generation(request, session_id=group, deadline=deadline)) as arriving:
             async for piece in arriving:

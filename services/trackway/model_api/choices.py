@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from contextlib import aclosing
+from contextvars import Context
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -164,35 +165,34 @@ def _not_cut(reason: FinishReason | None) -> WholeEnd | None:
     return reason
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client disconnects."""
-    working = asyncio.current_task()
-    assert working is not None
-    ended = left = False
+async def while_connected(request: Request, work: Coroutine[Any, Any, T], context: Context | None = None) -> T:
+    """The result of `work` in a task of its own, which is cancelled when the client disconnects.
 
-    def leave(watching: asyncio.Task[None]) -> None:
-        nonlocal left
-        if not ended and not watching.cancelled():
-            watching.exception()
-            left = working.cancel()
+    `context` is that of the task, by default a copy of the current one.
+    """
+    watching = asyncio.current_task()
+    assert watching is not None
+    woken = False
 
-    watching = asyncio.create_task(_disconnected(request))
-    watching.add_done_callback(leave)
+    def wake(_: asyncio.Task[T]) -> None:
+        nonlocal woken
+        woken = watching.cancel()
+
+    working = asyncio.create_task(work, context=context)
+    working.add_done_callback(wake)
     try:
-        return await work
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
     except asyncio.CancelledError:
-        if not left or working.uncancel():
-            raise
-        message = "the client disconnected before the response was complete"
-        raise TrackwayError(ErrorCode.INVALID_REQUEST, message) from None
+        if woken and not watching.uncancel():
+            return working.result()
+        raise
     finally:
-        ended = True
-        watching.cancel()
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+        if not woken:
+            working.remove_done_callback(wake)
+            await _end([working])
+    message = "the client disconnected before the response was complete"
+    raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
 
 
 async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:

@@ -1,6 +1,7 @@
 """Answers one request: generates its choices and sends the response, whole or streamed."""
 
 from collections.abc import AsyncGenerator, Sequence
+from contextvars import Context
 
 from fastapi import Request, Response
 
@@ -23,14 +24,15 @@ async def respond(
     stream: bool,
     record: Record | None = None,
     keep_alive_s: float = KEEP_ALIVE_S,
+    context: Context | None = None,
 ) -> Response:
-    """The response of `builder`; a client that disconnects aborts the generations.
+    """The response of `builder`; a client that disconnects aborts the generations, which run in `context`.
 
     An error before the first token, or before `keep_alive_s` have passed without one, sets the status of a stream.
     """
     if not stream:
         try:
-            deltas = await while_connected(request, wholes(generator, jobs))
+            deltas = await while_connected(request, wholes(generator, jobs), context)
         except BaseException:
             if record is not None:
                 record([NOTHING for _ in jobs])
@@ -40,7 +42,7 @@ async def respond(
             record(deltas)
         return Response(body, media_type="application/json")
     events = builder.events(as_they_come(generator, jobs, keep_alive_s), record)
-    return EventStream(await while_connected(request, _first(events)), events, builder.failed)
+    return EventStream(await while_connected(request, _first(events), context), events, builder.failed)
 
 
 async def respond_again(builder: ResponseBuilder, deltas: Sequence[Delta], *, stream: bool) -> Response:

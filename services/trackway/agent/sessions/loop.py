@@ -23,6 +23,7 @@ class SessionAgent(AgentLoop):
     """Opens a session, waits for its agent, and takes over the rows of its graph."""
 
     bounds = SessionBounds()
+    generates_alone = True
 
     @abstractmethod
     async def attend(self, session: Session) -> None:

@@ -406,8 +406,9 @@ class Session:
         except TimeoutError:
             return WaitingStream(lambda: self._respond(call, asked, builder, prompts, most, record), builder.failed)
         jobs = jobs_of(builder.id, [prompt.ids for prompt in prompts], asked, max_tokens, self.tokenizer)
-        model = SessionModel(self, min(len(prompt.before) for prompt in prompts))
-        return await respond(call.request, model, builder, jobs, stream=call.stream, record=record)
+        model = SessionModel(self, min(len(prompt.before) for prompt in prompts), trace.get_current_span())
+        context = self._context.copy()
+        return await respond(call.request, model, builder, jobs, stream=call.stream, record=record, context=context)
 
     async def _chat_again(self, recorded: Recorded, chat: ChatRequest, build: Build, *, stream: bool) -> Response:
         """The recorded answer; its new ids of tool calls continue the same nodes."""
@@ -529,27 +530,28 @@ class Session:
         self,
         request: GenerateRequest,
         shown: int,
+        caller: trace.SpanContext,
         told: Callable[[GeneratePiece], None] | None = None,
         enough: asyncio.Event | None = None,
     ) -> GenerateReply:
-        """One generation in a task of the session's context; closing the session aborts it.
+        """One generation, in a task of its own in the session's context; closing the session cancels the task.
 
         `told` gets the tokens as they come; a cancellation after `enough` was set is the normal end of it.
         """
-        caller = trace.get_current_span().get_span_context()
-        task = asyncio.create_task(self._generated(request, shown, caller, told, enough), context=self._context.copy())
+        task = asyncio.current_task()
+        assert task is not None
         self._generating.add(task)
-        task.add_done_callback(self._generating.discard)
         try:
-            return await task
+            return await self._generated(request, shown, caller, told, enough)
         except TrackwayError as error:
             self.failed = error
             raise
         except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if self.ended.is_set() and current is not None and not current.cancelling():
+            if self.ended.is_set():
                 raise self._over("the session ended during the call") from None
             raise
+        finally:
+            self._generating.discard(task)
 
     async def _generated(
         self,
@@ -598,21 +600,27 @@ class Session:
 
 
 class SessionModel:
-    """The model of a session, as model_api generates with it; `shown` prompt tokens were shown before."""
+    """The model of a session, as model_api generates with it, in tasks of the session's context.
 
-    def __init__(self, session: Session, shown: int) -> None:
+    `shown` prompt tokens were shown before; `caller` is the span of the call.
+    """
+
+    def __init__(self, session: Session, shown: int, caller: trace.Span) -> None:
         self._session = session
         self._shown = shown
+        self._caller = caller.get_span_context()
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         """The whole continuation."""
-        return await self._session.generate(request, self._shown)
+        return await self._session.generate(request, self._shown, self._caller)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[GeneratePiece]:
         """The tokens as they come; closing the iterator ends the generation, as a stop string does."""
         pieces: asyncio.Queue[GeneratePiece | None] = asyncio.Queue()
         enough = asyncio.Event()
-        generating = asyncio.create_task(self._session.generate(request, self._shown, pieces.put_nowait, enough))
+        generating = asyncio.create_task(
+            self._session.generate(request, self._shown, self._caller, pieces.put_nowait, enough)
+        )
         generating.add_done_callback(lambda _: pieces.put_nowait(None))
         try:
             while (piece := await pieces.get()) is not None:
