@@ -114,4 +114,4 @@ async def test_a_plain_vllm_that_was_never_given_a_version_serves_version_0(name
 
 
 def logprobs(reply: GenerateReply) -> list[float]:
-    return [entry.logprob for entry in reply.choices[0].logprobs.content]
+    return reply.choices[0].token_logprobs

@@ -96,7 +96,7 @@ class RolloutClient(ServiceClient):
             yield GeneratePiece(finish_reason="abort")
             return
         [choice] = (await self.generate(request, session_id, deadline)).choices
-        logprobs = [entry.logprob for entry in choice.logprobs.content]
+        logprobs = choice.token_logprobs
         tops = choice.top_logprobs if request.sampling_params.logprobs else []
         for span in choice.weight_versions:
             part = slice(span.start, span.end)

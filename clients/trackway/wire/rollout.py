@@ -4,12 +4,13 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NotRequired, Self
 
-from pydantic import Field, JsonValue, SerializeAsAny, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator, with_config
 from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
 
-from trackway.wire.base import Float, Int, TokenId, WireReply, WireRequest
+from trackway.wire.base import NON_FINITE, Float, Int, TokenId, WireReply, WireRequest
 from trackway.wire.errors import ErrorBody
 from trackway.wire.trajectory import WeightSpan, add_span
 from trackway.wire.weights import TransportName, Verdict
@@ -193,11 +194,18 @@ class GenerateRequest(WireRequest):
     """Index of the first prompt token that is new in this trajectory; for the text of the trace."""
 
 
-class TokenLogprob(WireReply):
-    """A sampled token and the natural log of its probability under the sampling distribution."""
+@with_config(extra="ignore", ser_json_inf_nan=NON_FINITE)
+class TokenLogprob(TypedDict):
+    """A sampled token and the natural log of its probability under the sampling distribution.
+
+    A dict, since an answer has thousands, and a model takes twice the time and several times the memory.
+    """
 
     token_id: int
     logprob: float
+    top_logprobs: NotRequired[list["TokenLogprob"]]
+    """With `logprobs` of 1 or more: the most likely tokens, highest first, the sampled one among them; fewer than asked
+    for when `top_k` or `top_p` left no more."""
 
 
 class ChoiceLogprobs(WireReply):
@@ -206,44 +214,16 @@ class ChoiceLogprobs(WireReply):
     content: list[TokenLogprob]
 
 
-class RankedTokenLogprob(TokenLogprob):
-    """A sampled token beside the most likely ones."""
-
-    top_logprobs: list[TokenLogprob]
-    """Highest first, the sampled token among them; fewer than asked for when `top_k` or `top_p` left no more."""
-
-
-class RankedLogprobs(WireReply):
-    """As ChoiceLogprobs, for `logprobs` of 1 or more."""
-
-    content: list[RankedTokenLogprob] = Field(fail_fast=True)
-
-    @property
-    def top_logprobs(self) -> list[TopLogprobs]:
-        """The most likely tokens of each position."""
-        return [[(top.token_id, top.logprob) for top in entry.top_logprobs] for entry in self.content]
-
-
-AnyLogprobs = Annotated[RankedLogprobs | ChoiceLogprobs, Field(union_mode="left_to_right")]
-
-
 def choice_logprobs(
     token_ids: Iterable[int], logprobs: Iterable[float], top_logprobs: Sequence[TopLogprobs] = ()
-) -> RankedLogprobs | ChoiceLogprobs:
+) -> ChoiceLogprobs:
     """The logprobs of a choice; `top_logprobs` has an entry for each token, or none."""
     pairs = zip(token_ids, logprobs, strict=True)
-    if not top_logprobs:
-        return ChoiceLogprobs(content=[TokenLogprob(token_id=token, logprob=logprob) for token, logprob in pairs])
-    return RankedLogprobs(
-        content=[
-            RankedTokenLogprob(
-                token_id=token,
-                logprob=logprob,
-                top_logprobs=[TokenLogprob(token_id=other, logprob=value) for other, value in top],
-            )
-            for (token, logprob), top in zip(pairs, top_logprobs, strict=True)
-        ]
-    )
+    content = [TokenLogprob(token_id=token, logprob=logprob) for token, logprob in pairs]
+    if top_logprobs:
+        for entry, top in zip(content, top_logprobs, strict=True):
+            entry["top_logprobs"] = [TokenLogprob(token_id=other, logprob=value) for other, value in top]
+    return ChoiceLogprobs(content=content)
 
 
 class GeneratePiece(WireReply):
@@ -269,14 +249,22 @@ class GenerateChoice(WireReply):
     index: int = 0
     finish_reason: Literal["stop", "length", "abort"]
     token_ids: list[int]
-    logprobs: SerializeAsAny[AnyLogprobs]  # a union itself takes twice as long to serialise
+    logprobs: ChoiceLogprobs
     weight_versions: list[WeightSpan]
     """Spans over `token_ids`; more than one if the weights changed during the generation."""
 
     @property
+    def token_logprobs(self) -> list[float]:
+        """The logprob of each token."""
+        return [entry["logprob"] for entry in self.logprobs.content]
+
+    @property
     def top_logprobs(self) -> list[TopLogprobs]:
         """The most likely tokens of each position; empty unless asked for."""
-        return self.logprobs.top_logprobs if isinstance(self.logprobs, RankedLogprobs) else []
+        ranked = [entry["top_logprobs"] for entry in self.logprobs.content if "top_logprobs" in entry]
+        if len(ranked) < len(self.logprobs.content):
+            return []
+        return [[(top["token_id"], top["logprob"]) for top in tops] for tops in ranked]
 
     @classmethod
     def of(cls, pieces: Sequence[GeneratePiece]) -> Self:

@@ -154,7 +154,7 @@ class Episode:
             TrackwayError: `internal` when ids and logprobs do not match, or there are more ids than requested;
                 `not_finite` for a logprob that is not a finite number.
         """
-        logprobs = [entry.logprob for entry in choice.logprobs.content]
+        logprobs = choice.token_logprobs
         if len(logprobs) != len(choice.token_ids) or len(logprobs) > self.room:
             message = (
                 f"expected at most {self.room} token ids and a logprob for each, got {len(choice.token_ids)} ids "
@@ -167,7 +167,7 @@ class Episode:
         if self.request.sampling_params.logprobs:
             self.top_logprobs += choice.top_logprobs
         self.weight_versions += [
-            WeightSpan(version=span.version, start=start + span.start, end=start + span.end)
+            WeightSpan(version=span.version, start=start + span.start, end=start + span.end) if start else span
             for span in choice.weight_versions
         ]
         self.shown = len(self.prompt_ids) + len(self.response_ids)

@@ -148,10 +148,12 @@ class AgentLoop(ABC):
         turn = episode.first_turn + len(episode.turns)
         params = episode.request.sampling_params
         seed = request_seed(params.seed, episode.tags, turn, part)
+        if (max_tokens, seed) != (params.max_tokens, params.seed):
+            params = params.model_copy(update={"max_tokens": max_tokens, "seed": seed})
         request = GenerateRequest(
             request_id=f"{episode.id}/{turn}" if part == 0 else f"{episode.id}/{turn}+{part}",
             token_ids=episode.context,
-            sampling_params=params.model_copy(update={"max_tokens": max_tokens, "seed": seed}),
+            sampling_params=params,
             min_weight_version=episode.request.min_weight_version,
             context_start=episode.shown,
         )

@@ -69,7 +69,7 @@ def _with_arguments(name: str, arguments: JsonValue, block: str) -> ParsedCall:
         return _malformed(name, block, str(error))
     if not isinstance(read, dict):
         return _malformed(name, block, f"expected an object, got {type(read).__name__}")
-    return ParsedCall(name, read, json.dumps(read, ensure_ascii=False))
+    return ParsedCall(name, read, _ENCODER.encode(read))
 
 
 def _malformed(name: str, block: str, reason: str) -> ParsedCall:
@@ -91,10 +91,13 @@ def _json(text: str) -> JsonValue:
 
     Raises ValueError, RecursionError.
     """
-    value: JsonValue = json.loads(text, parse_constant=_no_constant)
-    from_json(json.dumps(value, ensure_ascii=False).encode(), allow_inf_nan=False)
+    value: JsonValue = _DECODER.decode(text)
+    from_json(_ENCODER.encode(value).encode(), allow_inf_nan=False)
     return value
 
 
 def _no_constant(name: str) -> JsonValue:
     raise ValueError(f"{name} is not JSON")
+
+
+_DECODER, _ENCODER = json.JSONDecoder(parse_constant=_no_constant), json.JSONEncoder(ensure_ascii=False)

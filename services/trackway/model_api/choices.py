@@ -90,10 +90,10 @@ async def wholes(generator: Generates, jobs: Sequence[Job]) -> list[Delta]:
 async def _whole(generator: Generates, job: Job) -> Delta:
     if not job.reader.has_stops:
         choice = (await generator.generate(job.request)).choices[0]
-        logprobs = [entry.logprob for entry in choice.logprobs.content]
+        logprobs = choice.token_logprobs
         tops = choice.top_logprobs if job.request.sampling_params.logprobs else []
-        delta = job.reader.read(choice.token_ids, logprobs, _not_cut(choice.finish_reason), tops)
-        return replace(delta, spans=choice.weight_versions)
+        reason = _not_cut(choice.finish_reason)
+        return job.reader.read(choice.token_ids, logprobs, reason, tops, choice.weight_versions)
     # Only a stream can be stopped by its text.
     return joined([delta async for delta in _deltas(generator, job)])
 

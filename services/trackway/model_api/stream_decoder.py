@@ -135,6 +135,7 @@ class Reader:
         logprobs: Sequence[float],
         finish_reason: WholeEnd | None,
         top_logprobs: Sequence[TopLogprobs] = (),
+        spans: Sequence[WeightSpan] = (),
     ) -> Delta:
         """Decode the next tokens; a stop string ends the choice with the token that completes it."""
         token_by_token = self.has_stops or self._with_offsets
@@ -153,6 +154,7 @@ class Reader:
             logprobs=list(logprobs[:count]),
             offsets=offsets if self._with_offsets else [],
             finish_reason="stop" if self._stops.found is not None else finish_reason,
+            spans=list(spans),
             stop=self._stops.found,
             top_logprobs=list(top_logprobs[:count]),
         )

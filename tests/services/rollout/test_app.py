@@ -61,7 +61,7 @@ async def test_a_prompt_comes_back_continued_with_logprobs_versions_and_counts(
     reply = GenerateReply.model_validate(answer.json())
     choice = reply.choices[0]
     assert (reply.request_id, reply.model, reply.usage.total_tokens) == ("r1", "tiny", 9)
-    assert [entry.token_id for entry in choice.logprobs.content] == choice.token_ids
+    assert [entry["token_id"] for entry in choice.logprobs.content] == choice.token_ids
     assert [(s.version, s.start, s.end) for s in choice.weight_versions] == [(0, 0, 6)]
     assert alias.json()["choices"][0]["token_ids"] == choice.token_ids
 

@@ -52,7 +52,7 @@ def results(answer: httpx.Response) -> dict[int, BatchResult[GenerateReply]]:
 
 
 def logprobs(choice: GenerateChoice) -> list[float]:
-    return [entry.logprob for entry in choice.logprobs.content]
+    return choice.token_logprobs
 
 
 async def test_each_generation_equals_its_own_request(running: Running, settings: RolloutSettings) -> None:

@@ -40,9 +40,7 @@ async def test_the_pieces_are_those_of_the_whole_generation(running: Running, se
     assert len(told) > 1 and last == GeneratePiece(receipt=last.receipt)
     assert (joined.token_ids, joined.finish_reason) == (whole.token_ids, "length")
     assert joined.weight_versions == whole.weight_versions
-    assert [entry.logprob for entry in joined.logprobs.content] == pytest.approx(
-        [entry.logprob for entry in whole.logprobs.content], abs=1e-5
-    )
+    assert joined.token_logprobs == pytest.approx(whole.token_logprobs, abs=1e-5)
 
 
 async def test_an_error_is_the_last_line(running: Running, settings: RolloutSettings) -> None:

@@ -18,6 +18,7 @@ from trackway.wire.openai.requests import ChatMessage, ChatRequest
 _FLATTENED = "Calling tools:"
 _MAX_FLATTENED = 65_536
 """Characters of a flattened call that are parsed."""
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 _MAX_KNOWN = 1024
 """Messages of one session whose meaning is kept."""
 _TITLE = re.compile(r"\btitle generator\b|\bgenerate an? [^.\n]{0,80}\btitle\b", re.IGNORECASE)
@@ -104,11 +105,10 @@ def plain_message(message: ChatMessage) -> Message:
 def is_auxiliary(chat: ChatRequest) -> bool:
     """Whether the call looks as if beside the task: its first message asks for a title, and it offers no tools."""
     first = chat.messages[0]
-    is_first_call = all(message.role != "assistant" for message in chat.messages)
     return (
-        is_first_call
-        and not chat.tools
+        not chat.tools
         and first.role in ("system", "developer")
+        and all(message.role != "assistant" for message in chat.messages)
         and bool(_TITLE.search(text_of(first)))
     )
 
@@ -121,7 +121,7 @@ def without_reasoning(said: Meaning) -> Meaning:
 
 def canonical(value: JsonValue) -> str:
     """JSON with sorted keys and without white space."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return _CANONICAL.encode(value)
 
 
 def _both(first: ChatMessage, second: ChatMessage) -> ChatMessage:

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastapi import Request, Response
 from opentelemetry import trace
@@ -55,8 +55,6 @@ if TYPE_CHECKING:
 
 Build = Callable[[ChatRequest, Tokenizer, list[int]], ResponseBuilder]
 """Makes the builder of a response in the format of the route, for a prompt of these ids."""
-
-Asked = TypeVar("Asked", bound=SampledRequest)
 
 _OF_THE_CALL = ("max_tokens", "stop_token_ids", "logprobs", "structured_outputs")
 """Sampling parameters that the call may choose; the others are the run's."""
@@ -487,27 +485,28 @@ class Session:
     def _forced_chat(self, chat: ChatRequest) -> ChatRequest:
         """The call with the run's sampling and the service's template variables."""
         template = self._loop.services.tokens.template_kwargs
-        return self._forced(chat).model_copy(
-            update={
-                "messages": joined_turns(chat.messages),
-                "chat_template_kwargs": {**template, **chat.chat_template_kwargs},
-            }
-        )
+        own = {
+            "messages": joined_turns(chat.messages),
+            "chat_template_kwargs": {**template, **chat.chat_template_kwargs},
+        }
+        return chat.model_copy(update={**self._sampling(chat), **own})
 
-    def _forced(self, asked: Asked) -> Asked:
+    def _forced(self, asked: CompletionRequest) -> CompletionRequest:
         """The call with the run's sampling."""
+        return asked.model_copy(update=self._sampling(asked))
+
+    def _sampling(self, asked: SampledRequest) -> dict[str, object]:
+        """The run's sampling; the call may name further stop tokens."""
         params = self.episode.request.sampling_params
-        return asked.model_copy(
-            update={
-                "temperature": params.temperature,
-                "top_p": params.top_p,
-                "top_k": params.top_k,
-                "seed": params.seed,
-                "ignore_eos": params.ignore_eos,
-                "stop_token_ids": sorted({*params.stop_token_ids, *asked.stop_token_ids}),
-                "min_weight_version": self.episode.request.min_weight_version,
-            }
-        )
+        return {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "seed": params.seed,
+            "ignore_eos": params.ignore_eos,
+            "stop_token_ids": sorted({*params.stop_token_ids, *asked.stop_token_ids}),
+            "min_weight_version": self.episode.request.min_weight_version,
+        }
 
     def _number(self) -> int:
         self.graph.calls += 1

@@ -32,18 +32,17 @@ class ChatResponseBuilder(ChunkedResponseBuilder):
         """Every choice."""
         usage = self._usage(sum(len(delta.token_ids) for delta in deltas))
         choices = [self._choice(index, delta) for index, delta in enumerate(deltas)]
-        answer = ChatCompletion(**{**self._head, "usage": usage}, object="chat.completion", choices=choices)
-        if self._request.return_token_ids:
-            answer.prompt_token_ids = self.prompts[0]
-        return answer.sent()
+        prompt = {"prompt_token_ids": self.prompts[0]} if self._request.return_token_ids else {}
+        head: Head = {**self._head, "usage": usage}
+        return ChatCompletion(**head, object="chat.completion", choices=choices, **prompt).sent()
 
     def _choice(self, index: int, delta: Delta) -> ChatChoice:
         parts = self._readers[index].read(delta)
-        message = ChatReplyMessage(
-            role="assistant", content=parts.content if parts.content or not parts.calls else None
-        )
-        if parts.calls:
-            message.tool_calls = parts.calls
+        content, calls = parts.content, parts.calls
+        if calls:
+            message = ChatReplyMessage(role="assistant", content=content or None, tool_calls=calls)
+        else:
+            message = ChatReplyMessage(role="assistant", content=content)
         return ChatChoice(
             index=index,
             message=message,

@@ -32,7 +32,7 @@ def test_the_tokens_are_those_of_generate_with_the_same_seed(
     assert extra(choice)["token_ids"] == ours.token_ids
     assert extra(choice)["prompt_token_ids"] == prompt
     assert extra(choice)["weight_versions"] == [{"version": 0, "start": 0, "end": len(ours.token_ids)}]
-    assert choice.logprobs.token_logprobs == pytest.approx([entry.logprob for entry in ours.logprobs.content], abs=1e-5)
+    assert choice.logprobs.token_logprobs == pytest.approx(ours.token_logprobs, abs=1e-5)
     assert choice.text == tokenizer.decode(ours.token_ids, skip_special_tokens=True)
     assert choice.finish_reason == ours.finish_reason
     assert answer.usage.model_dump(exclude_none=True) == {
