@@ -2,10 +2,11 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from trackway.system.context_value import ContextValue
 from trackway.wire.health import Wait
 
 MOST = 8
@@ -92,14 +93,9 @@ def longest_chain(waits: Sequence[Wait], now_s: float) -> str:
 _current: ContextVar[tuple[Waiting, ...]] = ContextVar("current_waits", default=())
 
 
-@contextmanager
-def noted_in(waits: Sequence[Waiting]) -> Iterator[None]:
+def noted_in(waits: Sequence[Waiting]) -> AbstractContextManager[object]:
     """Service calls within the block note in these waits which replica they ask, and why they ask again."""
-    token = _current.set(tuple(waits))
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return ContextValue(_current, tuple(waits))
 
 
 def waits_of_call() -> tuple[Waiting, ...]:

@@ -5,13 +5,13 @@ It is a context variable, so that several services can run in one process, as in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 
+from trackway.system.context_value import ContextValue
 from trackway.tracing.context import current_target
 
 if TYPE_CHECKING:
@@ -26,14 +26,9 @@ def active_tracing() -> Tracing | None:
     return _active.get() or (_installed[-1] if _installed else None)
 
 
-@contextmanager
-def activated(tracing: Tracing) -> Iterator[None]:
+def activated(tracing: Tracing) -> AbstractContextManager[object]:
     """Make `tracing` the active one inside the block."""
-    token = _active.set(tracing)
-    try:
-        yield
-    finally:
-        _active.reset(token)
+    return ContextValue(_active, tracing)
 
 
 def install(tracing: Tracing | None) -> None:

@@ -95,15 +95,12 @@ def _run_attributes(target: TraceTarget, tags: Mapping[str, names.Tag]) -> dict[
     return {**run, names.WANDB_RUN_STEP: step} if isinstance(step, int) else dict(run)
 
 
-@contextmanager
-def turn_span(index: int) -> Iterator[SpanHandle]:
+def turn_span(index: int) -> "EnteredSpan":
     """One assistant turn: its generation and its tool calls."""
-    with child_span(f"turn {index}", SpanKind.TURN, {names.TURN_INDEX: index}) as handle:
-        yield handle
+    return child_span(f"turn {index}", SpanKind.TURN, {names.TURN_INDEX: index})
 
 
-@contextmanager
-def chat_span(model: str, params: SamplingParams) -> Iterator[SpanHandle]:
+def chat_span(model: str, params: SamplingParams) -> "EnteredSpan":
     """One generation by the rollout engine."""
     attributes: dict[str, Scalar] = {
         names.MODEL: model,
@@ -113,8 +110,7 @@ def chat_span(model: str, params: SamplingParams) -> Iterator[SpanHandle]:
     }
     if params.structured_outputs is not None:
         attributes[names.OUTPUT_TYPE] = "json"
-    with child_span(f"chat {model}", SpanKind.CHAT, attributes) as handle:
-        yield handle
+    return child_span(f"chat {model}", SpanKind.CHAT, attributes)
 
 
 def tool_span(name: str, arguments: Mapping[str, object], call_id: str | None) -> "EnteredSpan":
@@ -127,11 +123,9 @@ def tool_span(name: str, arguments: Mapping[str, object], call_id: str | None) -
     return span
 
 
-@contextmanager
-def reward_span(name: str) -> Iterator[SpanHandle]:
+def reward_span(name: str) -> "EnteredSpan":
     """One scoring by the reward service."""
-    with child_span("reward", SpanKind.REWARD, {names.EVALUATION_NAME: name}) as handle:
-        yield handle
+    return child_span("reward", SpanKind.REWARD, {names.EVALUATION_NAME: name})
 
 
 @contextmanager

@@ -5,11 +5,10 @@ When a trajectory ends, the agent therefore has the size of its trace and its in
 """
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from trackway.system.context_value import ContextValue
 from trackway.wire.tracing import Incident
 
 _SERVICE = re.compile("[A-Za-z0-9._-]{1,100}")
@@ -57,16 +56,9 @@ class TraceStats:
         }
 
 
-@contextmanager
-def collect_trace_stats() -> Iterator[TraceStats]:
+def collect_trace_stats() -> ContextValue[TraceStats]:
     """Collect the trace stats of the block and of the tasks it starts, separately from the enclosing ones."""
-    token = _current.set(TraceStats())
-    try:
-        stats = _current.get()
-        assert stats is not None
-        yield stats
-    finally:
-        _current.reset(token)
+    return ContextValue(_current, TraceStats())
 
 
 def current_trace_stats() -> TraceStats | None:

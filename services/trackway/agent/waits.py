@@ -1,7 +1,7 @@
 """What each rollout waits for: its own waits are in the context of the task that runs it."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
 from trackway.clients import Deadline
@@ -33,12 +33,7 @@ class RolloutWaits:
 current_rollout: ContextVar[RolloutWaits | None] = ContextVar("current_rollout", default=None)
 
 
-@contextmanager
-def waits_for(what: str, deadline: Deadline | None = None) -> Iterator[None]:
+def waits_for(what: str, deadline: Deadline | None = None) -> AbstractContextManager[None]:
     """A wait of the rollout that the current task belongs to, if there is one, for the duration of the block."""
     rollout = current_rollout.get()
-    if rollout is None:
-        yield
-        return
-    with rollout(what, deadline):
-        yield
+    return nullcontext() if rollout is None else rollout(what, deadline)

@@ -1,6 +1,6 @@
 """Builds the response to one request, whole or as server-sent events, from the decoded choices."""
 
-import uuid
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
@@ -28,7 +28,7 @@ class ResponseBuilder(ABC):
         """`readers` has one for each choice of each prompt."""
         self.prompts = prompts
         self._readers = readers
-        self.id = f"{self.prefix}{uuid.uuid4().hex}"
+        self.id = f"{self.prefix}{secrets.token_hex(16)}"
         """The response's id, which is also the `request_id` of its generation."""
 
     @property

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trackway.serving.auth import CALLER
+from trackway.serving.request_limits import header_of
 from trackway.serving.tokens import Caller
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.headers import IDEMPOTENCY_KEY
@@ -67,7 +67,7 @@ class Idempotency:
         self._entries: OrderedDict[_Key, _Entry] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        key = Headers(scope=scope).get(IDEMPOTENCY_KEY) if scope["type"] == "http" else None
+        key = header_of(scope, IDEMPOTENCY_KEY.encode()) if scope["type"] == "http" else None
         if key is None or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return

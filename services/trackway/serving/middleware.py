@@ -13,10 +13,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from trackway.serving.request_limits import header_of
 from trackway.serving.routes import error_answer_to
 from trackway.serving.user_code import described, failure_of
 from trackway.system.storage import FULL, error_number, storage_error
@@ -123,12 +124,13 @@ class ReplicaName:
 
     def __init__(self, app: ASGIApp, replica: str) -> None:
         self.app = app
-        self.replica = replica
+        self._header = REPLICA.encode(), replica.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def signed(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REPLICA] = self.replica
+                own = self._header
+                message["headers"] = [*(header for header in message["headers"] if header[0] != own[0]), own]
             await send(message)
 
         await self.app(scope, receive, signed if scope["type"] == "http" else send)
@@ -141,7 +143,7 @@ class DeadlineLimit:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        deadline = Headers(scope=scope).get(REQUEST_DEADLINE) if scope["type"] == "http" else None
+        deadline = header_of(scope, REQUEST_DEADLINE.encode()) if scope["type"] == "http" else None
         if deadline is None:
             await self.app(scope, receive, send)
             return

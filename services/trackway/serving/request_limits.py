@@ -133,6 +133,11 @@ def _check_header(name: bytes, value: bytes) -> None:
         raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
 
 
+def header_of(scope: Scope, name: bytes) -> str | None:
+    """The value of the first header of this name, in lower case; None without one."""
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
+
+
 def again(message: Message, receive: Receive) -> Receive:
     """A `receive` that replays a message, then continues with `receive`."""
     replayed = False
