@@ -10,7 +10,7 @@ redirects are not followed, so that the token reaches no other host.
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -277,13 +277,12 @@ class ServiceClient:
             raise self._unavailable(method, path, error) from error
 
     def _headers(self, session_id: str | None, key: str | None, deadline: Deadline) -> dict[str, str]:
-        values: Mapping[str, str | None] = {
-            "content-type": "application/json",
-            SESSION_ID: None if session_id is None else header_text(session_id),
-            IDEMPOTENCY_KEY: None if key is None else header_text(key),
-            REQUEST_DEADLINE: f"{deadline.at:.3f}",
-        }
-        headers = {name: value for name, value in values.items() if value is not None} | authorization(self._token)
+        headers = {"content-type": "application/json", REQUEST_DEADLINE: f"{deadline.at:.3f}"}
+        if session_id is not None:
+            headers[SESSION_ID] = header_text(session_id)
+        if key is not None:
+            headers[IDEMPOTENCY_KEY] = header_text(key)
+        headers |= authorization(self._token)
         inject(headers)
         return headers
 

@@ -96,8 +96,8 @@ def shared_http() -> httpx.AsyncClient:
         from httpx_aiohttp import AiohttpTransport  # late, with aiohttp: a third of the time to import the clients
 
         tls = httpx.create_ssl_context()
-        transport = AiohttpTransport(verify=tls, client=_session(tls))
-        client = _shared[loop] = _PlainClient(transport)
+        session = _session(tls)
+        client = _shared[loop] = _PlainClient(session, AiohttpTransport(verify=tls, client=session))
     return client
 
 
@@ -107,9 +107,9 @@ class _PlainClient(httpx.AsyncClient):
     That saves CPU in small calls.
     """
 
-    def __init__(self, transport: "AiohttpTransport") -> None:
+    def __init__(self, session: "aiohttp.ClientSession", transport: "AiohttpTransport") -> None:
         super().__init__(transport=transport, timeout=_SILENCE_S)
-        self._plain_transport = transport
+        self._plain_session, self._plain_transport = session, transport
 
     async def send(self, request: httpx.Request, *, stream: bool = False, **_: object) -> httpx.Response:
         """The response, read to its end unless `stream` is set; raises httpx.TransportError."""
@@ -131,16 +131,17 @@ class _PlainClient(httpx.AsyncClient):
     ) -> WholeResponse:
         """As the function `fetch`, past httpx's requests and responses."""
         from aiohttp import ClientTimeout
-        from httpx_aiohttp.transport import map_aiohttp_exceptions
 
         self._check_open()
         timeout = ClientTimeout(sock_connect=connect_s, sock_read=read_s, connect=read_s)
         try:
-            async with self._plain_transport.get_client().request(
+            async with self._plain_session.request(
                 method, url, headers=headers, data=content or None, allow_redirects=False, timeout=timeout
             ) as answer:
                 return WholeResponse(method, url, answer.status, answer.headers, await answer.read())
         except Exception:
+            from httpx_aiohttp.transport import map_aiohttp_exceptions
+
             with map_aiohttp_exceptions():
                 raise
 
@@ -153,7 +154,7 @@ def _session(tls: ssl.SSLContext) -> "aiohttp.ClientSession":
     import aiohttp
 
     connector = aiohttp.TCPConnector(limit=512, keepalive_timeout=5.0, ssl=tls, socket_factory=_watched)
-    return aiohttp.ClientSession(connector=connector)
+    return aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
 
 
 def _watched(address: _AddrInfo) -> socket.socket:

@@ -37,6 +37,8 @@ class Episode:
     tags: Tags
     agent_name: str
     deadline: Deadline
+    own_params: SamplingParams | None = None
+    """Sampling parameters instead of the request's."""
     prompt_ids: list[int] = field(default_factory=list)
     response_ids: list[int] = field(default_factory=list)
     response_mask: list[int] = field(default_factory=list)
@@ -73,8 +75,7 @@ class Episode:
 
     def branch(self, turn: int, prompt_ids: Sequence[int], params: SamplingParams) -> "Episode":
         """An episode for one generation of this trajectory, as its turn number `turn`, with another prompt."""
-        request = self.request.model_copy(update={"sampling_params": params})
-        branched = Episode(request, self.tags, self.agent_name, self.deadline, timings=self.timings)
+        branched = Episode(self.request, self.tags, self.agent_name, self.deadline, params, timings=self.timings)
         branched.prompt_ids, branched.first_turn = [*prompt_ids], turn
         return branched
 
@@ -87,6 +88,11 @@ class Episode:
     def sample(self) -> Sample:
         """The dataset row."""
         return self.request.sample
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """How the model's tokens are sampled."""
+        return self.own_params or self.request.sampling_params
 
     @property
     def limits(self) -> Limits:
@@ -164,7 +170,7 @@ class Episode:
         require_trainable("the engine's logprobs", logprobs)
         start, self.last_answer = len(self.response_ids), choice
         self._append(choice.token_ids, 1, logprobs)
-        if self.request.sampling_params.logprobs:
+        if self.sampling_params.logprobs:
             self.top_logprobs += choice.top_logprobs
         self.weight_versions += [
             WeightSpan(version=span.version, start=start + span.start, end=start + span.end) if start else span

@@ -128,14 +128,14 @@ class AgentLoop(ABC):
         ):
             for part in itertools.count():
                 written = len(episode.response_ids) - start
-                max_tokens = min(episode.request.sampling_params.max_tokens - written, episode.room)
+                max_tokens = min(episode.sampling_params.max_tokens - written, episode.room)
                 if max_tokens < 1:
                     break
                 choice = await self._generate_part(episode, max_tokens, part, told)
                 episode.add_generated(choice)
                 if choice.finish_reason != "abort":
                     return choice.finish_reason
-                if episode.request.sampling_params.structured_outputs is not None:
+                if episode.sampling_params.structured_outputs is not None:
                     message = "the guided answer was cut, and its grammar cannot be entered in the middle; retry"
                     raise TrackwayError(ErrorCode.UNAVAILABLE, message)
                 add_incident(Incident.GENERATION_CUT, tokens=len(choice.token_ids))
@@ -146,7 +146,7 @@ class AgentLoop(ABC):
         self, episode: Episode, max_tokens: int, part: int, told: Callable[[GeneratePiece], None] | None
     ) -> GenerateChoice:
         turn = episode.first_turn + len(episode.turns)
-        params = episode.request.sampling_params
+        params = episode.sampling_params
         seed = request_seed(params.seed, episode.tags, turn, part)
         if (max_tokens, seed) != (params.max_tokens, params.seed):
             params = params.model_copy(update={"max_tokens": max_tokens, "seed": seed})

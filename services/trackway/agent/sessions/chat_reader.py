@@ -8,7 +8,7 @@ from hashlib import sha256
 from itertools import accumulate
 
 from pydantic import BaseModel, JsonValue
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from trackway.wire.sessions.calls import SessionChat
 
@@ -19,9 +19,9 @@ class ChatReader:
     """The calls of one session."""
 
     def __init__(self) -> None:
-        self._json: dict[str, list[JsonValue]] = {}
-        """The lists of the call before."""
-        self._read: dict[str, list[BaseModel]] = {}
+        self._sent: dict[str, Sequence[object]] = {}
+        """The lists of the call before, as they are compared."""
+        self._read: dict[str, Sequence[BaseModel]] = {}
         """The same lists, validated."""
         self._digested = dict.fromkeys(_LISTS, _Digests())
 
@@ -32,26 +32,33 @@ class ChatReader:
             if not isinstance(fields, dict):
                 return SessionChat.model_validate_json(body)
             lists = {name: value for name in _LISTS if isinstance(value := fields.get(name), list)}
-            call = SessionChat.model_validate(
-                {**fields, **{name: self._with_known(name, value) for name, value in lists.items()}}
-            )
+            sent = {name: _comparable(name, values) for name, values in lists.items()}
+            known = {name: self._with_known(name, sent[name], values) for name, values in lists.items()}
+            call = SessionChat.model_validate({**fields, **known})
         except ValueError:  # the errors of JSON name other types than those of Python's values
             return SessionChat.model_validate_json(body)
-        self._json, self._read = lists, {"messages": [*call.messages], "tools": [*call.tools]}
+        self._sent, self._read = sent, {"messages": [*call.messages], "tools": [*call.tools]}
         return call
 
-    def _with_known(self, name: str, values: list[JsonValue]) -> list[object]:
+    def _with_known(self, name: str, sent: Sequence[object], values: list[JsonValue]) -> list[object]:
         """The values, of which those at the beginning that the call before had are validated."""
-        before = self._json.get(name, [])
-        same = next((place for place, (new, old) in enumerate(zip(values, before, strict=False)) if new != old), None)
-        same = min(len(values), len(before)) if same is None else same
-        return [*self._read.get(name, [])[:same], *values[same:]]
+        same = 0
+        for new, old in zip(sent, self._sent.get(name, ()), strict=False):
+            if new != old:
+                break
+            same += 1
+        return [*self._read.get(name, ())[:same], *values[same:]]
 
     def digest(self, call: SessionChat) -> str:
         """Of all that the call asks for, without how it is sent (`stream`)."""
         self._digested = {name: self._digested[name].of(getattr(call, name)) for name in _LISTS}
         lists = " ".join(digests.last.hex() for digests in self._digested.values())
         return f"{lists} {call.model_dump_json(exclude={'messages', 'tools', 'stream', 'stream_options'})}"
+
+
+def _comparable(name: str, values: list[JsonValue]) -> Sequence[object]:
+    """What is equal for equal values only: a tool may have numbers, and Python's 1, 1.0 and True are equal."""
+    return values if name == "messages" else [to_json(value) for value in values]
 
 
 class _Digests:

@@ -8,7 +8,7 @@ nothing, begins a root, with the reason. So parallel branches and sub-agents are
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from pydantic import JsonValue
@@ -151,7 +151,7 @@ class TokenGraph:
 
     def ids(self, node: int | None) -> list[int]:
         """The ids from the root to this node."""
-        return [token for step in self.path(node) for token in step.ids]
+        return list(chain.from_iterable(step.ids for step in self.path(node)))
 
     def context(self, place: Place, call: int, ids: Sequence[int], auxiliary: bool = False) -> GraphNode:
         """The node of what the engine is shown beyond the parent; that of an equal earlier call if there is one."""
