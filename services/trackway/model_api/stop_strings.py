@@ -5,8 +5,14 @@ from collections.abc import Sequence
 
 def begun(text: str, marks: Sequence[str]) -> int:
     """Number of characters at the end of `text` that may start a marker."""
-    sizes = (size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size]))
-    return max(sizes, default=0)
+    longest = 0
+    for mark in marks:
+        place = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+        while place >= 0 and not mark.startswith(text[place:]):
+            place = text.find(mark[0], place + 1)
+        if place >= 0:
+            longest = max(longest, len(text) - place)
+    return longest
 
 
 class StopStrings:

@@ -57,7 +57,7 @@ async def test_a_response_that_is_cut_is_an_error_of_its_transport_that_was_sent
 async def test_a_refused_connection_is_an_error_of_its_transport_that_was_not_sent() -> None:
     async with server(b"") as url:
         pass
-    with pytest.raises(httpx.ConnectError) as refused:
+    with pytest.raises(httpx.TransportError) as refused:
         await fetched(url)
     await close_shared_http()
     assert unsent(refused.value)
