@@ -21,11 +21,10 @@ INPUTS = [[MARK], [5, MARK], [9, 8, MARK, 4], [7] * 40, [MARK] * 3 + [6] * 60]
 async def test_logits_are_those_of_transformers(environment: Path, tmp_path: Path) -> None:
     folder = write_classifier(tmp_path / "model")
     model = load_classifier(folder, torch.device("cpu"), torch.float32)
-    settings = RolloutSettings(
-        **{"engine": "vllm", "engine_python": environment / "bin/python", "engine_log": tmp_path / "log"},
-        **{"model_path": folder, "device": "cpu", "dtype": "float32", "max_model_len": 128},
-        **{"enforce_eager": True, "max_num_seqs": 4},
-    )
+    of_vllm = {"engine": "vllm", "engine_python": environment / "bin/python", "engine_log": tmp_path / "log"}
+    sizes = {"max_model_len": 128, "max_num_seqs": 4, "enforce_eager": True}
+    on_cpu = {"model_path": folder, "device": "cpu", "dtype": "float32"}
+    settings = RolloutSettings.model_validate({**of_vllm, **sizes, **on_cpu})
     classifier = open_classifier(settings)
     try:
         await classifier.start()

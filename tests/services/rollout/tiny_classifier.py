@@ -31,10 +31,10 @@ def write_classifier(folder: Path, *, labels: int = 1, padding: int | None = 0, 
         num_key_value_heads=1,
         max_position_embeddings=512,
         rms_norm_eps=_EPS,
-        num_labels=labels,
         pad_token_id=padding,
         problem_type="regression" if regression else None,
     )
+    config.num_labels = labels
     model = LlamaForSequenceClassification(config)
     layer = model.model.layers[0]
     with torch.no_grad():

@@ -75,7 +75,7 @@ def test_inputs_are_text_or_ids_and_a_conversation_is_rendered_by_the_models_tem
     url: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     texts = ["7 and 8", "77"]
-    rendered = tokenizer.apply_chat_template([QUESTION, ANSWER], tokenize=False)
+    rendered = str(tokenizer.apply_chat_template([QUESTION, ANSWER], tokenize=False))
     whole = tokenizer.encode(rendered, add_special_tokens=False)
     known = [logit_of(tokenizer.encode(text)) for text in texts]
 
@@ -172,7 +172,8 @@ def score(settings: dict[str, Any], request: ScoreRequest) -> Reward:
 
 def known_score(tokenizer: PreTrainedTokenizerBase) -> float:
     shown = [message.model_dump(exclude_none=True) for message in CONVERSATION]
-    return logit_of(tokenizer.encode(tokenizer.apply_chat_template(shown, tokenize=False), add_special_tokens=False))
+    rendered = str(tokenizer.apply_chat_template(shown, tokenize=False))
+    return logit_of(tokenizer.encode(rendered, add_special_tokens=False))
 
 
 def test_without_a_function_the_reward_service_scores_the_conversation_with_its_tools_messages(
@@ -243,5 +244,5 @@ def test_a_function_asks_the_classifier_as_verl_does(
     reward = score({"custom_reward_function": {"path": file}, "reward_model": model}, asked())
 
     chat = [{"role": "user", "content": "77"}, {"role": "assistant", "content": "It is 77."}]
-    ids = tokenizer.encode(tokenizer.apply_chat_template(chat, tokenize=False))
+    ids = tokenizer.encode(str(tokenizer.apply_chat_template(chat, tokenize=False)))
     assert reward.score == pytest.approx(logit_of(ids), abs=1e-4)

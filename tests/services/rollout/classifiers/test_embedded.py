@@ -58,8 +58,16 @@ async def test_a_score_is_that_of_the_input_alone_in_whatever_batch(tmp_path: Pa
 
 async def test_an_encoder_does_not_see_the_padding_of_a_batch(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 480, "hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": 64}
-    config = BertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, num_labels=1, initializer_range=0.5)
+    config = BertConfig(
+        vocab_size=480,
+        hidden_size=16,
+        intermediate_size=16,
+        max_position_embeddings=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        initializer_range=0.5,
+    )
+    config.num_labels = 1
     BertForSequenceClassification(config).save_pretrained(tmp_path)
     inputs = [[5, 9], [5, 9, 7, 11, 300], [8] * 20]
     async with started(tmp_path) as classifier:
@@ -167,7 +175,8 @@ async def test_a_stopped_classifier_answers_those_that_wait(tmp_path: Path) -> N
 
 
 async def test_missing_weights_are_not_made_up(tmp_path: Path) -> None:
-    config = LlamaConfig(vocab_size=480, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_labels=1)
+    config = LlamaConfig(vocab_size=480, hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
+    config.num_labels = 1
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     assert not is_classifier(tmp_path)
