@@ -66,6 +66,18 @@ def test_the_value_loss_has_a_divisor_of_its_own(tiny_model: Path, rollout: Roll
     assert loss(4.0) == pytest.approx(loss(1.0) / 4, rel=1e-6) != 0
 
 
+def test_the_mini_batches_of_a_value_model_are_drawn_by_a_seed_of_their_own(tiny_model: Path, rollout: Rollout):
+    def after(**keys: Any) -> float:
+        learner = new(tiny_model, **{"critic.ppo_mini_batch_size": 1, **{f"critic.{k}": v for k, v in keys.items()}})
+        learner.update(ragged(rollout))
+        return float(tensors(learner)["lm_head.weight"].double().sum())
+
+    drawn = after(shuffle=True, data_loader_seed=6)
+    assert drawn == after(shuffle=True, data_loader_seed=6)
+    assert drawn != after(shuffle=True, data_loader_seed=7)
+    assert after(shuffle=False, data_loader_seed=6) == after(shuffle=False) != drawn
+
+
 def test_gradient_checkpointing_computes_the_layers_of_a_value_model_again(tiny_model: Path, rollout: Rollout):
     def passes(is_checkpointed: bool) -> int:
         """How often the first layer is computed in an update."""
