@@ -168,6 +168,17 @@ def test_a_group_is_left_out_when_all_its_values_are_one(
         assert (list(left_out.trajectories), left_out.statuses) == (group, expected)
 
 
+@pytest.mark.parametrize("failure", [FAILED, BROKEN])
+def test_a_failed_rollout_has_no_value_in_its_group_whatever_its_score(rollout: Rollout, failure: ErrorBody):
+    alike = [rollout(0, n, reward=Reward(score=1)) for n in range(2)]
+    failed = rollout(0, 2, reward=Reward(score=0), error=failure)
+
+    left_out = GroupFilter("reward").sift([*alike, failed])
+
+    status = TrainStatus.INFRASTRUCTURE if failure is FAILED else TrainStatus.ERROR
+    assert left_out is not None and left_out.statuses == [TrainStatus.NO_VARIANCE, TrainStatus.NO_VARIANCE, status]
+
+
 def test_a_metric_that_the_reward_lacks_is_an_error_that_names_what_it_has(rollout: Rollout):
     group = [rollout(0, n, reward=Reward(score=1, components={"format": 1, "correct": 0})) for n in range(2)]
 

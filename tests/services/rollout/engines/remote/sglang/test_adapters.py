@@ -4,6 +4,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,7 +105,7 @@ async def test_after_sleep_the_base_and_the_adapter_are_loaded_again(
 def test_a_server_is_told_of_a_longest_sequence_that_the_models_folder_does_not_name(tmp_path: Path) -> None:
     base = fakes.write_base(tmp_path / "base", 0)
     options = {"--json-model-override-args": SglangEngine, "--hf-overrides": VllmEngine}
-    own = {"engine_python": Path("python"), "model_path": base}
+    own: dict[str, Any] = {"engine_python": Path("python"), "model_path": base}
 
     for option, kind in options.items():
         settings = RolloutSettings(**own, max_position_embeddings=900)
