@@ -19,7 +19,7 @@ class ScoreRequest(WireRequest):
     method: str | None = None
     """The scorer's method (`strict` or `flexible` for GSM8K); None takes the scorer's default."""
     trajectory_id: str | None = None
-    messages: list[Message] = Field(default_factory=list[Message], max_length=MAX_MESSAGES, fail_fast=True)
+    messages: list[Message] = Field(default_factory=list[Message], max_length=2 * MAX_MESSAGES, fail_fast=True)
     """The conversation with the solution in it, which a reward model scores; scorers of the text need none."""
     extra_info: dict[str, JsonValue] = Field(default_factory=dict)
     """The row's `extra_info` and, from the agent, `num_turns`; `turns`, the text of each turn of the model, which

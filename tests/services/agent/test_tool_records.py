@@ -8,8 +8,9 @@ from pydantic import JsonValue
 
 from tests.services.agent.agent_services import AgentServices, call
 from tests.services.agent.scripted_model import END
-from trackway.wire.chat import Message
+from trackway.wire.chat import MAX_MESSAGES, Message
 from trackway.wire.errors import ErrorCode
+from trackway.wire.reward import ScoreRequest
 from trackway.wire.trajectory import Trajectory
 
 ANSWER = "#### 18" + END
@@ -85,6 +86,15 @@ async def test_the_scorer_gets_the_conversation_with_calls_and_their_answers(ser
     assert told == [*trajectory.prompt_messages, *said]
     assert [(message.role, message.content) for message in told[-2:]] == [("tool", "one"), ("assistant", "#### 18")]
     assert told[-3].tool_calls is not None and told[-3].tool_calls[0].function.name == "counter"
+
+
+def test_a_conversation_to_score_has_room_behind_the_longest_prompt() -> None:
+    prompt = [Message(role="user", content="?")] * MAX_MESSAGES
+    answer = Message(role="assistant", content="!")
+
+    request = ScoreRequest(data_source="sums", solution_str="!", ground_truth="!", messages=[*prompt, answer])
+
+    assert len(request.messages) == MAX_MESSAGES + 1
 
 
 @pytest.mark.anyio
