@@ -5,6 +5,7 @@ import pytest
 from tenacity import AsyncRetrying, RetryCallState
 
 from trackway.clients.failures import ForeignServerError, error_of, retry_after_of
+from trackway.clients.http_client import WholeResponse
 from trackway.clients.retry import RetryState
 from trackway.wire.errors import ErrorCode, TrackwayError
 
@@ -102,7 +103,7 @@ def test_each_outage_of_a_call_is_waited_for_and_other_failures_count() -> None:
     [("7", 7.0), ("0", 0.0), ("", None), ("-1", None), ("Wed, 21 Oct 2026 07:28:00 GMT", None), ("1" * 400, None)],
 )
 def test_the_header_of_somebody_elses_answer_is_read(header: str, seconds: float | None) -> None:
-    error = error_of(httpx.Response(429, text="slow down", headers={"retry-after": header}))
+    error = error_of(WholeResponse("GET", "http://service/", 429, {"retry-after": header}, b"slow down"))
     assert isinstance(error, ForeignServerError)
     assert retry_after_of(error) == seconds
 
