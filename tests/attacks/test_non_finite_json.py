@@ -9,11 +9,11 @@ import types
 from collections.abc import Collection, Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 from pydantic import BaseModel, JsonValue, SecretStr, ValidationError
-from typing_extensions import TypeAliasType
+from typing_extensions import TypeAliasType, is_typeddict
 
 import trackway.wire
 from trackway.deploy.runs.demo import Summary
@@ -72,6 +72,9 @@ def value_for(annotation: Any, number: float, around: tuple[type[BaseModel], ...
         return [value_for(kind, number, around) for kind in arguments if kind is not Ellipsis and kind not in around]
     if origin is dict:
         return {value_for(arguments[0], number): value_for(arguments[1], number, around)}
+    if is_typeddict(annotation):
+        kinds = get_type_hints(annotation)
+        return {name: value_for(kinds[name], number, around) for name in annotation.__required_keys__}
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return fields_of(annotation, number, around)
     if isinstance(annotation, type) and issubclass(annotation, Enum):
