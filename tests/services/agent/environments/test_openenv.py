@@ -1,6 +1,7 @@
 """Trajectories in an OpenEnv environment: what the model reads, what is rewarded, how an episode ends."""
 
 import asyncio
+import json
 import shutil
 import sys
 from collections.abc import AsyncIterator
@@ -107,6 +108,8 @@ async def test_an_episode_is_the_prompt_the_observations_and_the_reward(
     ]
     [score] = [dict(span.attributes or {}) for span in spans if span.name == "score echo"]
     assert '"step_count": 2' in str(score["mlflow.spanOutputs"])
+    [reward] = [dict(span.attributes or {}) for span in spans if span.name == "reward"]
+    assert json.loads(str(reward["mlflow.spanOutputs"])) == {"score": 0.75, "tool/echo": 0.75}
     assert server.headers[0]["traceparent"].split("-")[1] == trajectory.trace_id
 
 
