@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.interpreters import python_of
 from tests.services.agent.scripted_model import END
 from tests.services.agent.sessions.external_services import Serve
 from tests.services.agent.sessions.test_examples import FOLDER, LIMITS, OUTPUTS
@@ -43,7 +44,9 @@ def installed_harbor() -> Path:
     folder = OUTPUTS / "harbor"
     places = {"UV_TOOL_DIR": str(folder / "tools"), "UV_TOOL_BIN_DIR": str(folder / "bin")}
     subprocess.run(
-        [uv, "tool", "install", "--quiet", "--python", "3.12", package], env={**os.environ, **places}, check=True
+        [uv, "tool", "install", "--quiet", "--python", python_of("3.12") or "3.12", package],
+        env={**os.environ, **places},
+        check=True,
     )
     return folder / "bin"
 
