@@ -172,11 +172,12 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T], contex
     """
     watching = asyncio.current_task()
     assert watching is not None
-    woken = False
+    woken = ended = False
 
     def wake(_: asyncio.Task[T]) -> None:
         nonlocal woken
-        woken = watching.cancel()
+        if not ended:  # it may be scheduled already when a timeout of the caller ends the wait
+            woken = watching.cancel()
 
     working = asyncio.create_task(work, context=context)
     working.add_done_callback(wake)
@@ -188,8 +189,8 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T], contex
             return working.result()
         raise
     finally:
+        ended = True
         if not woken:
-            working.remove_done_callback(wake)
             await _end([working])
     message = "the client disconnected before the response was complete"
     raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
