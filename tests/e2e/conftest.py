@@ -1,6 +1,7 @@
 """One deployment for the whole session: Ray, MLflow and the five services, exactly as `trackway up` starts them.
 
-It has tokens, so that every test here is one of them too; services that a test adds have none.
+As for a run with a reward model, a sixth application serves one, which scores the rows of a data source of its own. It
+all has tokens, so that every test here is one of them too; services that a test adds have none.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ import psutil
 import pytest
 
 from tests.e2e.access_tokens import OPERATOR, tokens_file
+from tests.e2e.classified import with_reward_model
 from tests.e2e.small_runs import small_run
 from tests.install.test_install import built as built
 from tests.install.test_install import wheel as wheel
@@ -32,7 +34,8 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     settings = UpSettings(outputs=outputs, tokens_file=tokens, port=0, dashboard_port=0, ray_port=0, mlflow_port=0)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(TOKEN, OPERATOR)
-        running = bring_up(settings, lambda name, state: print(f"{name}: {state}", flush=True))
+        config = with_reward_model(folder / "classifier")
+        running = bring_up(settings, lambda name, state: print(f"{name}: {state}", flush=True), config)
     make_tiny(outputs / "data", train_size=64, test_size=16, seed=0)
     yield running
     roots = [process for record in running.processes if (process := record.find())]

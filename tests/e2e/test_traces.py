@@ -9,11 +9,15 @@ from urllib.parse import quote
 import httpx
 import pytest
 from mlflow import MlflowClient
+from transformers import AutoTokenizer
 
+from tests.e2e.classified import CLASSIFIED
 from tests.e2e.test_training import until
+from tests.services.rollout.tiny_classifier import logit_of
 from trackway import traces
 from trackway.clients import AgentClient, run
 from trackway.clients.token import authorization, resolve_token
+from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.deployment import status
 from trackway.deploy.deployment.record import Deployment
 from trackway.traces import TraceTree
@@ -129,6 +133,33 @@ def test_a_rollout_replica_killed_while_a_group_generates_is_seen_in_its_traces(
     assert {trace.trace_id for trace in searched} == survived and survived
     whole = stored(deployment, experiment, lambda seen: not any(gaps(trace, made[trace.trace_id]) for trace in seen))
     assert whole.keys() == made.keys()
+
+
+def test_a_reward_model_scores_each_conversation_in_a_span_of_its_trajectory(
+    deployment: Deployment, experiment: str
+) -> None:
+    request = long_group(experiment)
+    request.n, request.sampling_params.max_tokens = 4, 8
+    request.sample.data_source = CLASSIFIED
+    request.sample.prompt = [Message(role="user", content="What is 7 plus 70?")]
+    client = AgentClient(f"{deployment.base_url}/agent")
+    made = {f"tr-{trajectory.trace_id}": trajectory for trajectory in run(collected(client.group(request)))}
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+
+    def known(trajectory: Trajectory) -> float:
+        [turn] = trajectory.turns
+        said = [message.model_dump(exclude_none=True) for message in (*request.sample.prompt, *turn.messages)]
+        return logit_of(tokenizer.encode(str(tokenizer.apply_chat_template(said, tokenize=False))))
+
+    scores = {name: pytest.approx(known(trajectory), abs=1e-4) for name, trajectory in made.items()}
+    rewards = {name: trajectory.reward for name, trajectory in made.items()}
+    assert {name: reward and reward.score for name, reward in rewards.items()} == scores and len(scores) == 4
+    assert {name: reward and reward.components for name, reward in rewards.items()} == {
+        name: {"reward_model": score} for name, score in scores.items()
+    }
+    found = stored(deployment, experiment, lambda seen: len(seen) == 4 and all(outcomes(seen)))
+    shown = {name: [span.outputs for span in trace.spans() if span.name == "reward"] for name, trace in found.items()}
+    assert shown == {name: [{"score": score, "reward_model": score}] for name, score in scores.items()}
 
 
 def test_a_group_whose_client_leaves_is_aborted_in_its_traces(deployment: Deployment, experiment: str) -> None:
