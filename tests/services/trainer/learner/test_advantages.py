@@ -234,15 +234,18 @@ def test_rewards_to_go_carry_what_stands_outside_the_mask_to_the_tokens_before_i
     close(rewards_to_go(rewards, mask, 0.5), [[8, 0, 12, 16, 0]])
 
 
-def test_gdpo_normalises_each_reward_in_its_group_before_their_weighted_sum_is_whitened():
+@pytest.mark.parametrize("by_std", [True, False])
+def test_gdpo_normalises_each_reward_in_its_group_before_their_weighted_sum_is_whitened(by_std: bool):
     components = [{"acc": a, "form": f} for a, f in ((1, 0), (0, 9), (0, 0), (0, 5), (0, 7), (-1, 3))]
     given = inputs(components=components)
-    keys = {"gdpo_reward_keys": ["acc", "form"], "gdpo_reward_weights": [2.0, 0.5]}
+    keys = {"gdpo_reward_keys": ["acc", "form"], "gdpo_reward_weights": [2.0, 0.5], "norm_adv_by_std_in_grpo": by_std}
 
     # acc in group a: 1, 0, -1 with deviation 1; form there: 0, 0, 3 with deviation sqrt(3), in c: 5, 7 with sqrt(2).
     acc = [1 / (1 + EPS), 0, 0, 0, 0, -1 / (1 + EPS)]
     third, half = math.sqrt(3) + EPS, math.sqrt(2) + EPS
     form = [-1 / third, 9 / (1 + EPS), -1 / third, -1 / half, 1 / half, 2 / third]
+    if not by_std:
+        acc, form = [1, 0, 0, 0, 0, -1], [-1, 9, -1, -1, 1, 2]
     sums = [2 * a + f / 2 for a, f in zip(acc, form, strict=True)]
     by_token = whitened([value for value, row in zip(sums, MASK, strict=True) for _ in range(sum(row))])
     firsts = [sum(map(sum, MASK[:row])) for row in range(6)]
