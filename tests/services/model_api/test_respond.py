@@ -7,13 +7,12 @@ from collections.abc import AsyncGenerator, Callable
 import httpx
 import pytest
 from fastapi import FastAPI, Request, Response
-from starlette.types import Message
 from transformers import PreTrainedTokenizerBase
 
 from tests.services.model_api.scripted_model import ScriptedModel, Tokens
 from trackway.model_api.anthropic import message_input
 from trackway.model_api.anthropic.messages import MessagesResponseBuilder
-from trackway.model_api.choices import jobs_of, while_connected
+from trackway.model_api.choices import jobs_of
 from trackway.model_api.openai.chat import ChatResponseBuilder
 from trackway.model_api.respond import respond, respond_again
 from trackway.model_api.response_builder import ResponseBuilder
@@ -150,30 +149,3 @@ async def test_a_stream_that_waits_sends_what_keeps_its_connection_open(
     assert later in lines[2:]
     said = "".join(line for line in lines if line not in (COMMENT, PING))
     assert ('"text":"ok"' if is_anthropic else '"content":"ok"') in said
-
-
-async def test_a_wait_that_is_cancelled_as_its_work_ends_is_cancelled_once() -> None:
-    given: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    async def receive() -> Message:
-        await asyncio.Event().wait()
-        raise AssertionError("nothing comes")
-
-    async def work() -> str:
-        return await given
-
-    async def waits() -> str:
-        try:
-            return await while_connected(Request({"type": "http"}, receive), work())
-        except asyncio.CancelledError:
-            for _ in range(5):
-                await asyncio.sleep(0)
-            return "cancelled"
-
-    waiting = asyncio.create_task(waits())
-    for _ in range(3):
-        await asyncio.sleep(0)
-    asyncio.get_running_loop().call_soon(waiting.cancel)
-    given.set_result("done")
-
-    assert await waiting == "cancelled"
