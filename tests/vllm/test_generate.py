@@ -55,6 +55,14 @@ async def test_logprobs_are_those_of_the_sampling_distribution(
     assert [(span.version, span.start, span.end) for span in made.spans] == [(engine.version, 0, params.max_tokens)]
 
 
+async def test_more_seeded_prompts_than_a_step_takes_do_not_end_the_server(engine: VllmEngine, first: Weights) -> None:
+    prompts = [[n, *([7, 9] * (MAX_LEN // 2 - 8))] for n in range(3, 7)]
+    made = await asyncio.gather(*(engine.generate(prompt, SHORT, str(prompt[0])) for prompt in prompts))
+    assert [worst(each, first.model, SHORT, prompt) < 1e-4 for each, prompt in zip(made, prompts, strict=True)] == [
+        True
+    ] * 4
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_top_logprobs_are_the_likeliest_tokens_and_the_sampled_one(
     engine: VllmEngine, first: Weights, streamed: bool

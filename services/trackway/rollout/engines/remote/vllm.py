@@ -156,6 +156,8 @@ class VllmEngine(RemoteEngine):
             "--no-enable-prefix-caching": not settings.prefix_caching,
             "--enforce-eager": settings.enforce_eager,
             "--enable-sleep-mode": settings.enable_sleep and settings.device != "cpu",  # it would not start there
+            # vLLM 0.32 ends on a CPU when it computes a part of a prompt whose request has a seed.
+            "--no-enable-chunked-prefill": settings.device == "cpu",
             "--enable-lora": self.takes_adapters,
             _NO_TOKENIZER: not self.guides and _NO_TOKENIZER not in settings.engine_args,
         }
