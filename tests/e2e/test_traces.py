@@ -157,9 +157,14 @@ def test_a_reward_model_scores_each_conversation_in_a_span_of_its_trajectory(
     assert {name: reward and reward.components for name, reward in rewards.items()} == {
         name: {"reward_model": score} for name, score in scores.items()
     }
-    found = stored(deployment, experiment, lambda seen: len(seen) == 4 and all(outcomes(seen)))
-    shown = {name: [span.outputs for span in trace.spans() if span.name == "reward"] for name, trace in found.items()}
-    assert shown == {name: [{"score": score, "reward_model": score}] for name, score in scores.items()}
+
+    def shown(trace: TraceTree) -> list[object]:
+        return [span.outputs for span in trace.spans() if span.name == "reward"]
+
+    found = stored(deployment, experiment, lambda seen: len(seen) == 4 and all(map(shown, seen)))
+    assert {name: shown(trace) for name, trace in found.items()} == {
+        name: [{"score": score, "reward_model": score}] for name, score in scores.items()
+    }
 
 
 def test_a_group_whose_client_leaves_is_aborted_in_its_traces(deployment: Deployment, experiment: str) -> None:
