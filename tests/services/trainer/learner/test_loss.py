@@ -9,7 +9,7 @@ from tests.services.trainer.learner_settings import learner_config
 from trackway.trainer.learner.algorithm import Aggregation
 from trackway.trainer.learner.batch import TrainingBatch
 from trackway.trainer.learner.config import LearnerConfig
-from trackway.trainer.learner.loss import MicroLoss, at_mask, measures_of, micro_loss
+from trackway.trainer.learner.loss import MicroLoss, at_mask, clipped_and_kept, measures_of, micro_loss
 from trackway.trainer.learner.passes.head import TokenLogits
 
 F64 = torch.float64
@@ -81,6 +81,28 @@ def test_the_policy_loss_has_its_clips_and_reports_the_entropy():
     assert metrics_of(result) == pytest.approx(PLAIN, rel=1e-12)
     # Only the second token is not clipped: -A r (1 - p) / 4 at its token, and the opposite at the other.
     assert gradient.tolist() == [pytest.approx(row) for row in ([0, 0], [-0.125, 0.125], [0, 0], [0, 0])]
+
+
+def test_a_token_is_clipped_where_its_ratio_leaves_the_range_in_the_direction_of_its_advantage():
+    ratios = torch.tensor([[1.4, 1.25, 0.5, 1.4], [0.8, 0.95, 2.0, 0.8], [2.0, 0.5, 1.0, 1.0]], dtype=F64)
+    mask = torch.tensor([[True, True, True, False], [True, True, True, False], [True, True, True, True]])
+    old_logp = torch.full((3, 4), -0.7, dtype=F64)
+    mini = TrainingBatch(
+        input_ids=torch.ones(3, 5, dtype=torch.long),
+        attention_mask=torch.ones(3, 5, dtype=torch.bool),
+        response_mask=mask,
+        old_logprobs=old_logp,
+        ref_logprobs=torch.zeros(3, 4, dtype=F64),
+        advantages=torch.tensor([0.5, -0.5, 0.0], dtype=F64),
+        lengths=torch.tensor([5, 5, 5]),
+    )
+
+    clipped, kept = clipped_and_kept(config(), mini, old_logp + ratios.log())
+    at_bound, _ = clipped_and_kept(config(clip_ratio_low=0.0, clip_ratio_high=0.0), mini, old_logp)
+
+    assert clipped.tolist() == [[True, False, False, False], [True, False, False, False], [False] * 4]
+    assert kept.tolist() == mask.tolist()
+    assert not at_bound.any(), "a ratio at the bound is within it"
 
 
 def test_the_logprobs_of_the_model_tokens_come_without_a_gradient():
