@@ -42,7 +42,7 @@ def scores(*numbers: float) -> Response:
 
 
 class ClassifierServer:
-    """Answers what it was told to, one after another and the last for ever, and keeps what it was sent."""
+    """A server that returns the given answers in order, then repeats the last one; it records the requests."""
 
     def __init__(self, *answers: Response, path: str = "/classify") -> None:
         self.app = FastAPI()

@@ -14,7 +14,7 @@ from trackway.rollout.engines.protocol import EngineStats
 from trackway.rollout.engines.remote.connect import check_server, found, healthy, prepared
 from trackway.rollout.engines.remote.http import EngineHttp, Json
 from trackway.rollout.engines.remote.server_process import SideProcess
-from trackway.rollout.engines.remote.vllm import SAFE_ON_ANY_MACHINE
+from trackway.rollout.engines.remote.vllm import safe_environment
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai.classify import ClassifyReply
@@ -141,7 +141,7 @@ class VllmClassifier(ServerClassifier):
         ]
 
     def _environment(self) -> dict[str, str]:
-        return dict(SAFE_ON_ANY_MACHINE)
+        return safe_environment()
 
     async def _ask(self, http: EngineHttp, token_ids: list[int]) -> float:
         body: Json = {"model": self.settings.model_name, "input": token_ids, "use_activation": False}

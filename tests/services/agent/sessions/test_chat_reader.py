@@ -30,7 +30,10 @@ CHANGED: dict[str, dict[str, Any]] = {
     "a bound": {"max_tokens": 5},
 }
 WRONG: dict[str, Any] = {
-    "a wrong message behind known ones": {**BODY, "messages": [*MESSAGES, {"role": "nobody", "content": ""}]},
+    "a message with an unknown role after known messages": {
+        **BODY,
+        "messages": [*MESSAGES, {"role": "nobody", "content": ""}],
+    },
     "a wrong tool behind a known one": {**BODY, "tools": [TOOL, {"type": "function", "function": {}}]},
     "no list": {**BODY, "messages": "9 + 9?"},
     "an unknown field": {**BODY, "stream": "perhaps"},
@@ -83,9 +86,9 @@ def test_the_digest_tells_calls_apart_by_all_but_how_they_are_sent() -> None:
     assert reader.digest(reader.read(streamed)) == digests["the same"]
 
 
-def test_a_conversation_is_the_same_whatever_was_asked_before() -> None:
+def test_a_conversation_does_not_depend_on_the_calls_before_it() -> None:
     task, turn = [system("Be brief."), user("9+9?")], [said("", '{"expression": "9+9"}'), result("18")]
-    asked = [
+    calls = [
         (task, [], {}),
         ([*task, *turn], [], {}),
         ([*task, *turn], [CALCULATOR], {}),
@@ -94,4 +97,4 @@ def test_a_conversation_is_the_same_whatever_was_asked_before() -> None:
         (task, [], {}),
     ]
     known = Conversations()
-    assert [known.of(*each) for each in asked] == [Conversation.of(*each) for each in asked]
+    assert [known.of(*call) for call in calls] == [Conversation.of(*call) for call in calls]

@@ -160,7 +160,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 async def retried(
     services: AgentServices, access: SessionAccess, route: str, **changes: Any
 ) -> AsyncIterator[AsyncIterator[str]]:
-    """The lines of a streamed call that waits for one in progress, by default its own, from the third keep-alive on."""
+    """The lines after the third keep-alive of a streamed call that waits; by default a retry of the one in progress."""
     body = {"model": "any", "max_tokens": 64, **ROUTES[route], "stream": True, **changes}
     url = f"http://agent/sessions/{access.session_id}/v1/{route}"
     async with (

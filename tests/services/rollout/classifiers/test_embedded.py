@@ -91,7 +91,7 @@ async def test_a_batch_has_the_oldest_input_and_those_nearest_to_its_length() ->
     def lengths(most: int, tokens: int, *, pads: bool = True) -> list[int]:
         batch = next_batch(waiting, most, tokens, pads=pads)
         assert batch[0] is waiting[0]
-        return [len(one.token_ids) for one in batch]
+        return [len(chosen.token_ids) for chosen in batch]
 
     assert lengths(64, 1000) == [10, 10, 9, 11, 12, 40]
     assert lengths(3, 1000) == [10, 10, 9]

@@ -51,7 +51,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of --max-lora-rank."""
 _NO_NUMBER = -9999.0
 """vLLM's value for a logprob of NaN or minus infinity."""
-SAFE_ON_ANY_MACHINE = {
+_SAFE_ON_ANY_MACHINE = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",  # seconds; longer than our clients keep a connection
@@ -60,6 +60,11 @@ SAFE_ON_ANY_MACHINE = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, the minimum; the default is 4
     "OMP_NUM_THREADS": "1",
 }
+
+
+def safe_environment() -> dict[str, str]:
+    """Variables of a vLLM that starts on any machine; what this process has of them stays."""
+    return {name: os.environ.get(name, value) for name, value in _SAFE_ON_ANY_MACHINE.items()}
 
 
 class VllmEngine(RemoteEngine):
@@ -196,8 +201,7 @@ class VllmEngine(RemoteEngine):
         adapters = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if self.takes_adapters else {}
         # vLLM's backend takes the handles of GPU memory as a pickle.
         transfer = {} if self._ipc is None else {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-        safe = {name: os.environ.get(name, value) for name, value in SAFE_ON_ANY_MACHINE.items()}
-        return {**safe, **adapters, **transfer}
+        return {**safe_environment(), **adapters, **transfer}
 
     async def _prepare(self) -> None:
         loaded = await self._version_there()

@@ -190,7 +190,7 @@ class TorchEngine:
         core = self._started()
         in_flight = sum(not done.done() for done in self._waiting.values())
         if not self._paused or in_flight:
-            got = f"{in_flight} requests in flight" if self._paused else "one at work"
+            got = f"{in_flight} requests in flight" if self._paused else "one that is not paused"
             message = f"expected a paused engine without requests, got {got}; POST /pause?mode=wait or abort first"
             raise TrackwayError(ErrorCode.CONFLICT, message)
         async with self._memory:

@@ -112,7 +112,7 @@ async def test_an_engine_that_runs_or_holds_requests_does_not_sleep(engine: Torc
     assert (await task).finish_reason == "abort"
 
     conflict = "expected a paused engine without requests, got {}; POST /pause?mode=wait or abort first"
-    assert at_work == (ErrorCode.CONFLICT, conflict.format("one at work"))
+    assert at_work == (ErrorCode.CONFLICT, conflict.format("one that is not paused"))
     assert frozen == (ErrorCode.CONFLICT, conflict.format("1 requests in flight"))
 
 
