@@ -76,7 +76,7 @@ def test_no_sequence_of_requests_along_the_links_finds_one_either(url: str) -> N
         def before_call(self, case: Case) -> None:
             if case.operation.label == "POST /instances" and case.meta.generation.mode.is_positive:
                 case.body = {"tool": "calc_gsm8k_reward", "create_kwargs": {"ground_truth": "72"}}
-            elif "/execute" in case.operation.path and case.body == {"arguments": {}}:
+            elif "/execute" in case.operation.path and case.meta.generation.mode.is_positive:
                 case.body = {"arguments": {"answer": "72"}}
 
         def after_call(self, response: Response, case: Case) -> None:

@@ -82,7 +82,8 @@ class PythonTool(BaseTool):
         return ToolResult(text=outcome.text or "[no output]", metrics={"succeeded": float(outcome.succeeded)})
 
     async def release(self, instance_id: str, /, **release_kwargs: JsonValue) -> None:
-        """Stop the instance's interpreter and all its processes."""
-        interpreter = self._interpreters.pop(instance_id, None)
+        """Stop the instance's interpreter and all its processes; `close` waits for one whose release was cancelled."""
+        interpreter = self._interpreters.get(instance_id)
         if interpreter is not None:
             await interpreter.stop()
+            self._interpreters.pop(instance_id, None)

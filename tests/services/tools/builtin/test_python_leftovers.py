@@ -14,6 +14,7 @@ import pytest
 from tests.services.tools.python_server import Run, leaving, processes_with, served
 from tests.services.tools.tool_harness import eventually
 from tests.time_limits import ENDS_SOON
+from trackway.tools.builtin.python import PythonTool
 from trackway.tools.sandbox.process import SandboxedProcess
 from trackway.wire.errors import ErrorCode, TrackwayError
 
@@ -145,6 +146,20 @@ async def test_they_end_with_the_server(running: Run) -> None:
         await (await server.session())(leaving("left-by-server"))
         await eventually(lambda: len(processes_with("left-by-server")) == 1)
     assert processes_with("left-by-server") == []
+
+
+async def test_they_end_before_the_tool_is_closed_when_their_release_was_cancelled() -> None:
+    tool = PythonTool.default()
+    await tool.start()
+    await tool.execute("instance", {"code": leaving("left-by-cancelled-release")})
+    release = asyncio.create_task(tool.release("instance"))
+    await asyncio.sleep(0)  # it has killed them, and waits for their end
+    release.cancel()
+    await asyncio.wait([release])
+    await tool.close()
+
+    assert processes_with("left-by-cancelled-release") == []
+    assert tool._launcher is not None and not tool._launcher._living
 
 
 SERVICE = """
