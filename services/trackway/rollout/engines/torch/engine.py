@@ -196,7 +196,8 @@ class TorchEngine:
         async with self._memory:
             if "weights" in parts and "weights" not in core.asleep:
                 self._read = None
-                sleeping = await asyncio.to_thread(SleepingWeights, core.weights)
+                # As an argument, the thread would keep the weights until shortly after its result.
+                sleeping = await asyncio.to_thread(lambda: SleepingWeights(core.weights))
                 await self._thread.call(lambda: core.drop_weights(sleeping))
             if "kv_cache" in parts:
                 await self._thread.call(core.drop_cache)
