@@ -106,7 +106,7 @@ def mutants_of(path: str, operators: list[str], within: Sequence[str] = ()) -> I
     """Every different mutant of a module, or of the parts named, that changes more than annotations."""
     source = Path(path).read_text()
     tree, seen = get_ast(source), {_meaning(source)}
-    lines = _lines_of(path, source, within)
+    lines = lines_of(path, source, within)
     for name in operators:
         operator = get_operator(f"core/{name}")()
         count = sum(1 for node in ast_nodes(tree) for _ in operator.mutation_positions(node))
@@ -124,7 +124,7 @@ def mutants_of(path: str, operators: list[str], within: Sequence[str] = ()) -> I
                 yield Mutant(path, place, line, changed, code)
 
 
-def _lines_of(path: str, source: str, within: Sequence[str]) -> set[int]:
+def lines_of(path: str, source: str, within: Sequence[str]) -> set[int]:
     """Numbers of the lines of the classes and functions named, decorators included."""
     lines: set[int] = set()
     for name in within:

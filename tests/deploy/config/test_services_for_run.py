@@ -306,6 +306,21 @@ def test_verls_old_spelling_of_a_reward_model_is_read_and_its_server_has_gpus_be
     ]
 
 
+def test_a_reward_models_engine_is_its_own_and_not_that_of_the_policy() -> None:
+    own = (*JUDGED, f"{RM}.rollout.name=sglang", f"{R}.name=vllm", "trainer.n_gpus_per_node=1")
+    services, on_cpu = (made(gpus, *own, engine_python="/opt/python") for gpus in (2, 0))
+
+    assert (services.missing, args(services)["engine"]) == ([], "vllm")
+    assert args(services, "reward_model") == {
+        **{"engine": "sglang", "engine_python": "/opt/python", "tensor_parallel_size": 1, "max_num_seqs": 256},
+        **{"model_path": "/models/judge", "model_name": "/models/judge"},
+    }
+    assert args(on_cpu, "reward_model")["engine"] == "torch"
+    said = [decision[1:] for decision in on_cpu.decisions if decision.key == f"{RM}.rollout.name"]
+    assert said == [("sglang", "torch, the embedded engine", "this machine has no GPU")]
+    assert f"{RM}.rollout.name" not in {decision.key for decision in services.decisions}
+
+
 def test_what_a_reward_model_is_stands_in_its_config_and_is_said(tmp_path: Path) -> None:
     alone = (f"{RM}.enable=true", f"{RM}.model_path={tmp_path}")
     long = ("data.max_prompt_length=4000", "data.max_response_length=500")

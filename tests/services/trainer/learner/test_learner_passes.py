@@ -22,10 +22,16 @@ def twelve(rollout: Rollout) -> list[Trajectory]:
 def forwards(tiny_model: Path, sizes: Mapping[str, int], batch: list[Trajectory]) -> list[int]:
     """Trajectories of each forward of an update with a reference and recomputed old logprobs."""
     config = learner_config(tiny_model, use_kl_loss=True, bypass_mode=False, **sizes)
-    learner, seen = Learner(config), []
+    learner = Learner(config)
     assert isinstance(learner.reference, Policy)
-    for policy in (learner.policy, learner.reference):
-        policy.model.register_forward_pre_hook(
+    return counted(learner, batch, learner.policy, learner.reference)
+
+
+def counted(learner: Learner, batch: list[Trajectory], *models: Policy) -> list[int]:
+    """Trajectories of each forward of these models in an update."""
+    seen: list[int] = []
+    for model in models:
+        model.model.register_forward_pre_hook(
             lambda _, args, kwargs: seen.append(len(kwargs["input_ids"])), with_kwargs=True
         )
     learner.update(batch)
@@ -60,3 +66,32 @@ def test_passes_are_filled_up_to_their_own_number_of_tokens(tiny_model: Path, ro
     rows = {"log_prob_use_dynamic_bsz": False, "log_prob_micro_batch_size": 12}
     assert forwards(tiny_model, by_tokens | rows, batch) == [12, 12, PROBED, 6, 6]
     assert forwards(tiny_model, by_tokens | rows | {"ref_use_dynamic_bsz": True}, batch) == [12, 6, 6, PROBED, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "update"),
+    [
+        ({}, [8, 4], [8, 4]),
+        ({"ppo_micro_batch_size_per_gpu": 5}, [5, 5, 2], [5, 3, 4]),
+        ({"ppo_micro_batch_size_per_gpu": 5, "forward_micro_batch_size_per_gpu": 7}, [7, 5], [5, 3, 4]),
+        ({"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 3}, [3] * 4, [2, 3, 3, 1, 3]),
+        (
+            {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 3, "forward_max_token_len_per_gpu": 6},
+            [6, 6],
+            [2, 3, 3, 1, 3],
+        ),
+    ],
+)
+def test_the_passes_of_a_value_model_have_sizes_of_their_own(
+    tiny_model: Path, rollout: Rollout, keys: Mapping[str, int], values: list[int], update: list[int]
+):
+    batch = twelve(rollout)
+    length = len(batch[0].prompt_ids + batch[0].response_ids)
+    of_critic = {
+        f"critic.{name}": size * length if "token_len" in name else size
+        for name, size in {"ppo_mini_batch_size": 8, **keys}.items()
+    }
+    learner = Learner(learner_config(tiny_model, micro_batch_size=1, **{"algorithm.adv_estimator": "gae"}, **of_critic))
+    assert learner.critic is not None
+
+    assert counted(learner, batch, learner.critic.model) == [*values, *update]

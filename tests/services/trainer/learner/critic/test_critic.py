@@ -1,6 +1,7 @@
 """A value model beside the policy: its warm-up, its checkpoints, its passes, and what it learns."""
 
 import logging
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -52,6 +53,25 @@ def test_the_policy_waits_for_the_step_of_its_first_update(tiny_model: Path, rol
     assert [row["critic/lr"] for row in metrics] == [2.5e-3, 5e-3, 7.5e-3, 1e-2]
     assert ["actor/pg_loss" in row for row in metrics] == [False, False, True, True]
     assert all("critic/vf_loss" in row and "critic/advantages/mean" in row for row in metrics)
+
+
+def test_the_rates_of_the_policy_and_of_its_value_model_are_waves_of_their_own(tiny_model: Path, rollout: Rollout):
+    wave = {"lr_scheduler_type": "cosine", "total_steps": 4}
+    whole = {"lr": 8e-3, "lr_scheduler_type": "cosine", "min_lr_ratio": 0.5, "num_cycles": 1.0}
+    keys = {**wave, "lr": 4e-3, "min_lr_ratio": 0.25, "num_cycles": 1.5}
+    learner = new(tiny_model, **keys, **{f"critic.optim.{name}": value for name, value in whole.items()})
+    assert learner.critic is not None
+    rates = []
+    for seed in range(3):
+        metrics = learner.update(ragged(rollout, seed)).metrics
+        rates.append((metrics["actor/lr"], metrics["critic/lr"]))
+        groups = (learner.optimizer.param_groups[0], learner.critic.optimizer.param_groups[0])
+        assert tuple(group["lr"] for group in groups) == rates[-1]
+
+    # One and a half waves of the policy's rate over four updates, of which cos(3 pi / 4) is that of the second.
+    policy, values = zip(*rates, strict=True)
+    assert policy == pytest.approx([4e-3, 1e-3 + 3e-3 * (1 - math.sqrt(0.5)) / 2, 2.5e-3], rel=1e-9)
+    assert values == pytest.approx([8e-3, 6e-3, 4e-3], rel=1e-9)
 
 
 def test_the_value_loss_has_a_divisor_of_its_own(tiny_model: Path, rollout: Rollout):

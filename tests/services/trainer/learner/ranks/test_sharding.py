@@ -23,10 +23,13 @@ from tests.services.trainer.learner_settings import learner_config
 from tests.services.trainer.rank_processes import DEADLINE_S, RankProcesses, led, rank_processes
 from trackway.clients.weights import WeightStore
 from trackway.trainer.config import resolve
+from trackway.trainer.learner.batch import TrainingBatch
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.optimizer import named_state, state_tensors
-from trackway.trainer.learner.policy import load_model
+from trackway.trainer.learner.passes.head import TokenLogits
+from trackway.trainer.learner.policy import Policy, load_model
+from trackway.trainer.learner.ranks.balance import PassLimit
 from trackway.trainer.learner.ranks.group import LeadingLearner
 from trackway.trainer.learner.ranks.launch import RankError
 from trackway.trainer.learner.ranks.publication import INDEX, RankWriters
@@ -337,27 +340,55 @@ class Gathers(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def gathered_before(ranks: Ranks, config: LearnerConfig) -> list[int]:
-    """How many times weights have been gathered when each layer computes."""
-    policy, counts = Learner(config, ranks).policy, list[int]()
-    with Gathers() as gathers:
-        for layer in policy.model.model.layers:
-            layer.register_forward_pre_hook(lambda *_: counts.append(gathers.count))
-        policy.sequence_logprobs([1, 2, 3])
-    return counts
+def first_logit(tokens: TokenLogits) -> Tensor:
+    return tokens.logits[:, 0]
+
+
+def gathered_before(ranks: Ranks, config: LearnerConfig, batch: list[Trajectory]) -> list[list[int]]:
+    """How many times the weights of the policy, its reference and its value model have been gathered when each layer
+    computes, in two passes without a gradient."""
+    learner, found = Learner(config, ranks), list[list[int]]()
+    assert isinstance(learner.reference, Policy) and learner.critic is not None
+    rows = TrainingBatch.of(batch[: 2 * ranks.count], [0.0] * 2 * ranks.count)
+    for model in (learner.policy, learner.reference, learner.critic.model):
+        counts = list[int]()
+        with Gathers() as gathers:
+            count = partial(lambda to, seen, *_: to.append(seen.count), counts, gathers)
+            for layer in model.model.model.layers:
+                layer.register_forward_pre_hook(count)
+            model.measured(rows, 1.0, PassLimit(1), first_logit)
+        found.append(counts)
+    return found
+
+
+def counts_with(
+    key: str, two_ranks: RankProcesses, model: Path, batch: list[Trajectory], *, policy: bool, critic: bool
+) -> list[list[int]]:
+    """`gathered_before` with this key of the policy and of the value model."""
+    keys = {**CRITIC, f"critic.fsdp.{key}": critic, "use_kl_loss": True}
+    ours, theirs = two_ranks.run(gathered_before, learner_config(model, **{key: policy}, **keys), batch)
+    assert ours == theirs
+    return ours
 
 
 def test_the_weights_of_the_next_layer_are_gathered_ahead_only_with_forward_prefetch(
-    two_ranks: RankProcesses, untied_model: Path
+    two_ranks: RankProcesses, untied_model: Path, batches: list[list[Trajectory]]
 ):
-    def counts(*, prefetch: bool) -> list[int]:
-        config = learner_config(untied_model, forward_prefetch=prefetch)
-        ours, theirs = two_ranks.run(gathered_before, config)
-        assert ours == theirs
-        return ours
+    counts = partial(counts_with, "forward_prefetch", two_ranks, untied_model, batches[0])
 
-    assert counts(prefetch=False) == [2, 3, 4]  # the root's, then one for each layer
-    assert counts(prefetch=True) == [3, 4, 4]
+    one_by_one, ahead = [2, 3, 4, 5, 6, 7], [3, 4, 4, 6, 7, 7]  # the root's, then one for each layer of each pass
+    assert counts(policy=False, critic=True) == [one_by_one, one_by_one, ahead]
+    assert counts(policy=True, critic=False) == [ahead, ahead, one_by_one]
+
+
+def test_the_weights_of_a_layer_are_gathered_for_each_pass_only_with_reshard_after_forward(
+    two_ranks: RankProcesses, untied_model: Path, batches: list[list[Trajectory]]
+):
+    counts = partial(counts_with, "reshard_after_forward", two_ranks, untied_model, batches[0])
+
+    again, once = [2, 3, 4, 5, 6, 7], [2, 3, 4, 4, 4, 4]
+    assert counts(policy=False, critic=True) == [once, once, again]
+    assert counts(policy=True, critic=False) == [again, again, once]
 
 
 def test_on_gpus_offload_is_that_of_fsdp2_and_each_layer_has_it(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):

@@ -86,6 +86,30 @@ def test_each_part_is_on_the_device_only_while_it_is_computed_with(config: Confi
     assert before == (policy.is_on_device, reference.is_on_device, moments.is_on_device) == (False, False, False)
 
 
+@pytest.mark.parametrize(
+    ("key", "away"),
+    [
+        ("param_offload", {"policy"}),
+        ("optimizer_offload", {"moments"}),
+        ("offload_policy", {"policy", "moments"}),
+        ("ref_param_offload", {"reference"}),
+        ("critic.fsdp.param_offload", {"critic"}),
+        ("critic.fsdp.optimizer_offload", {"moments of the critic"}),
+        ("critic.fsdp.offload_policy", {"critic", "moments of the critic"}),
+    ],
+)
+def test_a_key_offloads_its_own_part_alone(config: Config, key: str, away: set[str]):
+    learner = Learner(config(**{"algorithm.adv_estimator": "gae", key: True}))
+    assert isinstance(learner.reference, Policy) and learner.critic is not None
+    parts = {
+        **{"policy": learner.policy.cpu_offload, "moments": learner.moments},
+        "reference": learner.reference.cpu_offload,
+        **{"critic": learner.critic.model.cpu_offload, "moments of the critic": learner.critic.moments},
+    }
+
+    assert {name for name, part in parts.items() if not part.is_on_device} == away
+
+
 def test_without_offload_everything_stays_and_on_a_cpu_nothing_moves(config: Config, rollout: Rollout):
     learner, away = Learner(config()), Learner(config(**AWAY))
     before = [p.data_ptr() for p in away.policy.model.parameters()]
