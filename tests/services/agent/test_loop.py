@@ -101,6 +101,17 @@ async def test_a_seed_gives_each_rollout_its_own_whatever_the_run_is_called(serv
     assert first[0] != second[0]
 
 
+@pytest.mark.anyio
+async def test_each_generation_is_sampled_as_the_group_asks(services: AgentServices) -> None:
+    asked = {"temperature": 0.7, "top_p": 0.8, "top_k": 11}
+    cut = says(services, "####", "18" + END)
+
+    await services.say(call("counter") + END, *cut, sampling_params={**asked, "max_tokens": 100, "seed": 5})
+
+    sampled = [request.sampling_params.model_dump(include={*asked}) for request in services.model.seen()]
+    assert sampled == [asked] * 3  # a turn with a call, and one that was cut
+
+
 def says(services: AgentServices, *parts: str) -> list[Words]:
     """One turn whose generation the engine cuts behind each part but the last."""
 

@@ -233,13 +233,13 @@ async def test_compaction_gives_a_second_row_and_one_reward(services: AgentServi
 
 
 async def test_sampling_is_the_runs_whatever_the_agent_asks_for(services: AgentServices) -> None:
-    sampling = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 64}
+    sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 11, "max_tokens": 64}
     access = await opened(services, ANSWER, sampling_params=sampling)
-    await chat(services, access, QUESTION, temperature=0.0, top_p=0.1, max_tokens=32, seed=3)
+    await chat(services, access, QUESTION, temperature=0.0, top_p=0.1, top_k=2, max_tokens=32, seed=3)
 
     [seen] = services.model.seen()
-    params = seen.sampling_params
-    assert (params.temperature, params.top_p, params.max_tokens, params.seed) == (0.7, 0.9, 32, None)
+    params = seen.sampling_params.model_dump(include={*sampling, "seed"})
+    assert params == {**sampling, "max_tokens": 32, "seed": None}
 
 
 async def test_sampling_of_the_agents_own_and_unknown_fields_are_noted_and_have_no_effect(

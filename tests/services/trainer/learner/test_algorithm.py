@@ -14,6 +14,7 @@ from trackway.trainer.learner.algorithm import (
     grpo_advantages,
     kl_penalty,
     policy_loss,
+    reinforce_loss,
 )
 
 F64 = torch.float64
@@ -216,6 +217,12 @@ def test_the_rows_of_a_trajectory_are_one_sequence(mode: str):
     close(torch.stack(parts).sum(), OF_SESSIONS[mode])
 
 
+def test_a_trajectory_whose_tokens_are_all_rejected_is_no_sequence():
+    mask, owners = torch.tensor([[1, 0], [0, 0], [0, 0], [1, 1]], dtype=torch.bool), torch.tensor([0, 1, 2, 2])
+
+    assert Aggregation.over(mask, "seq-mean-token-sum", SCALE, owners).sequences == 2.0
+
+
 def test_without_a_scale_the_norm_divides_by_one():
     mode = "seq-mean-token-sum-norm"
 
@@ -232,3 +239,28 @@ def test_entropy_in_nats():
     logits = tensor([0.0, math.log(3.0)], [2.0, 2.0], [1000.0, 0.0])
 
     close(entropy_from_logits(logits[None]), [[0.5623351446188083, 0.6931471805599453, 0.0]])
+
+
+def test_weights_are_factors_of_the_token_losses():
+    ratio, weights = tensor([2.0, 0.5, 1.0]).log(), tensor([0.5, 4.0, 3.0])
+    mask, zeros = torch.tensor([[True, True, False]]), tensor([0.0] * 3)
+    agg = Aggregation.over(mask, "token-sum")
+
+    weighted, stats = policy_loss(ratio, zeros, tensor([1.0, -1.0, 1.0]), mask, 0.2, 0.25, 3.0, agg, weights)
+
+    # -1.25 of the clipped ratio 2, and 0.8 of the ratio 1/2, which the loss takes for 1 - 0.2.
+    close(weighted, 0.5 * -1.25 + 4 * 0.8)
+    assert float(stats.pg_clipfrac) == 1.0
+
+
+def test_reinforce_is_the_weighted_logprob_times_the_advantage():
+    logp, old_logp = tensor([-1.0, -0.5, -9.0], [-2.0, -9.0, -9.0]), tensor([-1.5, -0.25, 9.0], [-1.0, 9.0, 9.0])
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    agg, weights = Aggregation.over(mask, "token-mean"), tensor([2.0, 4.0, 9.0], [0.5, 9.0, 9.0])
+
+    plain, kl = reinforce_loss(logp, old_logp, tensor(2.0, -3.0), mask, agg)
+    weighted, _ = reinforce_loss(logp, old_logp, tensor(2.0, -3.0), mask, agg, weights)
+
+    close(plain, (2 * (1 + 0.5) - 3 * 2) / 3)
+    close(kl, (-0.5 + 0.25 + 1) / 3)
+    close(weighted, (2 * (2 * 1 + 4 * 0.5) - 3 * 0.5 * 2) / 3)

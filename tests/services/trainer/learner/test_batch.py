@@ -1,13 +1,22 @@
 """Exact positions of a batch."""
 
+import math
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
 
-from trackway.trainer.learner.batch import ResponseColumns, TrainingBatch, placed_scores
-from trackway.wire.trajectory import Reward, TokenRow, Trajectory, Turn
+from trackway.trainer.learner.batch import (
+    ResponseColumns,
+    TokenRecord,
+    TokenValues,
+    TrainingBatch,
+    mini_batches,
+    placed_scores,
+    token_versions,
+)
+from trackway.wire.trajectory import Reward, TokenRow, Trajectory, Turn, WeightSpan
 
 Rollout = Callable[..., Trajectory]
 
@@ -131,3 +140,107 @@ def test_scores_of_turns_without_a_token_add_up_with_those_before_them(rollout: 
     placed = placed_scores([rollout(reward=reward, turns=[turn(0, 0), turn(0, 1), turn(1, 1)])], 6)
 
     assert placed.tolist() == [[7, 0, 0, 0, 0, 0]]
+
+
+def test_only_rows_with_a_token_to_train_on_are_trainable(rollout: Rollout):
+    batch = TrainingBatch.of([rollout(), rollout(prompt_ids=[1]), rollout(prompt_ids=[2, 3])], [1.0, 2.0, 3.0])
+    rejected = batch.response_mask.clone()
+    rejected[0] = False
+
+    assert batch.trainable() is batch
+    trainable = replace(batch, response_mask=rejected).trainable()
+    assert trainable.advantages.tolist() == [2.0, 3.0]
+    assert trainable.input_ids.tolist() == [[1, 20, 21, 30, 31, 22, 23, 0], [2, 3, 20, 21, 30, 31, 22, 23]]
+
+
+def test_a_mini_batch_has_trajectories_with_all_their_rows_in_each_epoch():
+    owners = [0, 1, 0, 2, 2, 1]
+
+    in_order = [index.tolist() for index in mini_batches(owners, 2, 2, None)]
+
+    assert in_order == [[0, 2, 1, 5], [3, 4]] * 2
+    assert [index.tolist() for index in mini_batches([0, 0], 1, 1, None)] == [[0, 1]]
+
+
+def test_a_shuffler_orders_the_trajectories_of_each_epoch_anew():
+    rows = [[0, 2], [1, 5], [3, 4]]
+    drawn = torch.Generator().manual_seed(1)
+    orders = [torch.randperm(3, generator=drawn).tolist() for _ in range(2)]
+
+    shuffled = [index.tolist() for index in mini_batches([0, 1, 0, 2, 2, 1], 1, 2, torch.Generator().manual_seed(1))]
+
+    assert shuffled == [rows[owner] for order in orders for owner in order]
+    assert orders[0] != orders[1]
+
+
+def test_the_version_of_a_token_lies_in_the_column_that_predicts_it(rollout: Rollout):
+    spans = [WeightSpan(version=3, start=0, end=2), WeightSpan(version=5, start=4, end=6)]
+    row = rollout(prompt_ids=[1], response_ids=[2, 3], response_mask=[1, 1], response_logprobs=[-1.0, -1.0])
+
+    versions = token_versions([rollout(weight_versions=spans), row], 8, 7.5)
+
+    assert versions.tolist() == [[7.5, 7.5, 3, 3, 7.5, 7.5, 5, 5], [7.5] * 8]
+    assert versions.dtype == torch.float64
+
+
+@pytest.fixture
+def of_two_rows(rollout: Rollout) -> list[Trajectory]:
+    """Three response tokens in the columns 1 to 3, the second of a tool, and one in the column 0."""
+    return [
+        rollout(prompt_ids=[1, 2], response_ids=[3, 4, 5], response_mask=[1, 0, 1], response_logprobs=[-1.0, 0, -1.0]),
+        rollout(prompt_ids=[6], response_ids=[7], response_mask=[1], response_logprobs=[-1.0]),
+    ]
+
+
+def told(values: TokenValues) -> dict[str, list[float | bool | None]]:
+    """By name, with None for NaN."""
+    names = ("logprobs", "entropies", "advantages", "clipped", "kept")
+    return {name: [None if math.isnan(value) else value for value in getattr(values, name).tolist()] for name in names}
+
+
+def test_each_token_has_the_values_of_its_first_step_and_is_clipped_or_kept_by_any(of_two_rows: list[Trajectory]):
+    record = TokenRecord(TrainingBatch.of(of_two_rows, [1.5, -2.0]), None)
+    no, yes = [False] * 4, [True]
+    second = torch.tensor([1])
+    record.add(second, torch.tensor([[-0.5]]), torch.tensor([[0.25]]), torch.tensor([yes]), torch.tensor([yes]))
+    record.add(
+        torch.tensor([0, 1]),
+        torch.tensor([[-9, -0.125, -9, -0.75], [-8, -8, -8, -8]]),
+        torch.tensor([[9, 0.5, 9, 0.75], [8, 8, 8, 8]]),
+        torch.tensor([[False, True, False, False], no]),
+        torch.tensor([[False, True, False, False], no]),
+    )
+
+    values = record.of(of_two_rows)
+
+    assert values.lengths == [3, 1]
+    assert told(values) == {
+        "logprobs": [-0.125, None, -0.75, -0.5],
+        "entropies": [0.5, None, None, 0.25],
+        "advantages": [1.5, None, 1.5, -2.0],
+        "clipped": [True, False, False, True],
+        "kept": [True, False, False, True],
+    }
+    with pytest.raises(FrozenInstanceError):
+        values.lengths = []  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_logprobs_and_advantages_of_tokens_are_those_given_whatever_a_step_has(of_two_rows: list[Trajectory]):
+    batch = TrainingBatch.of(of_two_rows, [0.0, 0.0])
+    by_token = torch.tensor([[9, 1.0, 9, 2.0], [3.0, 9, 9, 9]])
+    record = TokenRecord(replace(batch, advantages=by_token), -by_token / 4)
+    step = torch.tensor([[-8.0, -8.0, -8.0, -8.0]])
+    record.add(torch.tensor([0]), step, -step, step > 0, step < 0)
+
+    assert told(record.of(of_two_rows)) == {
+        "logprobs": [-0.25, None, -0.5, -0.75],
+        "entropies": [8.0, None, 8.0, None],  # no step trained the second row
+        "advantages": [1.0, None, 2.0, 3.0],
+        "clipped": [False] * 4,
+        "kept": [True, True, True, False],
+    }
+
+
+def test_each_row_has_an_owner(rollout: Rollout):
+    with pytest.raises(ValueError, match="zip"):
+        ResponseColumns([rollout(), rollout()], owners=[0], width=8)

@@ -184,3 +184,18 @@ def test_a_metric_that_the_reward_lacks_is_an_error_that_names_what_it_has(rollo
 
     with pytest.raises(TrackwayError, match=r"got 'f1', and .* has format, correct; take one of them, reward or acc"):
         GroupFilter("f1").sift(group)
+
+
+def test_a_greedy_baseline_is_counted_apart_and_in_no_share(rollout: Rollout):
+    batch = filter_trajectories([rollout(0, 0), rollout(0, 1, error=FAILED), rollout(0, 2, is_baseline=True)], 7, None)
+
+    dropped = {"dropped_infrastructure": 1, "dropped_failed": 0, "dropped_filtered": 0, "dropped_stale": 0}
+    assert batch.counts == {"used": 1, **dropped, "baseline": 1}
+    assert batch.metrics()["response/aborted_ratio"] == 1 / 2
+    assert filter_trajectories([], 7, None).counts == {"used": 0, **dropped, "dropped_infrastructure": 0}
+
+
+def test_a_filter_asks_for_single_prompts_without_a_bound_and_stays_as_it_is():
+    assert GroupFilter("reward") == GroupFilter("reward", at_once=1, max_prompts=None)
+    with pytest.raises(FrozenInstanceError):
+        GroupFilter("reward").at_once = 2  # pyright: ignore[reportAttributeAccessIssue]
