@@ -228,10 +228,10 @@ def test_rows_are_told_by_file_and_number_the_first_few_and_how_many_more(sample
 
 
 def write_data(folder: Path, sample: Make) -> list[str]:
-    """Two files to train on, of 3 and 2 rows, and two to validate on: parquet and JSONL of each."""
-    for name in ("train", "val"):
-        write_rows(folder / f"{name}.parquet", [sample(index) for index in range(3)])
-        lines = [json.dumps(sample(index).model_dump(mode="json", exclude_none=True)) for index in (0, 7)]
+    """Two files to train on, of 3 and 2 rows, and two of other rows to validate on: parquet and JSONL of each."""
+    for name, first in (("train", 0), ("val", 10)):
+        write_rows(folder / f"{name}.parquet", [sample(first + index) for index in range(3)])
+        lines = [json.dumps(sample(first + index).model_dump(mode="json", exclude_none=True)) for index in (0, 7)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
     return [f"data.{name}_files=[{folder}/{name}.parquet,{folder}/{name}.jsonl]" for name in ("train", "val")]
 
@@ -259,12 +259,8 @@ def test_several_files_of_either_format_are_one_dataset(sample: Make, tmp_path: 
     assert shuffled[0] == shuffled[1] == shuffled[2] != shuffled[3]
     assert prompts.steps_per_epoch == 3
     assert (indices(fewer.samples), indices(held_out.samples)) == ([0, 1, 2], [0, 1, 2, 3])
-    assert [row.prompt[0].content for row in held_out.samples] == [
-        "question 0",
-        "question 1",
-        "question 2",
-        "question 0",
-    ]
+    questions = [[row.prompt[0].content for row in part.samples] for part in (rows, held_out)]
+    assert questions == [[f"question {row}" for row in part] for part in ((0, 1, 2, 0, 7), (10, 11, 12, 10))]
 
 
 def test_rows_without_an_agent_name_are_one_warning(sample: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -121,6 +121,35 @@ async def test_remax_asks_for_a_greedy_rollout_with_each_group_of_the_training(
     assert metrics["training/trajectories"] == account["used"]
 
 
+async def test_validations_have_rows_and_sampling_of_their_own(
+    folder: RunFolder, tmp_path: Path, sample: Callable[[int], Sample], agent
+) -> None:
+    write_rows(tmp_path / "test.parquet", [sample(7)])
+    rollout = "actor_rollout_ref.rollout"
+    keys = {
+        "data.val_files": [str(tmp_path / "test.parquet")],
+        **{f"{rollout}.n": 2, f"{rollout}.temperature": 0.7, f"{rollout}.top_k": 11},
+        **{f"{rollout}.val_kwargs.{name}": value for name, value in (("n", 3), ("temperature", 0.6), ("top_k", 13))},
+        **{f"{rollout}.val_kwargs.do_sample": True, "data.max_response_length": 98},
+    }
+    tree = folder.config().model_dump(mode="json")
+    run = RunFolder(tmp_path / "outputs" / "other")
+    run.create(resolve(leaves(tree) | keys), folder.services())
+    training, tracking = await build(run, asyncio.Event(), False, Waits())
+    version = await training.publish()
+    await training.validate(version)
+    await training.rollout(version)
+    training.publisher.close()
+    tracking.close("FINISHED", 10.0)
+
+    asked = {
+        (request.validation, request.sample.index, request.n, params.temperature, params.top_k, params.max_tokens)
+        for request, params in ((request, request.sampling_params) for request in agent.requests)
+    }
+    assert asked == {(True, 7, 3, 0.6, 13, 98), (False, 0, 2, 0.7, 11, 98), (False, 1, 2, 0.7, 11, 98)}
+    assert {request.limits.max_response_length for request in agent.requests} == {98}
+
+
 async def test_the_filter_the_penalty_the_samples_and_the_profiler_are_built_from_their_keys(
     folder: RunFolder, tmp_path: Path, agent
 ) -> None:

@@ -47,6 +47,17 @@ async def test_every_rollout_comes_back_in_the_order_of_the_batch(agent, agent_u
     assert by_index[5].sample.agent_name == "tool_agent"
 
 
+async def test_a_request_says_what_its_template_says(sample):
+    limits = Limits(max_prompt_length=9, max_response_length=8, max_assistant_turns=7)
+    sampling = SamplingParams(temperature=0.7, top_p=0.8, top_k=11, max_tokens=8, seed=5)
+    template = replace(TEMPLATE, sampling_params=sampling, limits=limits, tools=["calculator"], validation=True)
+
+    request = template.group(sample(5), 3, 9, True)
+
+    assert (request.sampling_params, request.limits, request.tools) == (sampling, limits, ["calculator"])
+    assert (request.run, request.experiment_name, request.n, request.validation) == ("run", "experiment", 4, True)
+
+
 async def test_a_stream_that_breaks_is_asked_again_for_exactly_what_is_missing(agent, agent_url, http, sample):
     agent.breaks = [3]
 
