@@ -1,6 +1,7 @@
 """DAPO's penalty on long responses: the formula at its edges, and what becomes of the reward."""
 
 from collections.abc import Callable
+from dataclasses import FrozenInstanceError
 
 import pytest
 
@@ -81,3 +82,8 @@ def test_both_spellings_of_verl_set_it_and_the_longest_response_is_its_end(secti
 def test_a_buffer_that_does_not_fit_the_response_is_refused(length: int):
     with pytest.raises(TrackwayError, match=rf"overlong_buffer_cfg.len: expected 1 to 512 tokens.*got {length}"):
         resolve({f"{BUFFER}.enable": True, f"{BUFFER}.len": length})
+
+
+def test_a_penalty_cannot_be_changed():
+    with pytest.raises(FrozenInstanceError):
+        OverlongPenalty(20, 4, 0.5).factor = 1.0  # pyright: ignore[reportAttributeAccessIssue]

@@ -2,11 +2,15 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.services.trainer.learner_settings import learner_config
@@ -16,6 +20,7 @@ from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.packing import ATTENTION, PackedRow, SequenceLengths, attend_by_sequence, can_pack
 from trackway.trainer.learner.passes.head import token_logprobs
 from trackway.trainer.learner.policy import Policy
+from trackway.trainer.learner.ranks.sequence_parallel import SequenceRanks
 from trackway.wire.trajectory import Trajectory
 
 pytestmark = pytest.mark.slow
@@ -131,6 +136,28 @@ def test_a_packed_row_is_the_inputs_end_to_end_with_positions_of_their_own(rollo
 
 
 @pytest.mark.parametrize(
+    ("size", "shares", "lengths"),
+    [
+        (2, [[10, 11, 12, 20, 21], [30, 31, 22, 1, 2]], [8, 2]),
+        (3, [[10, 11, 12, 20], [21, 30, 31, 22], [1, 2, 0, 0]], [8, 2, 2]),
+        (4, [[10, 11, 12], [20, 21, 30], [31, 22, 1], [2, 0, 0]], [8, 2, 2]),
+    ],
+)
+def test_ranks_have_equal_shares_of_a_packed_row_whose_padding_is_a_sequence_of_its_own(
+    rollout: Rollout, size: int, shares: list[list[int]], lengths: list[int]
+):
+    short = rollout(prompt_ids=[1, 2], response_ids=[3], response_mask=[1], response_logprobs=[-0.5])
+    row = PackedRow.of(TrainingBatch.of([rollout(), short], [0.0, 0.0]))
+
+    parts = [row.share(SequenceRanks(size, index, NO_GROUP)) for index in range(size)]
+
+    assert [part.input_ids[0].tolist() for part in parts] == shares
+    assert [(part.lengths.sizes, part.lengths.ranks and part.lengths.ranks.size) for part in parts] == [
+        (lengths, size)
+    ] * size
+
+
+@pytest.mark.parametrize(
     ("kind", "more", "packs"),
     [
         ("qwen2", {}, True),
@@ -192,6 +219,25 @@ def test_each_thing_that_cannot_be_cut_by_sequence_keeps_a_model_from_being_pack
 
 class CausalAttention(torch.nn.Module):
     is_causal = True
+    num_key_value_groups = 1
+
+
+NO_GROUP = cast(ProcessGroup, None)
+
+
+@dataclass(frozen=True)
+class AllHeads(SequenceRanks):
+    """What a rank has that computes all heads of all tokens, as without an exchange."""
+
+    heads: list[int] = field(default_factory=list[int])
+    """Of the queries, the keys and the values that were to be exchanged."""
+
+    def by_heads(self, values: Tensor) -> Tensor:
+        self.heads.append(values.shape[1])
+        return values
+
+    def by_tokens(self, values: Tensor) -> Tensor:
+        return values
 
 
 def test_attention_over_a_packed_row_is_that_of_each_sequence_and_says_that_it_was_told_the_lengths():
@@ -208,6 +254,22 @@ def test_attention_over_a_packed_row_is_that_of_each_sequence_and_says_that_it_w
     for part in (slice(0, 3), slice(3, 5)):
         alone, _ = attend_by_sequence(layer, query[:, :, part], key[:, :, part], value[:, :, part], None)
         torch.testing.assert_close(packed[:, part], alone, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("size", "exchanged"), [(2, [4, 2, 2]), (4, [4, 4, 4])])
+def test_heads_of_keys_are_repeated_before_an_exchange_only_for_more_ranks_than_heads(size: int, exchanged: list[int]):
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(1, heads, 7, 4, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
+    layer, ranks = CausalAttention(), AllHeads(size, 0, NO_GROUP)
+    layer.num_key_value_groups = 2
+
+    packed, _ = attend_by_sequence(layer, query, key, value, None, SequenceLengths([4, 3], ranks))
+
+    assert ranks.heads == exchanged
+    for part in (slice(0, 4), slice(4, 7)):
+        keys, values = (tensor[:, :, part].repeat_interleave(2, dim=1) for tensor in (key, value))
+        alone = scaled_dot_product_attention(query[:, :, part], keys, values, is_causal=True)
+        torch.testing.assert_close(packed[:, part], alone.transpose(1, 2), rtol=0, atol=1e-12)
 
 
 def test_a_packed_row_cannot_be_changed(rollout: Rollout):
