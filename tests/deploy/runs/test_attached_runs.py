@@ -1,6 +1,7 @@
 """Runs on services that run elsewhere: whose paths they have, how they are followed and resumed."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from trackway.deploy.runs import launch
 from trackway.deploy.runs.launch import elsewhere as paths_there
 from trackway.deploy.runs.launch import localised, placed
 from trackway.deploy.runs.losses import run_notes
+from trackway.deploy.runs.project import configured
 from trackway.deploy.terminal.console import RunBar
 from trackway.system.user_error import UserError
 from trackway.trainer.config import compose
@@ -22,6 +24,16 @@ from trackway.wire.trainer import BackendSummary, RunInfo, RunState
 
 pytestmark = pytest.mark.slow  # five real services
 
+PROJECT = """\
+defaults: [tiny_demo, _self_]
+actor_rollout_ref:
+  model: {path: /models/tiny}
+  actor: {optim: {lr: 1e-3}}
+  rollout: {trace: {backend: null}}
+data: {train_files: [/data/train.parquet], val_files: [/data/test.parquet]}
+trainer: {logger: [console], experiment_name: of-a-project}
+trackway: {code_path: /code, seed: 1}
+"""
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 MODEL = "actor_rollout_ref.model.path"
 
@@ -194,6 +206,92 @@ def test_a_run_that_finishes_while_it_stops_is_done(there: Deployment, folder: R
     monkeypatch.setattr(RunBar, "show", finish)
     told = CliRunner().invoke(app, ["train", "--resume", folder.name, "--outputs", str(there.outputs), "--json"])
     assert (told.exit_code, json.loads(told.stdout)["state"]) == (0, "finished")
+
+
+@pytest.fixture
+def of_project(elsewhere, there: Deployment, tmp_path: Path, monkeypatch) -> Iterator[RunFolder]:
+    """A run that was started in the working folder, a project, with another seed."""
+    monkeypatch.chdir(tmp_path)
+    Path("trackway.yaml").write_text(PROJECT)
+    made = elsewhere.hold(f"of-{tmp_path.name}", configured(["trackway.seed=2"], None, "default", there))
+    advance(made, RunState.RUNNING)
+    yield made
+    if not made.ended():
+        made.move(RunState.FAILED)
+
+
+def resumed(there: Deployment, folder: RunFolder, *words: str) -> tuple[str, str]:
+    """The error of the command, which is empty without one, and what it printed beside its result."""
+    told = CliRunner().invoke(app, ["train", "--resume", folder.name, "--outputs", str(there.outputs), *words])
+    if told.exception and not isinstance(told.exception, UserError):
+        raise told.exception
+    return str(told.exception or ""), " ".join(told.stderr.split())
+
+
+@pytest.mark.parametrize("text", [PROJECT, "# as it was\n" + PROJECT.replace("1e-3", "0.001")])
+def test_a_run_that_began_with_the_projects_file_resumes_without_a_word_on_it(
+    there: Deployment, of_project: RunFolder, monkeypatch, text: str
+) -> None:
+    Path("trackway.yaml").write_text(text)
+    monkeypatch.setattr(RunBar, "show", lambda bar, info: of_project.ended() or advance(of_project, RunState.FINISHED))
+
+    error, shown = resumed(there, of_project)
+
+    assert (error, "trackway.yaml" in shown, of_project.info().state) == ("", False, RunState.FINISHED)
+
+
+def test_an_edit_that_a_resumed_run_cannot_take_is_refused_by_its_key(there: Deployment, of_project: RunFolder) -> None:
+    edited = PROJECT.replace("1e-3", "0.01").replace("seed: 1", "max_restarts: 7, learner_ranks: 2")
+    Path("trackway.yaml").write_text(edited)
+
+    error, _ = resumed(there, of_project)
+
+    assert error.startswith(
+        f"trackway.yaml: expected what run {of_project.name} began with, of which only trackway.learner_ranks, "
+    )
+    assert error.endswith(
+        " may change, got actor_rollout_ref.actor.optim.lr=0.01 instead of 0.001, trackway.max_restarts=7 instead of "
+        "none, trackway.seed=none instead of 1; put that back, or start another run: with "
+        "trainer.resume_mode=resume_path and trainer.resume_from_path it begins at a checkpoint of this one. In a "
+        "folder without trackway.yaml, this command resumes the run as it was"
+    )
+    assert of_project.info().state is RunState.RUNNING
+
+
+def test_an_edit_that_a_resumed_run_can_take_is_taken_and_told_once(
+    there: Deployment, of_project: RunFolder, monkeypatch
+) -> None:
+    edited = PROJECT.replace("trackway: {", "trackway: {learner_ranks: 2, rank_timeout_s: 9, ")
+    Path("trackway.yaml").write_text(edited)
+    active, _ = resumed(there, of_project)
+    advance(of_project, RunState.STOPPING, RunState.STOPPED)
+    monkeypatch.setattr(launch, "follow", launch.stop_run)  # its learner, which the service has started
+
+    first, second = (resumed(there, of_project, *words) for words in (["trackway.rank_timeout_s=8"], []))
+
+    now, name = of_project.config().trackway, of_project.name
+    keys = "trackway.learner_ranks, trackway.rank_timeout_s"
+    assert active.startswith(f"{keys}: expected a run that has ended, got run {name}, which is running; ")
+    assert (first[0], second[0]) == ("", "")
+    assert f"trackway.yaml was edited since run {name} began: trackway.learner_ranks=2" in first[1]
+    assert "rank_timeout_s" not in first[1] and "trackway.yaml" not in second[1]
+    assert (now.learner_ranks, now.rank_timeout_s, now.seed) == (2, 8, 2)
+
+
+def test_a_run_that_did_not_begin_with_the_projects_file_says_that_it_goes_on_without(
+    there: Deployment, folder: RunFolder, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("trackway.yaml").write_text(PROJECT)
+    advance(folder, RunState.RUNNING, RunState.STOPPING)
+    monkeypatch.setattr(RunBar, "show", lambda bar, info: folder.ended() or advance(folder, RunState.FINISHED))
+
+    error, shown = resumed(there, folder)
+
+    reason = (
+        f"run {folder.name} goes on without trackway.yaml: it did not begin with that file; give the keys to change as"
+    )
+    assert (error, reason in shown) == ("", True)
 
 
 def test_a_run_that_does_not_end_says_what_helps(there: Deployment, folder: RunFolder, monkeypatch) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from trackway.deploy.checks.run import Checked, Subject
     from trackway.deploy.deployment.record import Deployment
     from trackway.trainer.config import RunConfig, UnsupportedKey
+    from trackway.trainer.config.compose import Tree
 
 app = typer.Typer()
 
@@ -91,9 +92,12 @@ def train(
         _, checked = _checked(run_config, run, deployment, outputs, True, as_json)
         checked.findings.refuse()
         name = launch.start_run(deployment, run_config, run).run
+    changes = given(overrides or [])
+    if file is not None and run_config is None:
+        changes = {**_edits(file, name, deployment, changes), **changes}
     with run_bar(as_json) as bar:
         if run_config is None:
-            launch.resume_run(deployment, name, bar.show, skip_damaged, given(overrides or []))
+            launch.resume_run(deployment, name, bar.show, skip_damaged, changes)
         try:
             info = launch.follow(deployment, name, bar.show)
         except KeyboardInterrupt:
@@ -104,6 +108,24 @@ def train(
 
 def _running(known: "Deployment | None") -> bool:
     return known is not None and (known.attached or known.started_here)
+
+
+def _edits(file: Path, name: str, deployment: "Deployment", given: "Tree") -> "Tree":
+    """The new values of what was edited in the project's file since the run began; those not `given` are told."""
+    from trackway.deploy.deployment.attach import folder_here
+    from trackway.deploy.runs import launch, project
+    from trackway.trainer.config.changes import RECORDED
+
+    folder = folder_here(launch.info_of(deployment, name))
+    began_with = folder.config().trackway.project_settings if folder else None
+    if began_with is None:
+        why = "it did not begin with that file" if folder else "its folder, which has what it began with, is not here"
+        stderr.print(f"run {name} goes on without {file}: {why}; give the keys to change as key=value", soft_wrap=True)
+        return {}
+    edits = project.edits(file, name, began_with)
+    if taken := ", ".join(f"{key}={value}" for key, value in edits.items() if key not in (*RECORDED, *given)):
+        stderr.print(f"{file} was edited since run {name} began: {taken}", soft_wrap=True)
+    return edits
 
 
 def _train_project(

@@ -15,6 +15,7 @@ from trackway.deploy.local.settings import UpSettings
 from trackway.system.user_error import UserError
 from trackway.tracing import TracingSettings
 from trackway.trainer.config import RunConfig
+from trackway.trainer.config.changes import RECORDED
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.traces.preflight import refuse, unusable, without_entity
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -163,6 +164,11 @@ def check_backends_here(config: RunConfig) -> None:
     refuse([*unusable(wanted, usable, "this command"), *without_entity(config)])
 
 
+def info_of(deployment: Deployment, name: str) -> RunInfo:
+    """The status of a run. Raises TrackwayError for an unknown one."""
+    return run(_client(deployment).run(name))
+
+
 def resume_run(
     deployment: Deployment,
     name: str,
@@ -184,8 +190,9 @@ def resume_run(
         if was_stopping:
             info = await _until_ended(deployment, name, show, STOP_DEADLINE_S)
         if info.state not in ENDED and changes:
+            keys = [key for key in changes if key not in RECORDED]
             raise UserError(
-                f"{', '.join(changes)}: expected a run that has ended, got run {name}, which is {info.state}; stop it "
+                f"{', '.join(keys)}: expected a run that has ended, got run {name}, which is {info.state}; stop it "
                 "first (Ctrl-C in its command), or resume it without new values"
             )
         if info.state not in ENDED or (was_stopping and info.state is RunState.FINISHED):

@@ -2,16 +2,25 @@
 
 The project's folder is on the Python path of the services that import `trackway.modules`, unless the configuration sets
 `trackway.code_path`. A path given on the command line is relative to the working folder, as everywhere.
+
+A run records the settings of the file that it begins with. When running services resume it, what was edited since is
+known from them: `edits`.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs import launch
+from trackway.system.user_error import UserError
 from trackway.trainer.config import RunConfig, UnsupportedKey, compose
+from trackway.trainer.config.changes import CHANGEABLE, PROJECT_SETTINGS
+from trackway.trainer.config.compose import Tree, leaves
 
 FILE_NAME = "trackway.yaml"
 _DEFAULT = "default"
@@ -44,10 +53,39 @@ def configured(
     if file is None:
         return launch.placed(composed, deployment)
     folder = file.absolute().parent
+    own: dict[str, object] = {PROJECT_SETTINGS: [f"{key}={value}" for key, value in _settings(file).items()]}
     if composed.trackway.code_path is None:
-        own = composed.trackway.model_copy(update={"code_path": str(folder)})
-        composed = composed.model_copy(update={"trackway": own})
-    return launch.placed(composed, deployment, folder, _keys_of(overrides))
+        own["trackway.code_path"] = str(folder)
+    return launch.placed(composed.with_values(own), deployment, folder, _keys_of(overrides))
+
+
+def edits(file: Path, name: str, began_with: Sequence[str]) -> Tree:
+    """The new values, for a run that is resumed, of what was edited in `trackway.yaml` since the run began.
+
+    `began_with` is `trackway.project_settings` of the run. Raises UserError, with the keys, for an edit of what a
+    resumed run keeps, and TrackwayError for a file that is not valid.
+    """
+    config = leaves(compose([], file).model_dump(mode="json"))
+    now, then = _settings(file), dict(setting.split("=", 1) for setting in began_with)
+    edited = sorted(key for key in {**then, **now} if then.get(key) != now.get(key))
+    kept = [
+        f"{key}={now.get(key, 'none')} instead of {then.get(key, 'none')}" for key in edited if key not in CHANGEABLE
+    ]
+    if kept:
+        raise UserError(
+            f"{file}: expected what run {name} began with, of which only {', '.join(CHANGEABLE)} may change, got "
+            f"{', '.join(kept)}; put that back, or start another run: with trainer.resume_mode=resume_path and "
+            "trainer.resume_from_path it begins at a checkpoint of this one. In a folder without "
+            f"{FILE_NAME}, this command resumes the run as it was"
+        )
+    recorded: Tree = {PROJECT_SETTINGS: [f"{key}={value}" for key, value in now.items()]} if edited else {}
+    return {**{key: config[key] for key in edited}, **recorded}
+
+
+def _settings(file: Path) -> dict[str, str]:
+    """The value as JSON of each dotted key that the file gives, before anything is filled in or made absolute."""
+    tree = cast(Tree, OmegaConf.to_container(OmegaConf.load(file)))
+    return {key: json.dumps(value) for key, value in sorted(leaves(tree).items())}
 
 
 def _keys_of(overrides: Sequence[str]) -> frozenset[str]:

@@ -8,6 +8,7 @@ from rich.table import Table
 from trackway.deploy.config.services_for_run import Decision, RunServices
 from trackway.deploy.terminal.tables import size_of, table
 from trackway.trainer.config import RunConfig, no_effect
+from trackway.trainer.config.changes import RECORDED
 from trackway.trainer.config.compose import leaves
 from trackway.trainer.config.rollout_correction import describe
 from trackway.trainer.config.unsupported_keys import MOVED
@@ -102,7 +103,7 @@ def _settings(config: RunConfig) -> Table:
     rows = [
         (key, shown(value), "" if value == defaults.get(key) else shown(defaults.get(key)))
         for key, value in values.items()
-        if key != "trackway.ignored_keys" and (key in _ALWAYS or value != defaults.get(key))
+        if key not in RECORDED and (key in _ALWAYS or value != defaults.get(key))
     ]
     return table("settings", ("key", "value", "default, where it differs"), rows)
 
@@ -112,7 +113,8 @@ def as_yaml(config: RunConfig) -> str:
     import yaml
 
     tree = config.model_dump(mode="json")
-    del tree["trackway"]["ignored_keys"]
+    for key in RECORDED:
+        del tree["trackway"][key.removeprefix("trackway.")]
     return "defaults: [ppo_trainer, _self_]\n" + yaml.safe_dump(tree, sort_keys=False)
 
 

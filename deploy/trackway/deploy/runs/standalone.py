@@ -32,7 +32,7 @@ from trackway.deploy.runs import launch, project
 from trackway.reward.reward_model import REWARD_MODEL
 from trackway.system.user_error import UserError
 from trackway.trainer.config import RunConfig, UnsupportedKey, compose
-from trackway.trainer.config.changes import CHANGEABLE, changes_between
+from trackway.trainer.config.changes import CHANGEABLE, RECORDED, changes_between
 from trackway.trainer.config.compose import leaves
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.trainer import RunInfo, RunState
@@ -131,7 +131,7 @@ class StandaloneRun:
 def changed_since(folder: RunFolder, config: RunConfig) -> list[str]:
     """`key=value` for each original setting of a run that differs from `config`, and that it keeps when resumed."""
     began, now = (leaves(settings.model_dump(mode="json")) for settings in (folder.config(), config))
-    taken = {"trackway.ignored_keys", *CHANGEABLE}
+    taken = {*RECORDED, *CHANGEABLE}
     changed = [key for key in {**began, **now} if began.get(key) != now.get(key) and key not in taken]
     return [f"{key}={began.get(key)}" for key in changed]
 
