@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, SecretStr, model_v
 
 from trackway.clients import CallPolicy
 from trackway.serving.own_code import OwnCodeSettings
-from trackway.wire.sessions.session import SessionBounds
+from trackway.wire.sessions.session import FormatUse, SessionBounds
 
 _OUTAGE_S = 120.0
 """Retries outlast a restart of Ray Serve's proxy or of a service, which takes up to a minute."""
@@ -53,6 +53,10 @@ class ExternalSettings(BaseModel):
     """Further variables of the program."""
     bounds: SessionBounds = Field(default_factory=SessionBounds)
     """Bounds of each rollout's session."""
+    formats: FormatUse = "guide"
+    """What becomes of `response_format`, `text.format` and `output_config.format` of its calls: `guide` has the engine
+    guide the answer, whose tokens are then not trained; `note` names them in the session's `ignored_fields`, and trains
+    what the model writes by itself."""
     max_running: int = Field(default=64, ge=1)
     """Rollouts of it at once on this replica; others wait."""
     max_memory_bytes: int | None = Field(default=None, ge=1024)

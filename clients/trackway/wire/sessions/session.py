@@ -1,5 +1,7 @@
 """Opening, rewarding and reading a session."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from trackway.wire.agent import MAX_ROLLOUTS, GroupRequest, Limits, RunSampling, Sample
@@ -24,6 +26,11 @@ class SessionBounds(WireRequest):
     what it may write. The session then ends with `max_response`."""
 
 
+FormatUse = Literal["guide", "note"]
+"""What becomes of the JSON formats of an agent's calls: they guide the sampling, and guided tokens are not trained; or
+they are named among the fields without effect, and all tokens are trained."""
+
+
 class SessionRequest(WireRequest):
     """A session for one rollout of a sample; the tags are those of the trajectory that it becomes."""
 
@@ -36,6 +43,10 @@ class SessionRequest(WireRequest):
     """The sampling of every call, whatever the agent asks for; an agent may ask for fewer tokens."""
     limits: Limits = Field(default_factory=Limits)
     bounds: SessionBounds = Field(default_factory=SessionBounds)
+    formats: FormatUse = "guide"
+    """What becomes of `response_format`, `text.format` and `output_config.format`: `guide` has the engine guide the
+    answer, whose tokens are then not trained; `note` names them in `ignored_fields`, and trains what the model writes
+    by itself."""
     min_weight_version: Int = Field(default=0, ge=0)
     trace: bool | None = None
     """As in GroupRequest."""
@@ -47,7 +58,7 @@ class SessionRequest(WireRequest):
     def group(self) -> GroupRequest:
         """The request of this one rollout."""
         fields = {name: getattr(self, name) for name in SessionRequest.model_fields}
-        del fields["bounds"], fields["rollout_n"], fields["train"]
+        del fields["bounds"], fields["formats"], fields["rollout_n"], fields["train"]
         return GroupRequest(**fields, n=self.rollout_n + 1, rollouts=[self.rollout_n])
 
 
@@ -100,7 +111,7 @@ class SessionState(WireReply):
     attributes: dict[str, str]
     """Session and conversation ids that the agent's own headers named; never used for routing."""
     ignored_fields: list[str] = Field(default_factory=list[str])
-    """Fields of its calls that had no effect, at most 64: the agent's own sampling, and what the model's routes do not
-    know."""
+    """Fields of its calls that had no effect, at most 64: the agent's own sampling, formats that are only noted, and
+    what the model's routes do not know."""
     nodes: list[GraphNode]
     trajectory: Trajectory | None = None

@@ -86,7 +86,7 @@ class ExternalAgent(SessionAgent):
         settings = services.settings
         self.external = settings.external_agents.get(self.external_name) if self.external_name else settings.external
         if self.external is not None:
-            self.bounds = self.external.bounds
+            self.bounds, self.formats = self.external.bounds, self.external.formats
 
     async def converse(self, episode: Episode, toolbox: Toolbox) -> StopReason:
         """One run of the program, once another may run. Raises INVALID_REQUEST when none is configured."""

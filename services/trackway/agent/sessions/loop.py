@@ -15,7 +15,7 @@ from trackway.agent.toolbox import Toolbox
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.sessions.graph import NodeKind
-from trackway.wire.sessions.session import SessionBounds
+from trackway.wire.sessions.session import FormatUse, SessionBounds
 from trackway.wire.trajectory import Reward, StopReason, TokenRow, Turn
 
 
@@ -23,6 +23,7 @@ class SessionAgent(AgentLoop):
     """Opens a session, waits for its agent, and takes over the rows of its graph."""
 
     bounds = SessionBounds()
+    formats: FormatUse = "guide"
     generates_alone = True
 
     @abstractmethod
@@ -32,7 +33,7 @@ class SessionAgent(AgentLoop):
     async def converse(self, episode: Episode, toolbox: Toolbox) -> StopReason:
         """The session's life. Raises AGENT_FAILED, or its last error, when no call was answered."""
         sessions = self.services.sessions
-        session = Session(self, episode, self.bounds, sessions.replica)
+        session = Session(self, episode, self.bounds, sessions.replica, self.formats)
         sessions.add(session)
         try:
             await self.attend(session)
@@ -111,9 +112,11 @@ class OpenSession(SessionAgent):
 
     agent_name = "session"
 
-    def __init__(self, services: AgentContext, bounds: SessionBounds, opened: Callable[[Session], None]) -> None:
+    def __init__(
+        self, services: AgentContext, bounds: SessionBounds, formats: FormatUse, opened: Callable[[Session], None]
+    ) -> None:
         super().__init__(services)
-        self.bounds = bounds
+        self.bounds, self.formats = bounds, formats
         self._opened = opened
 
     async def attend(self, session: Session) -> None:

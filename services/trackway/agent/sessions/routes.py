@@ -88,7 +88,7 @@ class RunningSessions:
         request = await self._of_run(request)
         ready: asyncio.Future[Session] = asyncio.get_running_loop().create_future()
         task = self._groups.launch(
-            lambda services: OpenSession(services, request.bounds, ready.set_result), request.group()
+            lambda services: OpenSession(services, request.bounds, request.formats, ready.set_result), request.group()
         )
         session = await opened(task, ready, _OPEN_S)
         if session is None:
@@ -328,7 +328,8 @@ async def _no_such_route(request: Request) -> None:
 
 async def _chat(body: SessionChat, session: Session, request: Request) -> Response:
     said = _said("chat", session, body, session.chats.digest(body))
-    return await session.answer(request, body, ChatResponseBuilder, said, stream=body.stream)
+    chat = session.formatted(body, "response_format")
+    return await session.answer(request, chat, ChatResponseBuilder, said, stream=body.stream)
 
 
 async def _completions(body: SessionCompletion, session: Session, request: Request) -> Response:
@@ -337,17 +338,18 @@ async def _completions(body: SessionCompletion, session: Session, request: Reque
 
 async def _responses(body: SessionResponse, session: Session, request: Request) -> Response:
     earlier = session.earlier(body.previous_response_id, keep_system=body.instructions is None)
-    chat = response_input.chat_of(body, earlier)
+    chat = session.formatted(response_input.chat_of(body, earlier), "text.format")
 
     def build(forced: ChatRequest, tokenizer: Tokenizer, prompt: list[int]) -> ResponsesBuilder:
-        used = {"temperature": forced.temperature, "top_p": forced.top_p}
+        text = None if forced.response_format is None else body.text
+        used = {"temperature": forced.temperature, "top_p": forced.top_p, "text": text}
         return ResponsesBuilder(body.model_copy(update=used), forced, tokenizer, prompt)
 
     return await session.answer(request, chat, build, _said("responses", session, body), stream=body.stream)
 
 
 async def _messages(body: SessionMessages, session: Session, request: Request) -> Response:
-    chat = message_input.chat_of(body)
+    chat = session.formatted(message_input.chat_of(body), "output_config.format")
 
     def build(forced: ChatRequest, _: Tokenizer, prompt: list[int]) -> MessagesResponseBuilder:
         return MessagesResponseBuilder(body, forced, prompt)

@@ -47,7 +47,7 @@ from trackway.wire.rollout import (
     choice_logprobs,
 )
 from trackway.wire.sessions.graph import GraphNode, NodeKind
-from trackway.wire.sessions.session import SessionBounds
+from trackway.wire.sessions.session import FormatUse, SessionBounds
 from trackway.wire.trajectory import StopReason
 
 if TYPE_CHECKING:
@@ -103,7 +103,9 @@ class Session:
     its root span.
     """
 
-    def __init__(self, loop: "AgentLoop", episode: Episode, bounds: SessionBounds, replica: str) -> None:
+    def __init__(
+        self, loop: "AgentLoop", episode: Episode, bounds: SessionBounds, replica: str, formats: FormatUse
+    ) -> None:
         self.id = f"s-{replica}-{secrets.token_hex(16)}"
         self.key = f"sk-{self.id}-{secrets.token_hex(16)}"
         self.episode = episode
@@ -124,6 +126,7 @@ class Session:
         """Set when the agent has ended; no call is taken then."""
         self._loop = loop
         self._bounds = bounds
+        self._guides = formats == "guide"
         self._context = own_context()
         self._root = trace.get_current_span().get_span_context()
         self._answers: dict[str, asyncio.Future[Recorded | None]] = {}
@@ -176,6 +179,13 @@ class Session:
         """Record fields of a call that had no effect, at most 64."""
         short = {name[:_MAX_FIELD_CHARS] for name in names} - self.ignored_fields
         self.ignored_fields.update(sorted(short)[: _MAX_FIELDS - len(self.ignored_fields)])
+
+    def formatted(self, chat: ChatRequest, field: str) -> ChatRequest:
+        """The chat without the format that would guide its answer, where formats are only noted: under this name."""
+        if self._guides or chat.structured_outputs is None:
+            return chat
+        self.note_fields([field])
+        return chat.model_copy(update={"response_format": None})
 
     async def count(self, chat: ChatRequest) -> int:
         """The tokens of a conversation as a prompt, of at most the session's context length; an auxiliary call."""

@@ -333,6 +333,23 @@ async def test_a_bound_of_the_session_names_the_end_though_the_program_fails_of_
     assert len(trajectory.turns) == 1 and "at most 1 calls" in trajectory.log
 
 
+@pytest.mark.parametrize(("formats", "trained"), [("guide", 0), ("note", 1)])
+async def test_a_program_that_sends_a_format_with_its_call_trains_where_formats_are_only_noted(
+    serving: Serve, formats: str, trained: int
+) -> None:
+    code = """
+import openai
+question, wanted = {"role": "user", "content": "9+9?"}, {"type": "json_object"}
+openai.OpenAI().chat.completions.create(model="any", messages=[question], response_format=wanted)
+"""
+    async with serving(python(code, formats=formats)) as services:
+        trajectory = await services.say(ANSWER, agent_name="external")
+        written = services.model.encode(ANSWER)
+
+    assert (trajectory.response_ids, trajectory.response_mask) == (written, [trained] * len(written))
+    assert [turn.guided for turn in trajectory.turns] == [formats == "guide"]
+
+
 async def test_without_the_setting_no_request_starts_a_program(serving: Serve) -> None:
     async with serving(None) as services:
         trajectory = await services.say(agent_name="external")

@@ -7,7 +7,17 @@ import pytest
 
 from tests.services.agent.agent_services import AgentServices, call
 from tests.services.agent.scripted_model import END
-from tests.services.agent.sessions.test_session import ANSWER, ARGUMENTS, COUNT, PLAN, TOOLS, ended, opened, state
+from tests.services.agent.sessions.test_session import (
+    ANSWER,
+    ARGUMENTS,
+    COUNT,
+    PLAN,
+    SAMPLE,
+    TOOLS,
+    ended,
+    opened,
+    state,
+)
 from trackway.trainer.learner.filtering import TrainStatus, train_status
 from trackway.wire.sessions.graph import NodeKind
 from trackway.wire.sessions.session import SessionAccess
@@ -212,6 +222,62 @@ async def test_a_format_beside_tools_guides_calls_and_answers_in_every_format(se
     assert all(turn.guided for row in trajectory.rows for turn in row.turns)
     assert not any(sum(row.response_mask) for row in trajectory.rows)
     assert train_status(trajectory, 3, None) is TrainStatus.GUIDED
+
+
+FORMATS: dict[str, tuple[dict[str, Any], str]] = {
+    "chat/completions": (
+        {
+            "messages": [{"role": "user", "content": "9+9?"}],
+            "tools": TOOLS,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "plan", "schema": PLAN}},
+        },
+        "response_format",
+    ),
+    "responses": (
+        {
+            **REPEATED["responses"],
+            "text": {"format": {"type": "json_schema", "name": "plan", "schema": PLAN}},
+        },
+        "text.format",
+    ),
+    "messages": (
+        {**REPEATED["messages"], "output_config": {"format": {"type": "json_schema", "schema": PLAN}}},
+        "output_config.format",
+    ),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", FORMATS)
+async def test_a_format_that_is_only_noted_guides_nothing_and_its_answer_is_trained(
+    services: AgentServices, route: str, stream: bool
+) -> None:
+    services.model.capabilities = frozenset()  # an engine that could not guide
+    answer = '{"count": 18}' + END
+    access = await opened(services, answer, formats="note")
+    path, (body, field) = f"/sessions/{access.session_id}/v1/{route}", FORMATS[route]
+    asked = {"model": "any", **body}
+    replies = [await services.client.post(path, json={**asked, "stream": flag}) for flag in (stream, False)]
+    seen = await state(services, access)
+    trajectory = await ended(services, access)
+
+    assert [reply.status_code for reply in replies] == [200, 200]
+    assert replies[1].json().get("text", {"format": {"type": "text"}}) == {"format": {"type": "text"}}
+    assert seen.ignored_fields == [field]
+    [request] = services.model.seen()
+    assert request.sampling_params.structured_outputs is None
+    written = services.model.encode(answer)
+    assert (trajectory.response_ids, trajectory.response_mask) == (written, [1] * len(written))
+    assert [(turn.guided, turn.finish_reason) for turn in trajectory.turns] == [(False, "stop")]
+    assert [(span.start, span.end) for span in trajectory.weight_versions] == [(0, len(written))]
+    assert train_status(trajectory, 3, None) is TrainStatus.USED
+
+
+async def test_what_becomes_of_formats_is_one_of_two(services: AgentServices) -> None:
+    response = await services.client.post("/sessions", json={"sample": SAMPLE, "formats": "drop"})
+
+    assert response.status_code == 422
+    assert "Input should be 'guide' or 'note'" in response.json()["error"]["message"]
 
 
 async def test_a_forced_call_has_no_format_and_is_trained(services: AgentServices) -> None:
