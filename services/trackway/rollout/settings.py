@@ -55,7 +55,7 @@ class RolloutSettings(ServiceSettings):
     """Run without CUDA graphs (vLLM, SGLang): faster to start, slower to generate."""
     enable_sleep: bool = False
     """Let `/sleep` and `/wake_up` release the engine's memory for the trainer: GPU memory; of the torch engine on a CPU
-    main memory, as its weights go to a file in the temporary folder. Simulated by sim."""
+    main memory, as its weights go to a file in the temporary folder. vLLM on a CPU ignores it. Simulated by sim."""
     weight_digests: bool = True
     """Compare the digests of a vLLM server's parameters after each load; hashing them runs at 1 to 2 GB/s."""
     max_lora_rank: int = Field(default=0, ge=0)

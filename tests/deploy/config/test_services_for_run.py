@@ -140,6 +140,18 @@ def test_the_embedded_engine_sleeps_only_when_asked_to(free: str) -> None:
     assert args(made(1, f"{R}.name=torch", f"{R}.free_cache_engine=true"))["enable_sleep"] is True
 
 
+def test_vllm_on_a_cpu_keeps_its_memory_and_the_learner_does_not_ask() -> None:
+    words = [f"{R}.name=vllm", f"{R}.free_cache_engine=true"]
+    started = made(0, *words, engine_python="/opt/bin/python", enable_sleep=True)
+    elsewhere = made(0, *words, engine="vllm", engine_url="http://gpu:8000", enable_sleep=True)
+
+    reason = "vllm keeps its memory on a CPU, where it ignores calls to sleep"
+    assert told(started)["free_cache_engine"] == ("True", "no effect", reason)
+    assert (args(started)["enable_sleep"], args(elsewhere)["enable_sleep"]) == (False, True)
+    asks = [made.config.actor_rollout_ref.rollout.free_cache_engine for made in (started, elsewhere)]
+    assert asks == [None, True]
+
+
 def test_a_simulated_engine_frees_no_memory_and_the_learner_does_not_ask() -> None:
     services = made(0, f"{R}.name=sim", f"{R}.free_cache_engine=true", f"{R}.multi_stage_wake_up=true")
     nothing = ("True", "no effect", "the sim engine has no such setting")

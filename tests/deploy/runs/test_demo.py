@@ -2,12 +2,20 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from trackway.deploy.bundled import TINY_MODEL
+from trackway.deploy.cli import app
 from trackway.deploy.commands.demo import _print_end, console_of
+from trackway.deploy.config import serve_config
 from trackway.deploy.deployment.attach import runs_folder
+from trackway.deploy.deployment.progress import Report
 from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.local import up
+from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs import demo, launch
 from trackway.deploy.runs.demo import Demo, PhaseTimes, RunOutput, newest_of, summarise
 from trackway.system.user_error import UserError
@@ -35,6 +43,56 @@ def test_the_demos_runs_are_numbered_by_their_seed() -> None:
     assert found(0, "seed01", "seed1", "seed0-x", "other") == (None, "seed0")
     assert found(0, "seed0") == ("seed0", "seed0-2")
     assert found(0, "seed0-10", "seed0-9", "seed0", "seed01-20") == ("seed0-10", "seed0-11")
+
+
+FREE = "actor_rollout_ref.rollout.free_cache_engine=true"
+
+
+@pytest.mark.parametrize(
+    ("words", "sleeps", "said"),
+    [
+        (
+            [FREE],
+            True,
+            f"{FREE.replace('true', 'True')}: on, the weights of the engine are in a file while the learner",
+        ),
+        ([FREE, "actor_rollout_ref.rollout.max_num_seqs=7"], True, ": on, the weights of the engine are in a file"),
+        (["trainer.total_training_steps=2"], None, ""),
+    ],
+)
+def test_the_demos_services_are_made_for_its_overrides(
+    words: list[str], sleeps: bool | None, said: str, tmp_path: Path, monkeypatch
+) -> None:
+    made: list[dict[str, Any]] = []
+
+    def bring_up(settings: UpSettings, report: Report, config: dict[str, Any] | None) -> None:
+        made.append(config or serve_config.load(settings.config))
+        raise UserError("far enough")
+
+    monkeypatch.setattr(up, "bring_up", bring_up)
+    told = CliRunner().invoke(app, ["demo", "--outputs", str(tmp_path / "demo"), *words])
+
+    args = serve_config.args_of(made[0], "rollout")
+    assert (str(told.exception), args.get("enable_sleep")) == ("far enough", sleeps)
+    assert args["max_num_seqs"] == (7 if len(words) == 2 else 128)
+    assert said in " ".join(told.stderr.split())
+
+
+def test_a_demo_asks_for_nothing_that_its_engine_cannot_do_and_takes_its_model() -> None:
+    model = str(TINY_MODEL)
+    services = demo.services_of([FREE, "actor_rollout_ref.rollout.name=sim", f"{MODEL}={model}"], UpSettings.read())
+
+    assert services.overrides[3:] == ["actor_rollout_ref.rollout.free_cache_engine=null"]
+    assert services.settings.model_path == Path(model)
+    assert serve_config.args_of(services.serve_config, "rollout")["engine"] == "sim"
+
+
+def test_a_demo_that_this_machine_cannot_run_leaves_an_earlier_one_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "demo").mkdir()
+    told = CliRunner().invoke(app, ["demo", "--outputs", str(tmp_path / "demo"), "trackway.code_path=gone"])
+
+    assert "trackway.code_path: expected a folder, got " in str(told.exception)
+    assert [path.name for path in tmp_path.iterdir()] == ["demo"]
 
 
 def wanted(there: Deployment, seed: int, data_dir: Path | None, *overrides: str) -> Demo:

@@ -45,7 +45,7 @@ async def test_engines_that_must_sleep_and_cannot_are_named(serving):
     assert (refused.value.code, refused.value.message) == (
         ErrorCode.INVALID_REQUEST,
         f"{KEY}=true: expected rollout replicas that can sleep, got r1, r2 that cannot; set enable_sleep: true on "
-        "the rollout service, or leave the key out",
+        "the rollout service, or leave the key out, as for vLLM on a CPU, which ignores sleep",
     )
 
 

@@ -61,17 +61,22 @@ def demo(
 
 def _train_here(seed: int, outputs: Path, overrides: list[str], keep: bool, as_json: bool) -> None:
     from trackway.deploy.local.up import bring_up, take_down
-    from trackway.deploy.runs.demo import Demo, PhaseTimes
+    from trackway.deploy.runs.demo import Demo, PhaseTimes, services_of
     from trackway.deploy.runs.launch import check_backends_here
     from trackway.trainer.config import compose
 
     check_backends_here(compose(overrides, config_name="tiny_demo"))
-    clock = PhaseTimes(time.monotonic())
-    _set_aside(outputs)
     settings = up_settings(outputs=outputs, min_memory_gb=DEMO_MEMORY_GB)
     settings.mlflow_uri = None  # the demo starts its own MLflow and ignores MLFLOW_TRACKING_URI
+    services = services_of(overrides, settings) if overrides else None  # the preset's are those of the settings
+    clock = PhaseTimes(time.monotonic())
+    _set_aside(outputs)
+    if services is not None:
+        settings, overrides = services.settings, services.overrides
+        for key, asked, got, reason in services.decisions:
+            stderr.print(escape(f"{key}={asked}: {got}{f', {reason}' if reason else ''}"), soft_wrap=True)
     with board(as_json) as shown:
-        deployment = bring_up(settings, shown.report)
+        deployment = bring_up(settings, shown.report, None if services is None else services.serve_config)
     started = dict(shown.seconds)
     if not as_json:
         stderr.print(

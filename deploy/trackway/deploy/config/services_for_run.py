@@ -154,7 +154,8 @@ def services_for(config: RunConfig, gpus: int, base: dict[str, Any]) -> RunServi
     _set_reward_function(config, services)
     if config.reward.reward_model.enable:
         _set_reward_model(config, gpus, base, services)
-    services.config = _without(config, free_cache=services.engine == "sim", gpus=not gpus)
+    keeps_memory = services.engine == "sim" or _keeps_memory(services.engine, gpus, rollout_args)
+    services.config = _without(config, free_cache=keeps_memory, gpus=not gpus)
     return services
 
 
@@ -162,6 +163,11 @@ def _without(config: RunConfig, *, free_cache: bool, gpus: bool) -> RunConfig:
     """The configuration without settings that the run's process could not use here."""
     unusable = {"actor_rollout_ref.rollout.free_cache_engine": free_cache, "trainer.n_gpus_per_node": gpus}
     return config.with_values({key: None for key, left_out in unusable.items() if left_out})
+
+
+def _keeps_memory(engine: str, gpus: int, args: dict[str, Any]) -> bool:
+    """Whether the engine's server is started on a CPU: vLLM's worker there ignores calls to sleep."""
+    return engine in SERVERS and not gpus and not runs_already(args)
 
 
 def _engine(name: str | None, gpus: int, args: dict[str, Any]) -> str:
@@ -254,6 +260,11 @@ def _set_engine(config: RunConfig, gpus: int, services: RunServices) -> None:
             args.setdefault("max_num_seqs", _SERVER_SEQS)
         options["max_ongoing_requests"] = 2 * args.get("max_num_seqs", base.get("max_num_seqs", _SERVER_SEQS))
         args |= _shared_gpus(config, services) if gpus else {"device": "cpu"}
+        if _keeps_memory(services.engine, gpus, base):
+            args |= {"enable_sleep": False} if base.get("enable_sleep") else {}
+            if rollout.free_cache_engine:
+                reason = f"{services.engine} keeps its memory on a CPU, where it ignores calls to sleep"
+                services.decide(f"{_ROLLOUT}.free_cache_engine", True, "no effect", reason)
         own = getattr(rollout.engine_kwargs, services.engine)
         if own:
             there = base.get("engine_args", []) if base.get("engine") == services.engine else []

@@ -16,21 +16,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from trackway import traces
 from trackway.clients import TrainerClient, run
+from trackway.deploy.config.engine_python import SERVERS
+from trackway.deploy.config.services_for_run import Decision
 from trackway.deploy.deployment.attach import folder_here
 from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs import launch, plot
-from trackway.deploy.runs.standalone import changed_since
+from trackway.deploy.runs.standalone import SERVER_START_S, changed_since, model_of, services_here
 from trackway.system import atomic_write
 from trackway.system.user_error import UserError
 from trackway.traces import rules
 from trackway.traces.verify import Rule, settle
 from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.config.changes import changes_between
+from trackway.trainer.config.compose import leaves
 from trackway.trainer.data import make_tiny
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectory_dump import read_trajectories
@@ -120,6 +125,32 @@ def set_aside(outputs: Path) -> Path | None:
     aside = outputs.with_name(f"{outputs.name}-{datetime.fromtimestamp(outputs.stat().st_mtime):%Y%m%d-%H%M%S}")
     outputs.rename(aside)
     return aside
+
+
+@dataclass(frozen=True)
+class DemoServices:
+    """The services that a demo with overrides starts."""
+
+    settings: UpSettings
+    serve_config: dict[str, Any]
+    overrides: list[str]
+    """Those given, and what this machine cannot provide set to null."""
+    decisions: list[Decision]
+    """How the keys that describe the deployment were applied."""
+
+
+def services_of(overrides: Sequence[str], settings: UpSettings) -> DemoServices:
+    """The services for the preset with these overrides; raises UserError for what this machine lacks."""
+    config = launch.placed(compose([*overrides], config_name="tiny_demo"), None)
+    services = services_here(config, settings)
+    asked, kept = (leaves(each.model_dump(mode="json")) for each in (config, services.config))
+    without = [f"{key}=null" for key, value in asked.items() if value is not None and kept[key] is None]
+    changes: dict[str, object] = {"model_path": model_of(config)}
+    if services.engine in SERVERS:
+        changes["start_timeout_s"] = max(settings.start_timeout_s, SERVER_START_S)
+    return DemoServices(
+        settings.model_copy(update=changes), services.serve_config, [*overrides, *without], services.decisions
+    )
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.trainer import RunInfo, RunState
 
 _PORTS = ("port", "dashboard_port", "ray_port", "mlflow_port")
-_SERVER_START_S = 1200.0
+SERVER_START_S = 1200.0
 """Longest start of the services when each rollout replica starts a server that compiles and loads a model."""
 
 
@@ -96,7 +96,7 @@ class StandaloneRun:
         """The settings with free ports unless set explicitly, and more time for servers that load a model."""
         changes: dict[str, object] = {name: 0 for name in _PORTS if name not in self.settings.model_fields_set}
         if self.services is not None and self.services.engine in SERVERS:
-            changes["start_timeout_s"] = max(self.settings.start_timeout_s, _SERVER_START_S)
+            changes["start_timeout_s"] = max(self.settings.start_timeout_s, SERVER_START_S)
         return self.settings.model_copy(update=changes)
 
     def left_off(self) -> RunFolder | None:
@@ -178,13 +178,19 @@ def services_of_project(settings: UpSettings) -> tuple[UpSettings, dict[str, Any
     file = project.project_file(None)
     if file is None:
         return settings, None
-    config = project.configured([], None, "default")
+    services = services_here(project.configured([], None, "default"), settings)
+    given = "model_path" in settings.model_fields_set
+    model = {} if given else {"model_path": model_of(services.config)}
+    return settings.model_copy(update=model), services.serve_config
+
+
+def services_here(config: RunConfig, settings: UpSettings) -> RunServices:
+    """The services that this machine would start for a configuration; raises UserError for what it lacks."""
     services = services_for(config, gpus_here(), serve_config.load(settings.config))
     if services.missing:
         raise UserError("; ".join(services.missing))
-    given = "model_path" in settings.model_fields_set
-    model = {} if given else {"model_path": model_of(services.config)}
-    return settings.model_copy(update=model), with_models(services.serve_config)
+    services.serve_config = with_models(services.serve_config)
+    return services
 
 
 def model_of(config: RunConfig) -> Path:

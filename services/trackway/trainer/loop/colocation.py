@@ -120,7 +120,9 @@ async def open_engines(sharing: Sharing, url: str | None) -> Engines | None:
 
 def _cannot(got: str) -> TrackwayError:
     message = f"{_KEY}=true: expected rollout replicas that can sleep, got {got}"
-    remedy = "set enable_sleep: true on the rollout service, or leave the key out"
+    remedy = (
+        "set enable_sleep: true on the rollout service, or leave the key out, as for vLLM on a CPU, which ignores sleep"
+    )
     return TrackwayError(ErrorCode.INVALID_REQUEST, f"{message}; {remedy}")
 
 
