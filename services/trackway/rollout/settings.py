@@ -83,7 +83,7 @@ class RolloutSettings(ServiceSettings):
     max_queue: int = Field(default=1024, ge=0)
     """Maximum requests in the queue; beyond it requests are answered 429 `overloaded`."""
     max_model_len: int | None = Field(default=None, ge=2)
-    """Longest prompt plus response in tokens; the model's own limit, at most 4096, by default."""
+    """Longest prompt plus response in tokens, at most the model's own limit; that limit, at most 4096, by default."""
     max_position_embeddings: int | None = Field(default=None, ge=2)
     """Longest sequence in tokens that the model is taken to read, instead of what its `config.json` says. A server at
     `engine_url` is started with the same number."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trackway.deploy.bundled import CPU_CONFIG
+from trackway.deploy.bundled import CPU_CONFIG, TINY_MODEL
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.services_for_run import RunServices, decided_already, services_for
 from trackway.rollout.settings import RolloutSettings
@@ -232,6 +232,22 @@ def test_a_server_is_started_for_the_adapters_of_a_run_that_publishes_them_alone
 def test_lengths_beyond_what_an_engine_takes_by_itself_make_it_longer() -> None:
     assert args(made(0, "data.max_prompt_length=3000", "data.max_response_length=2000"))["max_model_len"] == 5000
     assert "max_model_len" not in args(made(0, "data.max_prompt_length=3000", "data.max_response_length=1096"))
+
+
+def test_lengths_beyond_the_models_positions_are_missing_before_the_embedded_engine_starts() -> None:
+    model, longer = f"actor_rollout_ref.model.path={TINY_MODEL}", ["data.max_response_length=4000"]
+    override = "+actor_rollout_ref.model.override_config.max_position_embeddings"
+    expected = "max_model_len: expected at most {}, the model's max_position_embeddings, got {}; lower it"
+
+    for words, said in (
+        ([*longer], expected.format(1024, 4512)),
+        ([*longer, f"{override}=4511"], expected.format(4511, 4512)),
+        ([f"{R}.max_model_len=1025"], expected.format(1024, 1025)),
+    ):
+        [missing] = made(0, model, *words).missing
+        assert missing.startswith(said)
+    for words in ([*longer, f"{override}=4512"], [*longer, f"{R}.name=vllm"], [f"{R}.max_model_len=1024"], []):
+        assert made(0, model, *words, engine_python="/opt/bin/python").missing == []
 
 
 def test_a_run_that_says_nothing_leaves_replicas_to_the_serve_config() -> None:

@@ -25,8 +25,10 @@ from trackway.deploy.config.engine_python import SERVERS, engine_python, runs_al
 from trackway.deploy.config.serve_config import Replicas
 from trackway.reward.reward_model import REWARD_MODEL
 from trackway.rollout.classifiers import is_classifier
+from trackway.rollout.engines.torch.model_config import DecoderConfig, too_long
 from trackway.trainer.config import RunConfig, given_to_deployment
 from trackway.trainer.config.compose import leaves
+from trackway.wire.errors import TrackwayError
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _GPUS = "trainer.n_gpus_per_node"
@@ -148,6 +150,7 @@ def services_for(config: RunConfig, gpus: int, base: dict[str, Any]) -> RunServi
     else:
         _place_without_gpu(config, services)
     _set_engine(config, gpus, services)
+    services.missing += _too_long(config, services)
     _set_tools(config, services)
     _set_agent(config, services)
     _set_modules(config, services)
@@ -274,6 +277,20 @@ def _set_engine(config: RunConfig, gpus: int, services: RunServices) -> None:
         why = _WHILE_ASLEEP if gpus else "the weights of the engine are in a file while the learner computes"
         services.decide(f"{_ROLLOUT}.free_cache_engine", True, "on", why)
     services.serve_config = serve_config.with_options(services.serve_config, "rollout", args, options)
+
+
+def _too_long(config: RunConfig, services: RunServices) -> list[str]:
+    """Why the embedded engine would not start with its context length, if the model is here and can be read."""
+    args = serve_config.args_of(services.serve_config, "rollout")
+    folder, asked = Path(config.actor_rollout_ref.model.path or ""), args.get("max_model_len")
+    if services.engine != "torch" or asked is None or not (folder / "config.json").is_file():
+        return []
+    try:
+        positions = args.get("max_position_embeddings") or DecoderConfig.read(folder).max_positions
+    except (TrackwayError, ValueError):
+        return []  # the engine says why when it starts
+    problem = too_long(asked, positions)
+    return [problem] if problem else []
 
 
 def engine_arguments(kwargs: Mapping[str, JsonValue]) -> list[str]:

@@ -29,7 +29,7 @@ from trackway.rollout.engines.protocol import (
 from trackway.rollout.engines.torch.core import EngineCore, FinishedSequence
 from trackway.rollout.engines.torch.decoder import Decoder, DecoderWeights
 from trackway.rollout.engines.torch.loading import device_of, dtype_of, load, load_merged, prove
-from trackway.rollout.engines.torch.model_config import DecoderConfig
+from trackway.rollout.engines.torch.model_config import DecoderConfig, too_long
 from trackway.rollout.engines.torch.scheduler import Sequence
 from trackway.rollout.engines.torch.sleeping import SleepingWeights, release_cached_memory
 from trackway.rollout.engines.torch.thread import EngineThread
@@ -50,12 +50,15 @@ class TorchEngine:
     """Continuous batching on torch; an `Engine`."""
 
     def __init__(self, settings: RolloutSettings) -> None:
+        """Raises INVALID_REQUEST for a model that it cannot run, or not with this context length."""
         lacking = {Capability.STRUCTURED_OUTPUTS, *(() if settings.enable_sleep else (Capability.SLEEP,))}
         self.capabilities = frozenset(Capability) - lacking
         self._settings = settings
         self._config = DecoderConfig.read(settings.model_path)
         longest = settings.max_position_embeddings or self._config.max_positions
         self._max_len = settings.max_model_len or min(longest, _DEFAULT_MAX_LEN)
+        if problem := too_long(self._max_len, longest):
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, problem)
         device = device_of(settings)
         self._decoder = Decoder(self._config, self._max_len, device, dtype_of(settings, device))
         self._core: EngineCore | None = None

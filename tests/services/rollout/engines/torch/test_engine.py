@@ -85,6 +85,27 @@ async def test_generation_ends_at_max_tokens_or_at_the_models_length(settings: R
     assert (full.finish_reason, len(full.token_ids)) == ("length", 17)
 
 
+def test_a_context_length_beyond_the_models_positions_is_refused_at_the_start(settings: RolloutSettings) -> None:
+    def length(**changes: int) -> int:
+        return TorchEngine(settings.model_copy(update=changes)).max_len
+
+    assert length() == 1024
+    assert length(max_model_len=1024) == 1024
+    assert length(max_model_len=1025, max_position_embeddings=1025) == 1025
+    assert length(max_position_embeddings=5000) == 4096
+    for refused in ({"max_model_len": 1025}, {"max_model_len": 1000, "max_position_embeddings": 999}):
+        with pytest.raises(TrackwayError) as raised:
+            length(**refused)
+        positions = refused.get("max_position_embeddings", 1024)
+        assert raised.value.code is ErrorCode.INVALID_REQUEST
+        assert raised.value.message == (
+            f"max_model_len: expected at most {positions}, the model's max_position_embeddings, got "
+            f"{refused['max_model_len']}; lower it (of a run: actor_rollout_ref.rollout.max_model_len, or "
+            "data.max_prompt_length + data.max_response_length), or set max_position_embeddings (of a run: "
+            "actor_rollout_ref.model.override_config.max_position_embeddings) for a model that reads more"
+        )
+
+
 async def test_the_same_seed_gives_the_same_tokens_and_none_gives_others(engine: TorchEngine) -> None:
     seeded, free = (SamplingParams(seed=seed, max_tokens=40, ignore_eos=True) for seed in (5, None))
     first, again = await asyncio.gather(*(engine.generate(PROMPT, seeded, name) for name in "ab"))
