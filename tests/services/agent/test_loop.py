@@ -10,7 +10,7 @@ from tests.services.agent.agent_services import AgentServices, call, group
 from tests.services.agent.replaceable import answers
 from tests.services.agent.scripted_model import END, Words
 from trackway.agent import AgentLoop, Episode, Toolbox, register
-from trackway.agent.loop import agent_loop, agents
+from trackway.agent.loop import agent_loop, agents, request_seed
 from trackway.rollout.engines.protocol import FinishReason
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import ChoiceLogprobs, GenerateChoice, GenerateReply, TokenLogprob, Usage
@@ -102,14 +102,16 @@ async def test_a_seed_gives_each_rollout_its_own_whatever_the_run_is_called(serv
 
 
 @pytest.mark.anyio
-async def test_each_generation_is_sampled_as_the_group_asks(services: AgentServices) -> None:
+async def test_each_generation_is_sampled_as_the_group_asks_with_a_seed_of_its_own(services: AgentServices) -> None:
     asked = {"temperature": 0.7, "top_p": 0.8, "top_k": 11}
     cut = says(services, "####", "18" + END)
 
-    await services.say(call("counter") + END, *cut, sampling_params={**asked, "max_tokens": 100, "seed": 5})
+    sampling = {**asked, "max_tokens": 100, "seed": 5}
+    tags = (await services.say(call("counter") + END, *cut, sampling_params=sampling)).tags
 
-    sampled = [request.sampling_params.model_dump(include={*asked}) for request in services.model.seen()]
-    assert sampled == [asked] * 3  # a turn with a call, and one that was cut
+    seeds = [request_seed(5, tags, turn, part) for turn, part in ((0, 0), (1, 0), (1, 1))]  # the second turn was cut
+    sampled = [request.sampling_params.model_dump(include={*asked, "seed"}) for request in services.model.seen()]
+    assert sampled == [{**asked, "seed": seed} for seed in seeds]
 
 
 def says(services: AgentServices, *parts: str) -> list[Words]:

@@ -133,6 +133,20 @@ def test_export_of_a_bfloat16_learner_is_bfloat16_while_its_masters_are_float32(
     assert {p.dtype for p in learner.policy.model.parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize(
+    "key", ["actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp"]
+)
+def test_a_model_dtype_is_that_of_its_own_models_weights(tiny_model: Path, key: str):
+    keys = {"algorithm.adv_estimator": "gae", "use_kl_loss": True, f"{key}.model_dtype": "bf16"}
+    learner = Learner(learner_config(tiny_model, dtype="bfloat16", **keys))
+    assert isinstance(learner.reference, Policy) and learner.critic is not None
+    models = {"actor": learner.policy, "ref": learner.reference, "critic": learner.critic.model}
+
+    halved = {name for name, model in models.items() if {p.dtype for p in model.model.parameters()} == {torch.bfloat16}}
+
+    assert halved == {name for name in models if f"{name}.fsdp" in key}
+
+
 def test_an_offer_of_a_learner_has_the_tensors_that_it_exports_to_the_bit(tiny_model: Path, tmp_path: Path):
     learner, store = Learner(learner_config(tiny_model, dtype="bfloat16")), WeightStore(str(tmp_path / "store"))
     memory: dict[int, Tensor] = {}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from trackway.clients import AgentClient
 from trackway.clients.weights import WeightStore
 from trackway.system.waits import Waits
 from trackway.trainer.config import compose, resolve
@@ -17,6 +18,7 @@ from trackway.trainer.learner.profiler import Profiler
 from trackway.trainer.loop import build as module
 from trackway.trainer.loop.build import build
 from trackway.trainer.loop.greedy_baseline import sampled_of
+from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy, Rollouts
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectory_dump import read_trajectories
 from trackway.trainer.service_urls import ServiceUrls
@@ -121,9 +123,16 @@ async def test_remax_asks_for_a_greedy_rollout_with_each_group_of_the_training(
     assert metrics["training/trajectories"] == account["used"]
 
 
-async def test_validations_have_rows_and_sampling_of_their_own(
-    folder: RunFolder, tmp_path: Path, sample: Callable[[int], Sample], agent
+async def test_validations_have_rows_sampling_and_limits_of_their_own(
+    folder: RunFolder, tmp_path: Path, sample: Callable[[int], Sample], agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    in_flight = dict[bool, int]()
+
+    def noted(client: AgentClient, template: GroupTemplate, policy: RetryPolicy, *more: Any) -> Rollouts:
+        in_flight[template.validation] = policy.max_inflight
+        return Rollouts(client, template, policy, *more)
+
+    monkeypatch.setattr(module, "Rollouts", noted)
     write_rows(tmp_path / "test.parquet", [sample(7)])
     rollout = "actor_rollout_ref.rollout"
     keys = {
@@ -131,6 +140,7 @@ async def test_validations_have_rows_and_sampling_of_their_own(
         **{f"{rollout}.n": 2, f"{rollout}.temperature": 0.7, f"{rollout}.top_k": 11},
         **{f"{rollout}.val_kwargs.{name}": value for name, value in (("n", 3), ("temperature", 0.6), ("top_k", 13))},
         **{f"{rollout}.val_kwargs.do_sample": True, "data.max_response_length": 98},
+        **{"data.val_batch_size": 7, "trackway.max_inflight_groups": 22},
     }
     tree = folder.config().model_dump(mode="json")
     run = RunFolder(tmp_path / "outputs" / "other")
@@ -148,6 +158,7 @@ async def test_validations_have_rows_and_sampling_of_their_own(
     }
     assert asked == {(True, 7, 3, 0.6, 13, 98), (False, 0, 2, 0.7, 11, 98), (False, 1, 2, 0.7, 11, 98)}
     assert {request.limits.max_response_length for request in agent.requests} == {98}
+    assert in_flight == {False: 22, True: 7}
 
 
 async def test_the_filter_the_penalty_the_samples_and_the_profiler_are_built_from_their_keys(
