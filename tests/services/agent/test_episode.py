@@ -7,8 +7,8 @@ from tests.services.agent.agent_services import group
 from trackway.agent.episode import Episode, cut_prompt
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.rollout import ChoiceLogprobs, GenerateChoice, TokenLogprob
-from trackway.wire.trajectory import Reward, StopReason, Turn, WeightSpan
+from trackway.wire.rollout import ChoiceLogprobs, GenerateChoice, SamplingParams, TokenLogprob
+from trackway.wire.trajectory import Reward, StopReason, TokenRow, Turn, WeightSpan
 
 
 def episode(**changes: Any) -> Episode:
@@ -105,6 +105,53 @@ def test_the_context_grows_and_the_room_shrinks_by_each_token() -> None:
     assert (grown.context, grown.shown, grown.room, grown.num_turns) == ([10, 11, 12, 1, 2, 3, 4, 5], 8, 4, 4)
 
 
+def test_the_turns_of_further_rows_count_too() -> None:
+    grown = episode()
+    said(grown, 1)
+    row = TokenRow(prompt_ids=[1], response_ids=[2], response_mask=[1], response_logprobs=[-0.5])
+    grown.further_rows = [row.model_copy(update={"turns": grown.turns * 2}), row]
+
+    assert grown.num_turns == 4
+
+
+def test_a_conversation_is_the_prompt_and_the_turns_unless_a_session_says_another() -> None:
+    grown = episode()
+    said(grown, 1)
+    told = [Message(role="user", content="told")]
+
+    assert [message.content for message in grown.conversation] == ["9+9?", "(1,)"]
+    grown.said = told
+    assert grown.conversation == told
+
+
+@pytest.mark.parametrize(
+    ("last", "text", "messages"),
+    [
+        ("user", "more", [("system", "one"), ("user", "two\n\nmore")]),
+        ("assistant", "more", [("system", "one"), ("assistant", "two"), ("user", "more")]),
+        ("user", "", [("system", "one"), ("user", "two")]),
+    ],
+)
+def test_a_text_extends_the_users_last_message_or_is_one(last: str, text: str, messages: list[tuple[str, str]]) -> None:
+    extended = episode(sample__prompt=[{"role": "system", "content": "one"}, {"role": last, "content": "two"}])
+    extended.extend_prompt(text)
+
+    assert [(message.role, message.content) for message in extended.sample.prompt] == messages
+
+
+@pytest.mark.parametrize("asked", [0, 2])
+def test_the_most_likely_tokens_are_kept_where_they_were_asked_for(asked: int) -> None:
+    ranked = TokenLogprob(
+        token_id=1, logprob=-0.5, top_logprobs=[TokenLogprob(token_id=number, logprob=-number) for number in (1, 3)]
+    )
+    answered = choice(1).model_copy(update={"logprobs": ChoiceLogprobs(content=[ranked])})
+    grown = episode()
+    grown.own_params = SamplingParams(logprobs=asked)
+    grown.add_generated(answered)
+
+    assert grown.top_logprobs == ([[(1, -1.0), (3, -3.0)]] if asked else [])
+
+
 def test_weight_spans_are_counted_from_the_first_token_of_the_response() -> None:
     grown = episode()
     said(grown, 1, 2)
@@ -193,6 +240,8 @@ def test_a_loop_may_score_its_trajectory_and_place_parts_of_the_score() -> None:
     scored.set_reward(1.5, turn_scores=[0.5, 1.0])
 
     assert scored.trajectory().reward == Reward(score=1.5, turn_scores=[0.5, 1.0])
+    with pytest.raises(TypeError, match="positional"):
+        scored.set_reward(1.5, [0.5, 1.0])  # pyright: ignore[reportCallIssue]
     for parts in ({"turn_scores": [math.nan]}, {"token_scores": [math.inf]}):
         with pytest.raises(TrackwayError, match="expected the loop's reward_score to be finite"):
             scored.set_reward(1.0, **parts)

@@ -174,12 +174,12 @@ def test_a_shuffler_orders_the_trajectories_of_each_epoch_anew():
 
 
 def test_the_version_of_a_token_lies_in_the_column_that_predicts_it(rollout: Rollout):
-    spans = [WeightSpan(version=3, start=0, end=2), WeightSpan(version=5, start=4, end=6)]
+    spans = [WeightSpan(version=3, start=0, end=2), WeightSpan(version=5, start=3, end=5)]
     row = rollout(prompt_ids=[1], response_ids=[2, 3], response_mask=[1, 1], response_logprobs=[-1.0, -1.0])
 
     versions = token_versions([rollout(weight_versions=spans), row], 8, 7.5)
 
-    assert versions.tolist() == [[7.5, 7.5, 3, 3, 7.5, 7.5, 5, 5], [7.5] * 8]
+    assert versions.tolist() == [[7.5, 7.5, 3, 3, 7.5, 5, 5, 7.5], [7.5] * 8]
     assert versions.dtype == torch.float64
 
 

@@ -1,7 +1,16 @@
+from pathlib import Path
+
 import pytest
 
+from trackway.clients.weights import WeightStore
 from trackway.trainer.config import compose
-from trackway.trainer.loop.from_config import learner_config, trace_target, training_template, validation_template
+from trackway.trainer.loop.from_config import (
+    anchor_every,
+    learner_config,
+    trace_target,
+    training_template,
+    validation_template,
+)
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tracing import TraceBackend, TraceTarget
 
@@ -133,3 +142,11 @@ def test_a_weave_project_without_an_entity_is_refused_with_the_remedy(monkeypatc
 def test_the_learner_computes_in_what_suits_its_device(device: str, dtype: str, computes_in: str) -> None:
     config = compose([f"trackway.device={device}", f"trackway.dtype={dtype}"])
     assert learner_config(config, 1).dtype == computes_in
+
+
+def test_one_version_of_eight_in_an_object_store_is_whole_and_each_in_a_folder(tmp_path: Path) -> None:
+    bucket, folder = WeightStore("memory://store"), WeightStore(str(tmp_path))
+    given = compose(["trackway.weights_anchor_every=3"])
+
+    assert [anchor_every(compose([]), store) for store in (bucket, folder)] == [8, 0]
+    assert [anchor_every(given, store) for store in (bucket, folder)] == [3, 3]

@@ -399,10 +399,10 @@ TOGETHER: list[tuple[Keys, Fields]] = [
     (
         {
             "algorithm.filter_groups.enable": True,
-            "algorithm.filter_groups.max_num_gen_batches": 2,
+            "algorithm.filter_groups.max_num_gen_batches": 1,
             "data.gen_batch_size": 5,
         },
-        {"filter.metric": "reward", "filter.at_once": 5, "filter.max_prompts": 10},
+        {"filter.metric": "reward", "filter.at_once": 5, "filter.max_prompts": 5},
     ),
     ({"data.gen_batch_size": 5, "algorithm.filter_groups.metric": "acc"}, {}),
     (
