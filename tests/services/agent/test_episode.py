@@ -44,6 +44,7 @@ def observed(text: str) -> Message:
 def test_the_id_names_run_step_sample_and_rollout() -> None:
     assert episode().id == "run-a/1/7/2"
     assert episode(validation=True).id == "run-a/val1/7/2"
+    assert episode().first_turn == 0
 
 
 @pytest.mark.parametrize(

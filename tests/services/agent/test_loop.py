@@ -1,8 +1,11 @@
 """Loops of one's own, and what their defects do."""
 
 import asyncio
+import itertools
 import logging
 import sys
+from contextlib import AbstractContextManager
+from typing import ClassVar
 
 import pytest
 
@@ -11,10 +14,19 @@ from tests.services.agent.replaceable import answers
 from tests.services.agent.scripted_model import END, Words
 from trackway.agent import AgentLoop, Episode, Toolbox, register
 from trackway.agent.loop import agent_loop, agents, request_seed
+from trackway.agent.waits import waits_for
+from trackway.clients import Deadline
 from trackway.rollout.engines.protocol import FinishReason
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.rollout import ChoiceLogprobs, GenerateChoice, GenerateReply, TokenLogprob, Usage
-from trackway.wire.trajectory import StopReason, WeightSpan
+from trackway.wire.rollout import (
+    ChoiceLogprobs,
+    GenerateChoice,
+    GeneratePiece,
+    GenerateReply,
+    TokenLogprob,
+    Usage,
+)
+from trackway.wire.trajectory import StopReason, Turn, WeightSpan
 
 
 @register("defective_agent")
@@ -142,6 +154,48 @@ async def test_a_turn_that_was_cut_goes_on_under_a_name_of_its_own_with_the_toke
         ("run-a/1/7/0/1+2", 95),
     ]
     assert trajectory.stop_reason is StopReason.ANSWERED
+
+
+@register("answers_twice_agent")
+class AnswersTwiceAgent(AgentLoop):
+    """Answers twice, and is told the tokens as they come. Only in tests."""
+
+    pieces: ClassVar[list[GeneratePiece]] = []
+
+    async def converse(self, episode: Episode, toolbox: Toolbox) -> StopReason:
+        await self.begin(episode)
+        for index in range(2):
+            start = len(episode.response_ids)
+            reason = await self.generate(episode, self.pieces.append)
+            end = len(episode.response_ids)
+            episode.turns.append(
+                Turn(index=index, messages=[], response_start=start, response_end=end, finish_reason=reason)
+            )
+        return StopReason.ANSWERED
+
+
+@pytest.mark.anyio
+async def test_a_loop_is_told_the_tokens_of_a_turn_as_they_come_also_where_it_was_cut(
+    services: AgentServices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[str] = []
+
+    def noted(what: str, deadline: Deadline | None = None) -> AbstractContextManager[None]:
+        waited.append(what)
+        return waits_for(what, deadline)
+
+    monkeypatch.setattr("trackway.agent.loop.waits_for", noted)
+    AnswersTwiceAgent.pieces.clear()
+    services.model.scripts = {0: ["9+9" + END, *says(services, "####", "18" + END)]}
+
+    [trajectory] = await services.run(group(agent_name="answers_twice_agent"))
+
+    told = [(piece.token_ids, piece.finish_reason) for piece in AnswersTwiceAgent.pieces]
+    parts = [services.model.encode(part) for part in ("9+9" + END, "####", "18" + END)]
+    assert told == [(part, None) for part in parts]
+    assert trajectory.response_ids == [*itertools.chain(*parts)]
+    turns = [f"the rollout service, turn {turn}" for turn in range(2)]
+    assert [what for what in waited if "turn" in what] == turns
 
 
 @pytest.mark.anyio
