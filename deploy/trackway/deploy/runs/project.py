@@ -73,10 +73,10 @@ def edits(file: Path, name: str, began_with: Sequence[str]) -> Tree:
     ]
     if kept:
         raise UserError(
-            f"{file}: expected what run {name} began with, of which only {', '.join(CHANGEABLE)} may change, got "
-            f"{', '.join(kept)}; put that back, or start another run: with trainer.resume_mode=resume_path and "
-            "trainer.resume_from_path it begins at a checkpoint of this one. In a folder without "
-            f"{FILE_NAME}, this command resumes the run as it was"
+            f"{file}: expected what run {name} began with, got {', '.join(kept)}; put that back, or give --outputs in "
+            f"a folder without {FILE_NAME}, where the run goes on as it was, or start another run: with "
+            "trainer.resume_mode=resume_path and trainer.resume_from_path it begins at a checkpoint of this one. Only "
+            f"{', '.join(CHANGEABLE)} may change"
         )
     recorded: Tree = {PROJECT_SETTINGS: [f"{key}={value}" for key, value in now.items()]} if edited else {}
     return {**{key: config[key] for key in edited}, **recorded}
