@@ -5,11 +5,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic import JsonValue
 
 if TYPE_CHECKING:
+    from jinja2 import Template
     from tokenizers import Tokenizer as RustTokenizer
     from transformers import PreTrainedTokenizerBase
 
 _PYTHON = ("encode", "_encode_plus", "decode", "_decode")
 """Methods of transformers around the Rust code."""
+_ALIASED = frozenset({"reasoning_content", "thinking", "reasoning"})
+"""Fields of messages that transformers repeats under each other's names."""
 
 
 class FastTokenizer:
@@ -23,6 +26,8 @@ class FastTokenizer:
             self._rust.no_padding()
             self._rust.encode_special_tokens = tokenizer.split_special_tokens
         self.chat_template: object = tokenizer.chat_template
+        self._template = _template_alone(tokenizer)
+        self._special_tokens = tokenizer.special_tokens_map
         eos, unk = tokenizer.eos_token_id, tokenizer.unk_token_id
         self.eos_token_id = eos if isinstance(eos, int) else None
         self.unk_token_id = unk if isinstance(unk, int) else None
@@ -54,6 +59,15 @@ class FastTokenizer:
         **kwargs: Any,
     ) -> str:
         """The conversation as the model's chat template writes it."""
+        if self._template is not None and conversation and all(map(_is_plain, conversation)):
+            variables = {**self._special_tokens, **kwargs}
+            return self._template.render(
+                messages=conversation,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **variables,
+            )
         rendered = self._tokenizer.apply_chat_template(
             conversation,  # pyright: ignore[reportArgumentType]  invariance of list in transformers' signature
             tools=tools,  # pyright: ignore[reportArgumentType]
@@ -72,3 +86,21 @@ def _rust_alone(tokenizer: "PreTrainedTokenizerBase") -> "RustTokenizer | None":
         return None
     is_plain = all(getattr(type(tokenizer), name) is getattr(PreTrainedTokenizerFast, name) for name in _PYTHON)
     return tokenizer.backend_tokenizer if is_plain else None
+
+
+def _template_alone(tokenizer: "PreTrainedTokenizerBase") -> "Template | None":
+    """The only chat template, as transformers compiles it; None when transformers does something else with it."""
+    from transformers import PreTrainedTokenizerBase
+    from transformers.utils import chat_template_utils
+
+    # Private: a release without it only costs time.
+    compiled = getattr(chat_template_utils, "_compile_jinja_template", None)
+    template = tokenizer.chat_template
+    own = getattr(tokenizer.apply_chat_template, "__func__", None)
+    is_plain = own is PreTrainedTokenizerBase.apply_chat_template
+    return compiled(template) if compiled is not None and is_plain and isinstance(template, str) else None
+
+
+def _is_plain(message: dict[str, JsonValue]) -> bool:
+    """Whether transformers shows the template this message as it is; it copies other types than those of JSON."""
+    return None not in message.values() and _ALIASED.isdisjoint(message)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from cachetools import LRUCache, cached
 from jinja2 import TemplateError
 from pydantic import JsonValue
+from pydantic_core import from_json, to_json
 
 from trackway.agent.fast_tokenizer import FastTokenizer
 from trackway.chat.encoding import chars_per_token, check_chars, encode_within
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 _CACHE_CHARS = 16 * 1024 * 1024
 """Cache size in characters, for prompts and for observations; an id counts as four."""
-_NO_ANSWER = '[{"role": "tool", "content": ""}]'
+_NO_ANSWER = to_json([{"role": "tool", "content": ""}])
 _STAND_IN = "trackway stands here for what the model wrote"
 
 
@@ -113,8 +114,8 @@ class ChatTokens:
         Raises:
             TrackwayError: `invalid_request` when the chat template rejects them.
         """
-        shown = json.dumps([*messages])
-        kwargs = json.dumps({**(self._template_kwargs if template_kwargs is None else template_kwargs)})
+        shown = to_json([*messages])
+        kwargs = to_json({**(self._template_kwargs if template_kwargs is None else template_kwargs)})
         try:
             ids = (await offload(len(shown), self._behind, shown, kwargs)).ids
         except (TemplateError, TypeError) as error:
@@ -136,7 +137,7 @@ class ChatTokens:
 
     async def turn_text(self, ids: Sequence[int]) -> str:
         """The text of an assistant turn, with special tokens except the end-of-turn token."""
-        end_of_turn = self._behind(_NO_ANSWER, json.dumps(self._template_kwargs)).ids[0]
+        end_of_turn = self._behind(_NO_ANSWER, to_json(self._template_kwargs)).ids[0]
         ended = bool(ids) and ids[-1] in (self._tokenizer.eos_token_id, end_of_turn)
         return await self.text(ids[:-1] if ended else ids)
 
@@ -162,13 +163,13 @@ class ChatTokens:
         ids = encode_within(max_tokens, text, self._encode, self._most_chars)
         return _Rendered(tuple(ids), len(conversation) + len(tools))
 
-    def _render_behind(self, messages: str, template_kwargs: str) -> _Rendered:
+    def _render_behind(self, messages: bytes, template_kwargs: bytes) -> _Rendered:
         conversation = [
             {"role": "user", "content": "question"},
             {"role": "assistant", "content": _STAND_IN},
-            *json.loads(messages),
+            *from_json(messages),
         ]
-        _, stand_in, behind = self._render(conversation, None, json.loads(template_kwargs)).partition(_STAND_IN)
+        _, stand_in, behind = self._render(conversation, None, from_json(template_kwargs)).partition(_STAND_IN)
         ids = self._encode(behind)
         if not stand_in or not ids:
             raise ValueError("the chat template does not show the assistant's content; use one that does")

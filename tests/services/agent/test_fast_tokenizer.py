@@ -1,8 +1,13 @@
 """A tokenizer without the Python around it gives what transformers gives."""
 
+from typing import Any
+
 import pytest
+from jinja2 import TemplateError
+from pydantic import JsonValue
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
 
 from tests.services.agent.scripted_model import CHATML, byte_tokenizer
 from trackway.agent.fast_tokenizer import FastTokenizer
@@ -45,3 +50,47 @@ def test_a_tokenizer_that_changes_what_transformers_does_is_asked_itself() -> No
     ids = plain.encode("hello", add_special_tokens=False)
 
     assert FastTokenizer(shouting).decode(ids, skip_special_tokens=True) == "HELLO"
+
+
+CALL: dict[str, JsonValue] = {"name": "add", "arguments": {"a": 1}}
+CONVERSATIONS: dict[str, list[dict[str, JsonValue]]] = {
+    "plain": [{"role": "user", "content": "9+9?"}, {"role": "tool", "content": "é <b>18</b>"}],
+    "a call": [{"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]}],
+    "null fields": [{"role": "assistant", "content": None, "tool_calls": None, "name": "x"}],
+    "reasoning": [{"role": "assistant", "content": "18", "reasoning": "9+9"}],
+    "reasoning content": [{"role": "assistant", "content": "18", "reasoning_content": "9+9"}],
+}
+SHOWING = (
+    "{{ bos_token }}{{ tools | tojson }}{% for message in messages %}{{ message | tojson }}"
+    "{{ message.thinking if message.thinking is defined }}{{ 'named' if message.name is defined }}{% endfor %}"
+    "{{ documents }}{{ add_generation_prompt }}{{ effort }}"
+)
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS.values(), ids=CONVERSATIONS.keys())
+@pytest.mark.parametrize("open_end", [True, False])
+def test_the_template_shows_what_transformers_lets_it_show(
+    conversation: list[dict[str, JsonValue]], *, open_end: bool
+) -> None:
+    tokenizer = byte_tokenizer(SHOWING)
+    tokenizer.bos_token = "<|im_start|>"
+    for tools, variables in ((None, {}), ([{"type": "function", "function": CALL}], {"effort": "high"})):
+        options: dict[str, Any] = {"add_generation_prompt": open_end, "tokenize": False, **variables}
+        shown = FastTokenizer(tokenizer).apply_chat_template(conversation, tools, **options)
+        assert shown == tokenizer.apply_chat_template(conversation, tools=tools, **options)  # pyright: ignore[reportArgumentType]
+
+
+def test_plain_messages_are_rendered_without_the_python_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = FastTokenizer(byte_tokenizer(CHATML))
+    monkeypatch.setattr(chat_template_utils, "render_jinja_template", None)
+    shown = fast.apply_chat_template(CONVERSATIONS["plain"], None, add_generation_prompt=True, tokenize=False)
+    assert shown.endswith("<|im_start|>assistant\n")
+
+
+def test_the_errors_of_a_template_are_the_same() -> None:
+    tokenizer = byte_tokenizer("{{ raise_exception('no tools') }}")
+    for asked in (FastTokenizer(tokenizer), tokenizer):
+        with pytest.raises(TemplateError, match=r"^no tools$"):
+            asked.apply_chat_template(CONVERSATIONS["plain"], None, add_generation_prompt=True, tokenize=False)  # pyright: ignore
+    with pytest.raises(ValueError, match="empty conversation"):
+        FastTokenizer(tokenizer).apply_chat_template([], None, add_generation_prompt=True, tokenize=False)

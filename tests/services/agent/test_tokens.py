@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic_core import to_json
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
@@ -150,7 +151,7 @@ async def test_a_token_that_the_tokenizer_puts_before_every_text_stays_away(toke
 @pytest.mark.anyio
 async def test_ids_that_are_kept_count_four_characters_each_beside_their_text(tokens: ChatTokens) -> None:
     conversation, tools = json.dumps([{"role": "user", "content": "9+9?"}]), json.dumps([ADD.model_dump(mode="json")])
-    messages = json.dumps([{"role": "tool", "content": text} for text in ("18", "x")])
+    messages = to_json([{"role": "tool", "content": text} for text in ("18", "x")])
 
     prompt = await tokens.prompt([QUESTION], [ADD], 4096)
     behind = await tokens.observation(["18", "x"], [])
