@@ -61,6 +61,8 @@ def service_app(
         docs_url=None,
         redoc_url=None,
         lifespan=_lifespan(tracing, lifespan),
+        # Our span per hop has the content; also asking whether it is wanted takes time in each request.
+        telemetry={"tracing": False, "metrics": False, "logs": False},
         responses={"4XX": documented_error("Client Error"), "5XX": documented_error("Server Error")},
     )
     tokens = TokenTable.of(settings.auth)

@@ -8,6 +8,11 @@ from pathlib import Path
 import httpx
 import pytest
 from fastapi import APIRouter, FastAPI
+from opentelemetry import metrics, trace
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from pydantic import BaseModel
 
@@ -296,3 +301,19 @@ async def test_a_trace_context_in_several_header_lines_is_continued_whole(runnin
 
     assert answer["tracestate"] == "one=1,two=2,three=3"
     assert sorted(answer["baggage"].split(",")) == ["a=1", "b=2"]
+
+
+async def test_fastapi_records_no_telemetry_of_its_own_where_the_process_has_providers(
+    running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, spans = InMemoryMetricReader(), InMemorySpanExporter()
+    traces = TracerProvider()
+    traces.add_span_processor(SimpleSpanProcessor(spans))
+    meters = MeterProvider([reader])
+    monkeypatch.setattr(metrics, "get_meter_provider", lambda: meters)
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: traces)
+
+    async with running(app_of(Counter())) as client:
+        assert (await client.get("/health")).status_code == 200
+
+    assert (reader.get_metrics_data(), spans.get_finished_spans()) == (None, ())
