@@ -6,7 +6,7 @@ field that would change the answer and is not supported is refused, as on the ro
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Self
+from typing import NamedTuple, Self
 
 from pydantic import JsonValue, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
@@ -38,21 +38,27 @@ _IGNORED = frozenset({"truncation", "context_management", "prediction"})
 """Fields that other routes refuse, and without which a session answers the same or refuses the call by its bound."""
 
 
+class LeftOut(NamedTuple):
+    """What a call asks for without effect."""
+
+    sampling: Mapping[str, JsonValue]
+    """The sampling, which is the run's."""
+    ignored: frozenset[str]
+    """The names of other fields."""
+
+
+_NOTHING = LeftOut({}, frozenset())
+
+
 class SessionCall(OpenAIRequest):
     """What the calls of all formats share."""
 
-    _sampling: dict[str, JsonValue] = PrivateAttr(default_factory=dict[str, JsonValue])
-    _ignored: frozenset[str] = PrivateAttr(default_factory=frozenset[str])
+    _left_out: LeftOut = PrivateAttr(default_factory=lambda: _NOTHING)
 
     @property
-    def sampling(self) -> Mapping[str, JsonValue]:
-        """The sampling that the agent asked for, which has no effect."""
-        return self._sampling
-
-    @property
-    def ignored(self) -> frozenset[str]:
-        """The names of other fields without effect."""
-        return self._ignored
+    def left_out(self) -> LeftOut:
+        """What the agent asked for without effect."""
+        return self._left_out
 
     @model_validator(mode="wrap")
     @classmethod
@@ -60,10 +66,12 @@ class SessionCall(OpenAIRequest):
         if not isinstance(fields, dict):
             return handler(fields)
         given = {name: value for name, value in fields.items() if value is not None}
-        known = _known(cls)
-        call = handler({name: value for name, value in given.items() if name in known})
-        call._sampling = {name: value for name, value in given.items() if name in SAMPLING}
-        call._ignored = frozenset(given.keys() - known - SAMPLING) | _strict(given.get("tools"))
+        unknown = given.keys() - _known(cls)
+        others = {name: given.pop(name) for name in unknown}
+        call = handler(given)
+        ignored = frozenset(unknown - SAMPLING) | _strict(given.get("tools"))
+        if others or ignored:
+            call._left_out = LeftOut({name: others[name] for name in unknown & SAMPLING}, ignored)
         return call
 
 

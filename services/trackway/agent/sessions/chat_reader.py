@@ -1,4 +1,4 @@
-"""Reads the chat calls of a session: each has the messages and tools of the one before, and a few messages more.
+"""Reads the chat calls of a session: each has the fields and messages of the one before, and a few messages more.
 
 What a call has in common with the one before is found by comparing their JSON, and is not validated and digested again.
 """
@@ -10,55 +10,61 @@ from itertools import accumulate
 from pydantic import BaseModel, JsonValue
 from pydantic_core import from_json, to_json
 
+from trackway.wire.chat import MAX_MESSAGES
+from trackway.wire.openai.requests import ChatMessage
 from trackway.wire.sessions.calls import SessionChat
-
-_LISTS = ("messages", "tools")
 
 
 class ChatReader:
     """The calls of one session."""
 
     def __init__(self) -> None:
-        self._sent: dict[str, Sequence[object]] = {}
-        """The lists of the call before, as they are compared."""
-        self._read: dict[str, Sequence[BaseModel]] = {}
-        """The same lists, validated."""
-        self._digested = dict.fromkeys(_LISTS, _Digests())
+        self._call: SessionChat | None = None
+        """The call before."""
+        self._sent: list[JsonValue] = []
+        """Its messages, not validated."""
+        self._others = b""
+        """Its other fields as JSON, which tells 1, 1.0 and true apart, unlike Python."""
+        self._digests = _Digests()
+        self._digested: tuple[SessionChat | None, str] = None, ""
+        """A call, and its fields without the messages as digests have them."""
 
     def read(self, body: bytes) -> SessionChat:
         """The call; raises ValidationError."""
         try:
             fields: JsonValue = from_json(body)
-            if not isinstance(fields, dict):
+            if not isinstance(fields, dict) or not isinstance(messages := fields.pop("messages", None), list):
                 return SessionChat.model_validate_json(body)
-            lists = {name: value for name in _LISTS if isinstance(value := fields.get(name), list)}
-            sent = {name: _comparable(name, values) for name, values in lists.items()}
-            known = {name: self._with_known(name, sent[name], values) for name, values in lists.items()}
-            call = SessionChat.model_validate({**fields, **known})
+            others = to_json(fields)
+            before = self._call if others == self._others else None
+            known = [] if before is None else before.messages[: self._same(messages)]
+            if before is not None and 0 < len(messages) <= MAX_MESSAGES:
+                new = map(ChatMessage.model_validate, messages[len(known) :])
+                call = before.model_copy(update={"messages": [*known, *new]})
+            else:
+                call = SessionChat.model_validate({**fields, "messages": messages})
         except ValueError:  # the errors of JSON name other types than those of Python's values
             return SessionChat.model_validate_json(body)
-        self._sent, self._read = sent, {"messages": [*call.messages], "tools": [*call.tools]}
+        if self._digested[0] is before is not None:
+            self._digested = call, self._digested[1]
+        self._call, self._sent, self._others = call, messages, others
         return call
 
-    def _with_known(self, name: str, sent: Sequence[object], values: list[JsonValue]) -> list[object]:
-        """The values, of which those at the beginning that the call before had are validated."""
+    def _same(self, messages: Sequence[JsonValue]) -> int:
+        """The number of messages at the beginning that the call before had."""
         same = 0
-        for new, old in zip(sent, self._sent.get(name, ()), strict=False):
+        for new, old in zip(messages, self._sent, strict=False):
             if new != old:
                 break
             same += 1
-        return [*self._read.get(name, ())[:same], *values[same:]]
+        return same
 
     def digest(self, call: SessionChat) -> str:
         """Of all that the call asks for, without how it is sent (`stream`)."""
-        self._digested = {name: self._digested[name].of(getattr(call, name)) for name in _LISTS}
-        lists = " ".join(digests.last.hex() for digests in self._digested.values())
-        return f"{lists} {call.model_dump_json(exclude={'messages', 'tools', 'stream', 'stream_options'})}"
-
-
-def _comparable(name: str, values: list[JsonValue]) -> Sequence[object]:
-    """What is equal for equal values only: a tool may have numbers, and Python's 1, 1.0 and True are equal."""
-    return values if name == "messages" else [to_json(value) for value in values]
+        if self._digested[0] is not call:
+            self._digested = call, call.model_dump_json(exclude={"messages", "stream", "stream_options"})
+        self._digests = self._digests.of(call.messages)
+        return f"{self._digests.last.hex()} {self._digested[1]}"
 
 
 class _Digests:

@@ -8,7 +8,7 @@ nothing, begins a root, with the reason. So parallel branches and sub-agents are
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import NamedTuple
 
 from pydantic import JsonValue
@@ -114,6 +114,9 @@ class TokenGraph:
     """The conversation of each sampled node, its own message included."""
     _texts: dict[int, str | None] = field(default_factory=dict)
     """Sampled nodes of text completions: prompt and completion as text; None for a prompt of ids."""
+    _last: int | None = None
+    _path: list[GraphNode] = field(default_factory=list[GraphNode])
+    """The path to the node `_last`, with which most paths begin."""
     calls: int = 0
     """Calls so far."""
     has_task: bool = False
@@ -143,15 +146,20 @@ class TokenGraph:
 
     def path(self, node: int | None) -> list[GraphNode]:
         """The nodes from the root to this one."""
-        path: list[GraphNode] = []
-        while node is not None:
-            path.append(self.nodes[node])
-            node = self.nodes[node].parent
-        return path[::-1]
+        behind: list[GraphNode] = []
+        above = node
+        while above is not None and above != self._last:
+            behind.append(self.nodes[above])
+            above = self.nodes[above].parent
+        self._last, self._path = node, [*(self._path if above is not None else []), *reversed(behind)]
+        return self._path
 
     def ids(self, node: int | None) -> list[int]:
         """The ids from the root to this node."""
-        return list(chain.from_iterable(step.ids for step in self.path(node)))
+        ids: list[int] = []
+        for step in self.path(node):
+            ids += step.ids
+        return ids
 
     def context(self, place: Place, call: int, ids: Sequence[int], auxiliary: bool = False) -> GraphNode:
         """The node of what the engine is shown beyond the parent; that of an equal earlier call if there is one."""
@@ -245,7 +253,8 @@ class TokenGraph:
 
 
 def _key_of(before: bytes, message: Meaning) -> bytes:
-    return sha256(before + repr(message).encode()).digest()
+    values = (message.role, message.text, message.call_id, *(text for call in message.calls for text in call))
+    return sha256(before + repr(values).encode()).digest()
 
 
 def _common(said: Sequence[Meaning], other: Sequence[Meaning]) -> int:

@@ -291,7 +291,7 @@ def _anthropic(at: str) -> APIRouter:
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: Annotated[SessionTokenCount, Body()], session: Called) -> CountTokensReply:
         """The number of tokens of a conversation; recorded as an auxiliary call."""
-        session.note_fields([*body.sampling, *body.ignored])
+        session.note_fields([*body.left_out.sampling, *body.left_out.ignored])
         return CountTokensReply(input_tokens=await session.count(message_input.chat_of(body)))
 
     return router
@@ -375,10 +375,12 @@ def _said(route: str, session: Session, body: SessionCall, digest: str | None = 
 
     `digest` stands for the body without `stream`; by default its JSON.
     """
-    session.note_fields([*body.sampling, *body.ignored])
+    sampling, ignored = body.left_out
+    if sampling or ignored:
+        session.note_fields([*sampling, *ignored])
     if digest is None:
         digest = body.model_dump_json(exclude={"stream", "stream_options"})
-    return f"{route} {canonical({**body.sampling})} {digest}"
+    return f"{route} {canonical({**sampling}) if sampling else ''} {digest}"
 
 
 def _either(whole: Any) -> dict[int | str, dict[str, Any]]:

@@ -129,7 +129,7 @@ class Session:
         self._guides = formats == "guide"
         self._context = own_context()
         self._root = trace.get_current_span().get_span_context()
-        self._answers: dict[str, asyncio.Future[Recorded | None]] = {}
+        self._answers: dict[bytes, asyncio.Future[Recorded | None]] = {}
         """By the body of the call: its record, or None when its client left before the end."""
         self._responses: dict[str, list[ChatMessage]] = {}
         """The messages of each answered response, its own included, by its id."""
@@ -260,7 +260,7 @@ class Session:
         again: Callable[[Recorded], Awaitable[Response]],
         failed: Failed,
     ) -> Response:
-        key = hashlib.sha256(body.encode()).hexdigest()
+        key = hashlib.sha256(body.encode()).digest()
         while (answered := self._answers.get(key)) is not None:
             try:
                 async with asyncio.timeout(KEEP_ALIVE_S if call.stream else None):
