@@ -9,7 +9,7 @@ redirects are not followed, so that the token reaches no other host.
 """
 
 import asyncio
-import secrets
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -162,7 +162,7 @@ class ServiceClient:
     ) -> WholeResponse:
         """Like `call`, without parsing the answer."""
         deadline = deadline or Deadline.after(self.policy.total_s)
-        key = idempotency_key or (secrets.token_hex(16) if method == "POST" else None)
+        key = idempotency_key or (os.urandom(16).hex() if method == "POST" else None)
         request = _Request(method, path, _content(body), deadline)
         try:
             async with asyncio.timeout(deadline.remaining):

@@ -130,10 +130,8 @@ class _PlainClient(httpx.AsyncClient):
         read_s: float,
     ) -> WholeResponse:
         """As the function `fetch`, past httpx's requests and responses."""
-        from aiohttp import ClientTimeout
-
         self._check_open()
-        timeout = ClientTimeout(sock_connect=connect_s, sock_read=read_s, connect=read_s)
+        timeout = _timeout(connect_s, read_s)
         try:
             async with self._plain_session.request(
                 method, url, headers=headers, data=content or None, allow_redirects=False, timeout=timeout
@@ -148,6 +146,13 @@ class _PlainClient(httpx.AsyncClient):
     def _check_open(self) -> None:
         if self.is_closed:
             raise RuntimeError("expected an open HTTP client, got one that is closed")
+
+
+@lru_cache(maxsize=1024)
+def _timeout(connect_s: float, read_s: float) -> "aiohttp.ClientTimeout":
+    from aiohttp import ClientTimeout
+
+    return ClientTimeout(sock_connect=connect_s, sock_read=read_s, connect=read_s)
 
 
 def _session(tls: ssl.SSLContext) -> "aiohttp.ClientSession":

@@ -5,8 +5,8 @@ because services outlive the runs that choose it.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import lru_cache
 
 from opentelemetry import baggage, context
@@ -31,18 +31,26 @@ def inject(headers: dict[str, str]) -> None:
     _PROPAGATOR.inject(headers)
 
 
-@contextmanager
-def extracted(headers: Mapping[str, str]) -> Iterator[None]:
+def extracted(headers: Mapping[str, str]) -> AbstractContextManager[None]:
     """Continue the trace in the headers; without one, nothing inside is traced."""
     incoming = _with_baggage(headers.get("baggage", ""))
     if (traceparent := headers.get("traceparent")) is not None:
         carried = {"traceparent": traceparent, "tracestate": headers.get("tracestate", "")}
         incoming = _TRACE.extract(carried, context=incoming)
-    token = context.attach(incoming)
-    try:
-        yield
-    finally:
-        context.detach(token)
+    return _Attached(incoming)
+
+
+class _Attached(AbstractContextManager[None]):
+    """Makes a context the current one inside the block."""
+
+    def __init__(self, inside: Context) -> None:
+        self._inside = inside
+
+    def __enter__(self) -> None:
+        self._token = context.attach(self._inside)
+
+    def __exit__(self, *_: object) -> None:
+        context.detach(self._token)
 
 
 @lru_cache(maxsize=256)

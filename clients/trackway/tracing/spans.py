@@ -180,30 +180,36 @@ def child_span(
     name: str, kind: SpanKind, attributes: Mapping[str, Scalar], links: Sequence[Link] = ()
 ) -> "EnteredSpan":
     """A child of the current span; recorded if the current span is."""
-    parent = trace.get_current_span().get_span_context()
+    current = trace.get_current_span()
+    parent = current.get_span_context()
     if parent.is_valid and not parent.trace_flags.sampled:  # as the sampler decides, without its work
-        return EnteredSpan(NonRecordingSpan(parent), get_current())
+        return EnteredSpan(current, None)
     span = tracer().start_span(name, attributes={**kind.attributes, **attributes}, links=links)
     return EnteredSpan(span, get_current())
 
 
 class EnteredSpan:
-    """Makes a span current inside the block, marks it ERROR if the block raises, and ends it."""
+    """Makes a span current inside the block, marks it ERROR if the block raises, and ends it.
 
-    def __init__(self, span: Span, parent: Context) -> None:
+    Without a `parent`, the span is the current one, which is not recorded, and stays as it is.
+    """
+
+    def __init__(self, span: Span, parent: Context | None) -> None:
         self.handle = SpanHandle(span)
         self._span = span
-        self._inside = trace.set_span_in_context(span, parent)
+        self._inside = None if parent is None else trace.set_span_in_context(span, parent)
 
     def __enter__(self) -> SpanHandle:
-        self._token = attach(self._inside)
+        if self._inside is not None:
+            self._token = attach(self._inside)
         return self.handle
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         if error is not None:
             self._failed(error)
-        self._span.end()  # before detaching: the processor reads the target from the current context
-        detach(self._token)
+        if self._inside is not None:
+            self._span.end()  # before detaching: the processor reads the target from the current context
+            detach(self._token)
 
     def _failed(self, error: BaseException) -> None:
         code = error.code.value if isinstance(error, TrackwayError) else type(error).__name__

@@ -12,8 +12,8 @@ import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, aclosing
 from typing import ClassVar, Literal, TypeVar
 
 from trackway.agent.context import AgentContext
@@ -150,7 +150,7 @@ class AgentLoop(ABC):
         seed = request_seed(params.seed, episode.tags, turn, part)
         if (max_tokens, seed) != (params.max_tokens, params.seed):
             params = params.model_copy(update={"max_tokens": max_tokens, "seed": seed})
-        request = GenerateRequest(
+        request = GenerateRequest.model_construct(  # without reading every id again
             request_id=f"{episode.id}/{turn}" if part == 0 else f"{episode.id}/{turn}+{part}",
             token_ids=episode.context,
             sampling_params=params,
@@ -276,14 +276,21 @@ def agents() -> list[AgentInfo]:
     ]
 
 
-@contextmanager
-def stopwatch(timings: Timings, activity: Activity) -> Iterator[None]:
+def stopwatch(timings: Timings, activity: Activity) -> AbstractContextManager[None]:
     """Add the block's duration in seconds."""
-    started = time.perf_counter()
-    try:
-        yield
-    finally:
-        setattr(timings, activity, getattr(timings, activity) + time.perf_counter() - started)
+    return _Stopwatch(timings, activity)
+
+
+class _Stopwatch(AbstractContextManager[None]):
+    def __init__(self, timings: Timings, activity: Activity) -> None:
+        self._timings, self._activity = timings, activity
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        lasted = time.perf_counter() - self._started
+        setattr(self._timings, self._activity, getattr(self._timings, self._activity) + lasted)
 
 
 def _ending(episode: Episode, stop_reason: str) -> dict[str, float | str | None]:

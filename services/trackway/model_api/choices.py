@@ -47,7 +47,7 @@ def jobs_of(
         seed=request.seed,
     )
     requests = [
-        GenerateRequest(
+        GenerateRequest.model_construct(  # its ids were validated with the request
             request_id=name,
             token_ids=prompt,
             sampling_params=params,

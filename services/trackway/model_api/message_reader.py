@@ -1,6 +1,6 @@
 """Reads the message of a choice out of its text: content and tool calls."""
 
-import secrets
+import os
 from typing import NamedTuple
 
 from trackway.model_api.prompts import forced_prefix
@@ -57,4 +57,4 @@ class MessageReader:
 
 
 def _identified(call: FunctionCall) -> ToolCall:
-    return ToolCall(id=f"call_{secrets.token_hex(12)}", type="function", function=call)
+    return ToolCall(id=f"call_{os.urandom(12).hex()}", type="function", function=call)

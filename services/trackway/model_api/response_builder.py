@@ -1,6 +1,6 @@
 """Builds the response to one request, whole or as server-sent events, from the decoded choices."""
 
-import secrets
+import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
@@ -28,7 +28,7 @@ class ResponseBuilder(ABC):
         """`readers` has one for each choice of each prompt."""
         self.prompts = prompts
         self._readers = readers
-        self.id = f"{self.prefix}{secrets.token_hex(16)}"
+        self.id = f"{self.prefix}{os.urandom(16).hex()}"
         """The response's id, which is also the `request_id` of its generation."""
 
     @property
