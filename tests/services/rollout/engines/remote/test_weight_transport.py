@@ -21,6 +21,7 @@ from trackway.rollout.weight_watcher import WeightWatcher
 from trackway.system import free_port
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.loop.weight_transport import IpcSender
+from trackway.wire.rollout import SamplingParams
 from trackway.wire.weights import Verdict
 
 pytestmark = pytest.mark.anyio
@@ -103,6 +104,16 @@ async def test_a_version_goes_through_the_phases_with_names_types_shapes_and_byt
         },
     ]
     assert run.counts == (1, 0)
+
+
+async def test_a_generation_is_sampled_as_it_was_asked(run: Run) -> None:
+    params = SamplingParams(temperature=0.7, top_p=0.8, top_k=11, seed=5, max_tokens=9, stop_token_ids=[3])
+    await run.engine.generate([1, 2], params, "r")
+
+    sampled = run.fake.sampled[-1]
+    asked = params.model_dump(include={"temperature", "top_p", "top_k", "seed", "max_tokens"})
+    assert {name: sampled[name] for name in asked} == asked
+    assert 3 in sampled["stop_token_ids"]
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -37,6 +37,8 @@ class Fake:
         self.crimes: list[str] = []
         self.calls: list[str] = []
         self.updates: list[dict[str, Any]] = []
+        self.sampled: list[dict[str, Any]] = []
+        """Sampling parameters of the generations so far."""
 
     def transfer(self, route: str, body: dict[str, Any]) -> None:
         """One phase; RuntimeError out of order."""
@@ -120,9 +122,11 @@ def make_app(fake: Fake) -> FastAPI:
         return {"success": True}
 
     @app.post("/inference/v1/generate")
-    async def generate() -> dict[str, Any]:
-        content = [{"token_id": 0, "logprob": 0.0}]
-        return {"choices": [{"logprobs": {"content": content}}], "prompt_logprobs": None}
+    async def generate(request: Request) -> dict[str, Any]:
+        fake.sampled.append((await request.json())["sampling_params"])
+        logprobs = {"content": [{"token_id": 0, "logprob": 0.0}]}
+        choice = {"token_ids": [0], "logprobs": logprobs, "finish_reason": "length", "weight_versions": []}
+        return {"choices": [choice], "prompt_logprobs": None}
 
     @app.get("/health")
     async def health() -> Response:
