@@ -60,6 +60,20 @@ async def test_scores_of_turns_are_weighed_and_added() -> None:
 
 
 @pytest.mark.anyio
+async def test_scores_of_unequally_many_turns_are_not_added() -> None:
+    def one(**arguments: object) -> dict[str, object]:
+        return {"score": 3.0, "turn_scores": [1.0]}
+
+    def two(**arguments: object) -> dict[str, object]:
+        return {"score": 1.0, "turn_scores": [0.5, 0.25]}
+
+    own = [FunctionScorer(function, function.__name__, [function.__name__]) for function in (one, two)]
+
+    with pytest.raises(ValueError, match="zip"):
+        await combined([*own, *scorers()], [sum_of(one=1.0, two=1.0)])[0].score(REQUEST, "default")
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize("text", ["it is 1000", "#### 1,000."])  # right by `flexible`, and by `normalized`
 async def test_a_scorer_of_several_methods_scores_by_its_first(text: str) -> None:
     scorer = combined([Gsm8kScorer()], [sum_of(gsm8k=1.0)])[0]
