@@ -56,6 +56,13 @@ def test_a_call_that_is_put_off_ends_when_its_next_try_would_come_too_late(
     assert retry_state.stop(after(full, upcoming_s=pause_s, elapsed_s=elapsed_s)) is ends
 
 
+@pytest.mark.parametrize(("pause_s", "ends"), [(1.59, False), (1.6, True)])
+def test_a_short_call_leaves_its_next_try_a_fifth_of_its_time(pause_s: float, ends: bool) -> None:
+    retry_state = RetryState(attempts=1, backoff_s=0.2, max_backoff_s=5.0, deadline_s=2.0)
+    full = TrackwayError(ErrorCode.OVERLOADED, "full")
+    assert retry_state.stop(after(full, upcoming_s=pause_s)) is ends
+
+
 def test_a_call_that_fails_ends_with_its_last_try() -> None:
     retry_state = RetryState(attempts=3, backoff_s=0.2, max_backoff_s=5.0, deadline_s=10.0)
     assert [retry_state.stop(after(httpx.ConnectError("refused"), tries=number)) for number in (1, 2, 3)] == [
