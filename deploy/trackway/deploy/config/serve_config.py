@@ -19,10 +19,16 @@ _POLICIES = {
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The parsed Serve config. Raises UserError for an unknown key, which Serve itself would ignore."""
+    """The parsed Serve config. Raises UserError for a file that is no YAML, and for an unknown key.
+
+    Serve itself would ignore the key.
+    """
     import yaml
 
-    content = yaml.safe_load(path.read_text())
+    try:
+        content = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: expected YAML, got: {' '.join(str(error).split())}") from error
     if path != CPU_CONFIG:  # our own file, which a test checks: importing Ray takes seconds
         check(path, content)
     return content

@@ -26,6 +26,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import ErrorDetails
+from yaml import YAMLError
 
 from trackway.trainer.config.asynchronous import translate
 from trackway.trainer.config.models import RunConfig
@@ -101,6 +102,10 @@ def compose(
         if changed and isinstance(_correction(tree), dict):
             others = [line for line in lines if line not in changed]
             problems += _lost_preset(_correction(_composed(folder, name, others)), _correction(tree))
+    except YAMLError as error:
+        got = " ".join(str(error).split())
+        problems.append(TrackwayError(ErrorCode.INVALID_REQUEST, f"the configuration: expected YAML, got: {got}"))
+        raise together(problems) from error
     except (HydraException, OmegaConfBaseException) as error:
         problems.append(TrackwayError(ErrorCode.INVALID_REQUEST, f"the configuration does not compose: {error}"))
         raise together(problems) from error

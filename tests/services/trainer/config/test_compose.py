@@ -165,6 +165,15 @@ def test_sequences_are_divided_over_ranks_that_they_fit_and_packed():
     assert compose([f"{key}=8"]).placement.ranks == 1  # a recipe of verl's, in one process
 
 
+def test_a_file_that_is_no_yaml_is_refused_with_its_place(tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text("data:\n  train_files: [rows.jsonl\n")
+    with pytest.raises(
+        TrackwayError,
+        match=r"^the configuration: expected YAML, got: while parsing a flow sequence .*mine.yaml\", line 2, column 16",
+    ):
+        compose([], tmp_path / "mine.yaml")
+
+
 def test_the_ranks_that_share_weights_divide_the_ranks():
     for key in ("actor_rollout_ref.actor.fsdp_config.fsdp_size", "critic.fsdp.fsdp_size"):
         with pytest.raises(TrackwayError, match=rf"{key}: expected a divisor of .* \(6\), or -1, got 4"):
