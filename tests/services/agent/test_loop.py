@@ -180,7 +180,7 @@ async def test_a_loop_is_told_the_tokens_of_a_turn_as_they_come_also_where_it_wa
 ) -> None:
     waited: list[str] = []
 
-    def noted(what: str, deadline: Deadline | None = None) -> AbstractContextManager[None]:
+    def noted(what: str, deadline: Deadline | None = None) -> AbstractContextManager[object]:
         waited.append(what)
         return waits_for(what, deadline)
 
