@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Annotated, Literal, NotRequired, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator, with_config
@@ -253,7 +254,7 @@ class GenerateChoice(WireReply):
     weight_versions: list[WeightSpan]
     """Spans over `token_ids`; more than one if the weights changed during the generation."""
 
-    @property
+    @cached_property
     def token_logprobs(self) -> list[float]:
         """The logprob of each token."""
         return [entry["logprob"] for entry in self.logprobs.content]

@@ -73,10 +73,13 @@ class Episode:
         """A new episode for one rollout of the request."""
         return cls(request, request.tags(rollout_n), agent_name, Deadline.after(request.limits.timeout_s))
 
-    def branch(self, turn: int, prompt_ids: Sequence[int], params: SamplingParams) -> "Episode":
-        """An episode for one generation of this trajectory, as its turn number `turn`, with another prompt."""
+    def branch(self, turn: int, prompt_ids: list[int], params: SamplingParams) -> "Episode":
+        """An episode for one generation of this trajectory, as its turn number `turn`, with another prompt.
+
+        The list of ids is kept, not copied.
+        """
         branched = Episode(self.request, self.tags, self.agent_name, self.deadline, params, timings=self.timings)
-        branched.prompt_ids, branched.first_turn = [*prompt_ids], turn
+        branched.prompt_ids, branched.first_turn = prompt_ids, turn
         return branched
 
     @property

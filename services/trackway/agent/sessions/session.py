@@ -72,14 +72,11 @@ class Placed(NamedTuple):
     """A prompt in the graph."""
 
     place: Place
-    before: list[int]
-    """The ids that it continues."""
+    shown: int
+    """Tokens that it continues."""
     new: list[int]
-
-    @property
-    def ids(self) -> list[int]:
-        """The whole prompt."""
-        return self.before + self.new
+    ids: list[int]
+    """The whole prompt."""
 
 
 @dataclass
@@ -311,7 +308,7 @@ class Session:
         number, auxiliary = self._number(), is_auxiliary(chat)
         self.graph.has_task |= not auxiliary
         place = self.graph.place(conversation)
-        placed = Placed(place, self.graph.ids(place.parent), await self._rendered(place, chat))
+        placed = self._placed(place, await self._rendered(place, chat))
         most = self._most_tokens([placed], chat.max_completion_tokens or chat.max_tokens)
         builder = build(chat, self.tokenizer, placed.ids)
 
@@ -376,7 +373,11 @@ class Session:
         if new:
             special = asked.add_special_tokens and place.parent is None
             new = await self._within_limits(place, text_ids(self.tokenizer, new, special, self._longest(place)))
-        return Placed(place, self.graph.ids(place.parent), [] if isinstance(new, str) else new)
+        return self._placed(place, [] if isinstance(new, str) else new)
+
+    def _placed(self, place: Place, new: list[int]) -> Placed:
+        before = self.graph.ids(place.parent)
+        return Placed(place, len(before), new, before + new)
 
     def _longest(self, place: Place) -> int:
         """The most tokens that a call may add there."""
@@ -414,7 +415,7 @@ class Session:
         except TimeoutError:
             return WaitingStream(lambda: self._respond(call, asked, builder, prompts, most, record), builder.failed)
         jobs = jobs_of(builder.id, [prompt.ids for prompt in prompts], asked, max_tokens, self.tokenizer)
-        model = SessionModel(self, min(len(prompt.before) for prompt in prompts), trace.get_current_span())
+        model = SessionModel(self, min(prompt.shown for prompt in prompts), trace.get_current_span())
         context = self._context.copy()
         return await respond(call.request, model, builder, jobs, stream=call.stream, record=record, context=context)
 
@@ -466,9 +467,9 @@ class Session:
         """Tokens that each choice may have by the limits; raises INVALID_REQUEST when there is no room for one."""
         limits, params = self.episode.limits, self.episode.request.sampling_params
         room = min(asked or params.max_tokens, params.max_tokens)
-        for place, before, new in prompts:
+        for place, _, new, ids in prompts:
             begun = len(new) if place.parent is None else len(self.graph.path(place.parent)[0].ids)
-            behind = len(before) + len(new) - begun
+            behind = len(ids) - begun
             room = min(room, limits.max_response_length - behind)
             if room < 1:
                 bound = f"a conversation of at most {limits.max_response_length} tokens behind its prompt"
