@@ -1,7 +1,7 @@
 """Runs the choices of a request, each as its own generation, whole or streamed."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
 from contextlib import aclosing
 from contextvars import Context
 from dataclasses import dataclass, replace
@@ -19,6 +19,9 @@ from trackway.wire.rollout import GenerateRequest, SamplingParams
 from trackway.wire.trajectory import WeightSpan
 
 T = TypeVar("T")
+
+WATCH_AFTER_S = 0.1
+"""Seconds after which a client's connection is watched; most calls that take no longer end before."""
 
 
 @dataclass(frozen=True)
@@ -170,33 +173,36 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T], contex
 
     `context` is that of the task, by default a copy of the current one.
     """
-    watching = asyncio.current_task()
-    assert watching is not None
-    woken = ended = False
+    current = asyncio.current_task()
+    assert current is not None
+    cancelled_before, left = current.cancelling(), False
+    working, watching = asyncio.create_task(work, context=context), set[asyncio.Task[None]]()
 
-    def wake(_: asyncio.Task[T]) -> None:
-        nonlocal woken
-        if not ended:  # it may be scheduled already when a timeout of the caller ends the wait
-            woken = watching.cancel()
+    def watch() -> None:
+        watching.add(asyncio.create_task(_disconnected()))
 
-    working = asyncio.create_task(work, context=context)
-    working.add_done_callback(wake)
-    try:
+    async def _disconnected() -> None:
+        nonlocal left
         while (await request.receive())["type"] != "http.disconnect":
             pass
-    except asyncio.CancelledError:
-        if woken and not watching.uncancel():
-            return working.result()
+        left = True
+        working.cancel()
+
+    timer = asyncio.get_running_loop().call_later(WATCH_AFTER_S, watch)
+    try:
+        return await working
+    except BaseException:
+        if left and current.cancelling() == cancelled_before:
+            message = "the client disconnected before the response was complete"
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, message) from None
         raise
     finally:
-        ended = True
-        if not woken:
-            await _end([working])
-    message = "the client disconnected before the response was complete"
-    raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
+        timer.cancel()
+        await _end(watching)
 
 
-async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
+async def _end(tasks: Collection[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    if tasks:
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -27,6 +27,7 @@ from tests.services.agent.sessions.test_session import (
 from tests.services.agent.streaming_transport import StreamingTransport, scope_of
 from tests.time_limits import ENDS_SOON
 from trackway.agent.sessions import session
+from trackway.model_api import choices
 from trackway.wire.sessions.graph import NodeKind
 from trackway.wire.sessions.session import SessionAccess
 from trackway.wire.trajectory import WeightSpan
@@ -152,8 +153,9 @@ async def test_a_stream_that_breaks_goes_on_with_the_recorded_tokens(
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep-alives come soon."""
+    """Keep-alives come soon, and clients that leave are noticed before."""
     monkeypatch.setattr(session, "KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr(choices, "WATCH_AFTER_S", 0.0)
 
 
 @asynccontextmanager
