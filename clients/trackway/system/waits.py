@@ -71,7 +71,7 @@ class Waits:
     now: Now = time.time
     _waiting: list[Waiting] = field(default_factory=list)
 
-    def __call__(self, who: str, waits_for: str, timeout_s: float | None = None) -> "BegunWait":
+    def __call__(self, who: str, waits_for: str, timeout_s: float | None = None) -> BegunWait:
         """A wait, for the duration of the block."""
         return BegunWait(self._waiting, Waiting(who, waits_for, self.now(), timeout_s))
 

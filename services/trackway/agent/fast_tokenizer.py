@@ -1,5 +1,6 @@
 """A Hugging Face tokenizer without the Python around its Rust code, which costs much of the time for a short text."""
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue
@@ -27,6 +28,7 @@ class FastTokenizer:
             self._rust.encode_special_tokens = tokenizer.split_special_tokens
         self.chat_template: object = tokenizer.chat_template
         self._template = _template_alone(tokenizer)
+        self._own_parameters = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
         self._special_tokens = tokenizer.special_tokens_map
         eos, unk = tokenizer.eos_token_id, tokenizer.unk_token_id
         self.eos_token_id = eos if isinstance(eos, int) else None
@@ -59,7 +61,8 @@ class FastTokenizer:
         **kwargs: Any,
     ) -> str:
         """The conversation as the model's chat template writes it."""
-        if self._template is not None and conversation and all(map(_is_plain, conversation)):
+        are_variables = self._own_parameters.isdisjoint(kwargs)  # others, such as `documents`, are not only shown
+        if self._template is not None and conversation and are_variables and all(map(_is_plain, conversation)):
             variables = {**self._special_tokens, **kwargs}
             return self._template.render(
                 messages=conversation,
@@ -102,5 +105,5 @@ def _template_alone(tokenizer: "PreTrainedTokenizerBase") -> "Template | None":
 
 
 def _is_plain(message: dict[str, JsonValue]) -> bool:
-    """Whether transformers shows the template this message as it is; it copies other types than those of JSON."""
+    """Whether transformers passes this message, of JSON's types, to the template unchanged."""
     return None not in message.values() and _ALIASED.isdisjoint(message)

@@ -87,7 +87,7 @@ class AgentLoop(ABC):
         release_s = self.services.settings.release_timeout_s
         toolbox = Toolbox(self.services.tools, episode.sample, episode.id, episode.deadline, release_s)
         try:
-            with stopwatch(episode.timings, "total"):
+            with Stopwatch(episode.timings, "total"):
                 async with asyncio.timeout(episode.deadline.remaining):
                     episode.stop_reason = await run_user_code(lambda: self.converse(episode, toolbox))
                     if episode.reward is None:
@@ -123,7 +123,7 @@ class AgentLoop(ABC):
         start = len(episode.response_ids)
         turn = episode.first_turn + len(episode.turns)
         with (
-            stopwatch(episode.timings, "generate_sequences"),
+            Stopwatch(episode.timings, "generate_sequences"),
             waits_for(f"the rollout service, turn {turn}", episode.deadline),
         ):
             for part in itertools.count():
@@ -150,7 +150,7 @@ class AgentLoop(ABC):
         seed = request_seed(params.seed, episode.tags, turn, part)
         if (max_tokens, seed) != (params.max_tokens, params.seed):
             params = params.model_copy(update={"max_tokens": max_tokens, "seed": seed})
-        request = GenerateRequest.model_construct(  # without reading every id again
+        request = GenerateRequest(
             request_id=f"{episode.id}/{turn}" if part == 0 else f"{episode.id}/{turn}+{part}",
             token_ids=episode.context,
             sampling_params=params,
@@ -179,7 +179,7 @@ class AgentLoop(ABC):
 
     async def _score(self, episode: Episode, toolbox: Toolbox) -> Reward:
         """The reward service's score of the generated text; tool rewards are its components."""
-        with stopwatch(episode.timings, "compute_score"), waits_for("the reward service", episode.deadline):
+        with Stopwatch(episode.timings, "compute_score"), waits_for("the reward service", episode.deadline):
             rewards = await toolbox.rewards()
             turns = [await self.services.tokens.plain_text(ids) for ids in episode.written()]
             sample = episode.sample
@@ -276,12 +276,9 @@ def agents() -> list[AgentInfo]:
     ]
 
 
-def stopwatch(timings: Timings, activity: Activity) -> AbstractContextManager[None]:
-    """Add the block's duration in seconds."""
-    return _Stopwatch(timings, activity)
+class Stopwatch(AbstractContextManager[None]):
+    """Adds the block's duration in seconds."""
 
-
-class _Stopwatch(AbstractContextManager[None]):
     def __init__(self, timings: Timings, activity: Activity) -> None:
         self._timings, self._activity = timings, activity
 

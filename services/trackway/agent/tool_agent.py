@@ -10,7 +10,7 @@ from pydantic import JsonValue
 
 from trackway.agent.catalog import ToolSet
 from trackway.agent.episode import Episode
-from trackway.agent.loop import AgentLoop, register, stopwatch
+from trackway.agent.loop import AgentLoop, Stopwatch, register
 from trackway.agent.observations import Observation, truncated
 from trackway.agent.parser import Parsed
 from trackway.agent.toolbox import Toolbox, rejected
@@ -84,7 +84,7 @@ class ToolAgent(AgentLoop):
     ) -> list[Observation]:
         turn, earlier, spent = episode.turns[-1], len(toolbox.records), episode.timings.tool_calls
         try:
-            with stopwatch(episode.timings, "tool_calls"):
+            with Stopwatch(episode.timings, "tool_calls"):
                 observations = await toolbox.answer(calls, tools, episode.limits.max_parallel_calls)
         finally:
             turn.calls, turn.tools_s = toolbox.records[earlier:], episode.timings.tool_calls - spent

@@ -5,7 +5,6 @@
 
 import json
 import re
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from pydantic import JsonValue
@@ -92,11 +91,7 @@ def _json(text: str) -> JsonValue:
 
     Raises ValueError, RecursionError.
     """
-    with suppress(ValueError):  # whose message is not the one that models are told
-        value: JsonValue = from_json(text, allow_inf_nan=False)
-        _FINITE.encode(value)
-        return value
-    value = _DECODER.decode(text)
+    value: JsonValue = _DECODER.decode(text)
     from_json(_ENCODER.encode(value).encode(), allow_inf_nan=False)
     return value
 
@@ -106,4 +101,3 @@ def _no_constant(name: str) -> JsonValue:
 
 
 _DECODER, _ENCODER = json.JSONDecoder(parse_constant=_no_constant), json.JSONEncoder(ensure_ascii=False)
-_FINITE = json.JSONEncoder(allow_nan=False)

@@ -21,7 +21,7 @@ from trackway.wire.trajectory import WeightSpan
 T = TypeVar("T")
 
 WATCH_AFTER_S = 0.1
-"""Seconds after which a client's connection is watched; most calls that take no longer end before."""
+"""Seconds before a client's connection is watched; a call that ends sooner needs no watching."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def jobs_of(
         seed=request.seed,
     )
     requests = [
-        GenerateRequest.model_construct(  # its ids were validated with the request
+        GenerateRequest.model_construct(  # the ids are the tokenizer's, or were validated with the request
             request_id=name,
             token_ids=prompt,
             sampling_params=params,

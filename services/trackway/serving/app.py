@@ -61,7 +61,7 @@ def service_app(
         docs_url=None,
         redoc_url=None,
         lifespan=_lifespan(tracing, lifespan),
-        # Our span per hop has the content; also asking whether it is wanted takes time in each request.
+        # Our own span per hop carries the content, and FastAPI would look for providers on every request.
         telemetry={"tracing": False, "metrics": False, "logs": False},
         responses={"4XX": documented_error("Client Error"), "5XX": documented_error("Server Error")},
     )

@@ -138,11 +138,10 @@ class RequestMetrics:
                 status = str(message["status"])
             await send(message)
 
-        self.metrics.in_flight.inc()
         try:
-            await self.app(scope, receive, watch)
+            with self.metrics.in_flight.track_inprogress():
+                await self.app(scope, receive, watch)
         finally:
-            self.metrics.in_flight.dec()
             route = _route(scope)
             self._requests(route, _method(scope), status).inc()
             self._seconds(route).observe(time.perf_counter() - started)

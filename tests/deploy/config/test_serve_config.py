@@ -58,7 +58,7 @@ def test_an_unknown_key_is_refused_by_its_path(tmp_path: Path, text: str, key: s
         serve_config.load(file)
 
 
-def test_a_file_that_is_no_yaml_is_refused_with_its_place(tmp_path: Path) -> None:
+def test_a_file_that_is_not_yaml_is_refused_with_its_place(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text("applications: [\n")
     with pytest.raises(UserError, match=r"serve.yaml: expected YAML, got: while parsing .* line 2, column 1"):

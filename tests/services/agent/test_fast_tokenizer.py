@@ -74,7 +74,12 @@ def test_the_template_shows_what_transformers_lets_it_show(
 ) -> None:
     tokenizer = byte_tokenizer(SHOWING)
     tokenizer.bos_token = "<|im_start|>"
-    for tools, variables in ((None, {}), ([{"type": "function", "function": CALL}], {"effort": "high"})):
+    for tools, variables in (
+        (None, {}),
+        ([{"type": "function", "function": CALL}], {"effort": "high"}),
+        (None, {"documents": [{"title": "sums", "text": "9+9=18"}]}),
+        (None, {"chat_template": "another: {{ messages | length }}"}),
+    ):
         options: dict[str, Any] = {"add_generation_prompt": open_end, "tokenize": False, **variables}
         shown = FastTokenizer(tokenizer).apply_chat_template(conversation, tools, **options)
         assert shown == tokenizer.apply_chat_template(conversation, tools=tools, **options)  # pyright: ignore[reportArgumentType]

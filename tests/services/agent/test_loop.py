@@ -158,7 +158,7 @@ async def test_a_turn_that_was_cut_goes_on_under_a_name_of_its_own_with_the_toke
 
 @register("answers_twice_agent")
 class AnswersTwiceAgent(AgentLoop):
-    """Answers twice, and is told the tokens as they come. Only in tests."""
+    """Generates two answers and records their tokens as they stream; used only in tests."""
 
     pieces: ClassVar[list[GeneratePiece]] = []
 

@@ -111,7 +111,10 @@ def _running(known: "Deployment | None") -> bool:
 
 
 def _edits(file: Path, name: str, deployment: "Deployment", given: "Tree") -> "Tree":
-    """The new values of what was edited in the project's file since the run began; those not `given` are told."""
+    """The settings edited in the project's file since the run began, with their new values.
+
+    Prints those that the command line does not give.
+    """
     from trackway.deploy.deployment.attach import folder_here
     from trackway.deploy.runs import launch, project
     from trackway.trainer.config.changes import RECORDED

@@ -19,7 +19,7 @@ _POLICIES = {
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The parsed Serve config. Raises UserError for a file that is no YAML, and for an unknown key.
+    """The parsed Serve config. Raises UserError for a file that is not YAML, and for an unknown key.
 
     Serve itself would ignore the key.
     """

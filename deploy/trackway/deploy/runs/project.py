@@ -73,8 +73,8 @@ def edits(file: Path, name: str, began_with: Sequence[str]) -> Tree:
     ]
     if kept:
         raise UserError(
-            f"{file}: expected what run {name} began with, got {', '.join(kept)}; put that back, or give --outputs in "
-            f"a folder without {FILE_NAME}, where the run goes on as it was, or start another run: with "
+            f"{file}: expected what run {name} began with, got {', '.join(kept)}; put that back; or resume it from "
+            f"a folder without {FILE_NAME}, with --outputs, and it goes on as it was; or start another run: with "
             "trainer.resume_mode=resume_path and trainer.resume_from_path it begins at a checkpoint of this one. Only "
             f"{', '.join(CHANGEABLE)} may change"
         )

@@ -10,7 +10,7 @@ from trackway.agent.environments.base import Environment
 from trackway.agent.environments.nemo_gym import NemoGym
 from trackway.agent.environments.openenv import OpenEnv
 from trackway.agent.episode import Episode
-from trackway.agent.loop import register, stopwatch
+from trackway.agent.loop import Stopwatch, register
 from trackway.agent.settings import AgentSettings, EnvironmentSettings
 from trackway.agent.tool_agent import ToolAgent
 from trackway.agent.toolbox import Toolbox
@@ -73,7 +73,7 @@ class EnvironmentAgent(ToolAgent):
     async def _take_reward(self, episode: Episode, toolbox: Toolbox, environment: Environment) -> None:
         deadline = episode.deadline.earlier(self.environment.call_timeout_s)
         with (
-            stopwatch(episode.timings, "compute_score"),
+            Stopwatch(episode.timings, "compute_score"),
             operation_span(f"score {self.environment_name}") as span,
             waits_for(f"the reward of the environment {self.environment_name}", deadline),
             environment.within(deadline, "to score the episode"),

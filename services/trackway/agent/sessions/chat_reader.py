@@ -45,7 +45,7 @@ class ChatReader:
                 call = SessionChat.model_validate({**fields, "messages": messages})
         except ValueError:  # the errors of JSON name other types than those of Python's values
             return SessionChat.model_validate_json(body)
-        if self._digested[0] is before is not None:
+        if before is not None and self._digested[0] is before:
             self._digested = call, self._digested[1]
         self._call, self._sent, self._others = call, messages, others
         return call

@@ -102,11 +102,7 @@ def compose(
         if changed and isinstance(_correction(tree), dict):
             others = [line for line in lines if line not in changed]
             problems += _lost_preset(_correction(_composed(folder, name, others)), _correction(tree))
-    except YAMLError as error:
-        got = " ".join(str(error).split())
-        problems.append(TrackwayError(ErrorCode.INVALID_REQUEST, f"the configuration: expected YAML, got: {got}"))
-        raise together(problems) from error
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         problems.append(TrackwayError(ErrorCode.INVALID_REQUEST, f"the configuration does not compose: {error}"))
         raise together(problems) from error
     found: list[UnsupportedKey] | None = None if unsupported is None else []

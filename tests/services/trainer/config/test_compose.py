@@ -165,11 +165,11 @@ def test_sequences_are_divided_over_ranks_that_they_fit_and_packed():
     assert compose([f"{key}=8"]).placement.ranks == 1  # a recipe of verl's, in one process
 
 
-def test_a_file_that_is_no_yaml_is_refused_with_its_place(tmp_path: Path):
+def test_a_file_that_is_not_yaml_is_refused_with_its_place(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text("data:\n  train_files: [rows.jsonl\n")
     with pytest.raises(
         TrackwayError,
-        match=r"^the configuration: expected YAML, got: while parsing a flow sequence .*mine.yaml\", line 2, column 16",
+        match=r"^the configuration does not compose: while parsing a flow sequence\n.*mine.yaml\", line 2, column 16",
     ):
         compose([], tmp_path / "mine.yaml")
 

@@ -199,7 +199,7 @@ class TorchEngine:
         async with self._memory:
             if "weights" in parts and "weights" not in core.asleep:
                 self._read = None
-                # As an argument, the thread would keep the weights until shortly after its result.
+                # Passed as an argument, the weights would stay referenced by the thread shortly after its result.
                 sleeping = await asyncio.to_thread(lambda: SleepingWeights(core.weights))
                 await self._thread.call(lambda: core.drop_weights(sleeping))
             if "kv_cache" in parts:
