@@ -249,9 +249,9 @@ def test_an_edit_that_a_resumed_run_cannot_take_is_refused_by_its_key(there: Dep
     assert error.startswith(
         f"trackway.yaml: expected what run {of_project.name} began with, got actor_rollout_ref.actor.optim.lr=0.01 "
         "instead of 0.001, trackway.max_restarts=7 instead of none, trackway.seed=none instead of 1; put that back; or "
-        "resume it from a folder without trackway.yaml, with --outputs, and it goes on as it was; or start another run: with "
-        "trainer.resume_mode=resume_path and trainer.resume_from_path it begins at a checkpoint of this one. Only "
-        "trackway.learner_ranks, "
+        "resume it from a folder without trackway.yaml, with --outputs, and it goes on as it was; or start another "
+        "run: with trainer.resume_mode=resume_path and trainer.resume_from_path it begins at a checkpoint of this one. "
+        "Only trackway.learner_ranks, "
     )
     assert of_project.info().state is RunState.RUNNING
 
