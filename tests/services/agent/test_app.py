@@ -67,8 +67,9 @@ async def test_the_stream_says_what_the_rollouts_wait_for_that_do_not_end(
         return ANSWER
 
     def on_waits(waits: list[Wait]) -> None:
-        said.append(waits)
-        released.set()
+        if all(wait.until is not None for wait in waits):  # on a busy machine not yet at the first report
+            said.append(waits)
+            released.set()
 
     services.model.scripts = {0: [COUNT, ANSWER], 1: [slow]}
     services.counter.before = released.wait
