@@ -1,6 +1,6 @@
 """What a model call costs in a session gateway: CPU of all its processes, latency; beside agent-lightning's and rLLM's.
 
-    .venv/bin/python benchmarks/sessions.py                                    1 session at a time, and 1,000 at once
+    .venv/bin/python benchmarks/sessions.py                               1 session at a time, 16 and 1,000 at once
     .venv/bin/python benchmarks/sessions.py --gateways "trackway; rllm" --at-once 1 --rounds 1
 
 An agent asks, gets a tool call of 81 tokens with logprobs, and sends it back with a result, in eight turns. Behind
@@ -207,7 +207,7 @@ def table(seen: Mapping[str, Sequence[Mapping[str, float]]]) -> Iterator[str]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gateways", default=";".join(GATEWAYS), help=f"of {'; '.join(GATEWAYS)}, with ; between")
-    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 1000], help="sessions that call at once")
+    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 16, 1000], help="sessions that call at once")
     parser.add_argument(
         "--sessions", type=int, default=50, help="of each load, at least as many as at once; default 50"
     )
