@@ -230,8 +230,11 @@ class WeightStore:
             raise ValueError(f"expected keep >= 1 (readers load the latest version), got {keep}")
         latest = self.latest()
         visible = [version for version in self.versions() if latest is not None and version <= latest.version]
-        bases = self._bases(visible[-keep]) if len(visible) > keep else set[int]()
-        removed = [version for version in visible[:-keep] if version not in bases]
+        older = visible[:-keep]
+        if not older:
+            return []
+        bases = self._bases(visible[-keep])
+        removed = [version for version in older if version not in bases]
         for version in removed:
             self._fs.rm(self._path(version), recursive=True)
         return removed
@@ -333,7 +336,7 @@ class WeightStore:
         A copy in the cache is not verified: the digests of the result show whether it was right.
         """
         deltas = [manifest]
-        while (delta := deltas[-1].delta) is not None and delta.base < deltas[-1].version:
+        while (delta := _delta(deltas[-1])).base < deltas[-1].version:
             copy = into / str(delta.base)
             if copy.is_dir():
                 return copy, deltas
@@ -344,7 +347,7 @@ class WeightStore:
             deltas.append(base)
         raise TrackwayError(
             ErrorCode.WEIGHTS_CORRUPT,
-            f"expected the manifest of weights version {deltas[-1].version} to name an older base, got {delta}; "
+            f"expected the manifest of weights version {deltas[-1].version} to name an older base, got {delta.base}; "
             "publish a new version",
         )
 
@@ -384,7 +387,7 @@ class WeightStore:
 def _unreadable(path: str, error: ValidationError, remedy: str) -> TrackwayError:
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(map(str, first["loc"])) or "its JSON"
-    message = f"expected {path} to be readable, got {where}: {first['msg'][:200]}; {remedy}"
+    message = f"expected {path} to be readable, got {where}: {first['msg']}; {remedy}"
     return TrackwayError(ErrorCode.WEIGHTS_CORRUPT, message)
 
 

@@ -4,8 +4,10 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import fsspec
@@ -16,7 +18,7 @@ from trackway.clients.publisher_lock import FlockPublisherLock, LeasePublisherLo
 from trackway.clients.weights import WeightStore, WholeWeights, version_of
 from trackway.system import LockTaken, locked
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.weights import Canary
+from trackway.wire.weights import Canary, WeightOffer
 
 
 @pytest.fixture
@@ -54,6 +56,24 @@ def test_a_published_version_is_the_latest_and_fetched_whole(store: WeightStore,
     assert store.manifest(1).canary == canary
     assert [(f.name, f.size) for f in store.manifest(1).files] == [("config.json", 2), ("model.safetensors", 3)]
     assert (store.fetch(1, tmp_path / "cache") / "model.safetensors").read_bytes() == b"one"
+    assert store.fetched_bytes == (0 if store.is_folder else 5)
+
+
+def test_an_offer_stands_until_the_next_one_or_until_it_is_withdrawn(store: WeightStore) -> None:
+    assert store.offered() is None
+    for version in (1, 2):
+        store.offer(WeightOffer(version=version, chunks=[]))
+        assert store.offered() == WeightOffer(version=version, chunks=[])
+    for _ in range(2):
+        store.withdraw()
+        assert store.offered() is None
+
+
+def test_an_offer_that_cannot_be_read_is_none(store: WeightStore) -> None:
+    store.offer(WeightOffer(version=1, chunks=[]))
+    store._fs.pipe_file(f"{store._root}/offer.json", b"{")
+
+    assert store.offered() is None
 
 
 def test_publishing_the_same_version_again_changes_nothing(store: WeightStore, source: Path) -> None:
@@ -333,13 +353,14 @@ def words(changed: int) -> bytes:
     return b"xy" * changed + b"ab" * (1000 - changed)
 
 
-def publish_deltas(store: WeightStore, source: Path, changed: list[int]) -> None:
-    """Version 1 whole, and for each further number a delta against the version before."""
+def publish_deltas(store: WeightStore, source: Path, changed: list[int], with_more: int = 0) -> None:
+    """Version 1 whole, and for each further number a delta against the version before. One version has a file more."""
     base: WholeWeights | None = None
     for version, count in enumerate(changed, start=1):
         folder = source.with_name(f"whole-{version}")
         folder.mkdir()
-        (folder / "config.json").write_bytes(b"{}")
+        for name in ("added.json", "config.json") if version == with_more else ("config.json",):
+            (folder / name).write_bytes(b"{}")
         (folder / "model.safetensors").write_bytes(words(count))
         base = WholeWeights(store.publish(version, "run-a", folder, base=base), folder)
 
@@ -373,6 +394,30 @@ def test_a_version_that_changes_much_is_published_whole(store: WeightStore, sour
     assert names_of(store, 2) == ["config.json", "manifest.json", "model.safetensors"]
 
 
+@pytest.mark.parametrize(("content", "unchanged"), [(b"ab", []), (b"abc", ["config.json"])])
+def test_a_delta_takes_at_most_half_the_bytes_and_may_have_whole_files(
+    store: WeightStore, source: Path, tmp_path: Path, content: bytes, unchanged: list[str]
+) -> None:
+    before = tmp_path / "before"
+    shutil.copytree(source, before)
+    base = WholeWeights(store.publish(1, "run-a", source), before)
+
+    manifest = store.publish(2, "run-a", change(source, content), base=base)
+
+    assert (manifest.delta is None) == bool(unchanged)
+    assert names_of(store, 2) == [*unchanged, "manifest.json", "model.safetensors"]
+    assert weights_in(store.fetch(2, tmp_path / "cache")) == content
+
+
+def test_a_file_of_a_version_in_between_is_not_in_the_later_one(
+    store: WeightStore, source: Path, tmp_path: Path
+) -> None:
+    publish_deltas(store, source, [0, 5, 9], with_more=2)
+
+    assert names_of(store, 2) == ["added.json", "manifest.json", "model.safetensors.delta"]
+    assert weights_in(store.fetch(3, tmp_path / "cache")) == words(9)
+
+
 def test_a_late_reader_takes_the_anchor_and_the_deltas_since(store: WeightStore, source: Path, tmp_path: Path) -> None:
     publish_deltas(store, source, [0, 5, 9, 2])
 
@@ -402,13 +447,20 @@ def test_replicas_of_a_host_share_one_copy(store: WeightStore, source: Path, tmp
     assert sorted(reader.fetched_bytes > 0 for reader in stores) == [False, True]
 
 
-def test_who_waits_too_long_for_another_replica_is_told_to_try_again(
+def test_who_waits_a_minute_for_another_replica_is_told_to_try_again(
     store: WeightStore, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish_deltas(store, source, [0, 5])
-    monkeypatch.setattr(module, "CACHE_WAIT_S", 0.0)
+    waits: list[float] = []
+
+    def at_once(path: Path, wait_s: float) -> AbstractContextManager[None]:
+        waits.append(wait_s)
+        return locked(path)
+
+    monkeypatch.setattr(module, "locked", at_once)
     with locked(tmp_path / "cache" / ".lock"), pytest.raises(LockTaken):
         store.fetch(2, tmp_path / "cache")
+    assert waits == [60.0]
 
     assert weights_in(store.fetch(2, tmp_path / "cache")) == words(5)
 
@@ -448,13 +500,45 @@ def test_a_delta_that_is_damaged_or_missing_is_refused_by_name_and_the_next_anch
     assert (store.fetch(4, tmp_path / "cache") / "model.safetensors").read_bytes() == b"one"
 
 
+def edit_manifest(store: WeightStore, version: int, old: bytes, new: bytes) -> None:
+    path = f"{store._root}/{version}/manifest.json"
+    content = store._fs.cat_file(path)
+    assert content.count(old) == 1
+    store._fs.pipe_file(path, content.replace(old, new))
+
+
 def test_a_delta_of_a_later_release_is_refused(store: WeightStore, source: Path, tmp_path: Path) -> None:
     publish_deltas(store, source, [0, 5])
-    path = f"{store._root}/2/manifest.json"
-    store._fs.pipe_file(path, store._fs.cat_file(path).replace(b"words16", b"later"))
+    edit_manifest(store, 2, b"words16", b"later")
 
     with pytest.raises(TrackwayError, match="expected a delta of weights as words16, got later; update this service"):
         store.fetch(2, tmp_path / "cache")
+
+
+def test_a_delta_that_names_no_older_base_is_refused(store: WeightStore, source: Path, tmp_path: Path) -> None:
+    publish_deltas(store, source, [0, 5, 9, 2])
+    edit_manifest(store, 2, b'"base": 1', b'"base": 2')
+
+    with pytest.raises(TrackwayError) as raised:
+        store.fetch(4, tmp_path / "cache")
+
+    assert (raised.value.code, raised.value.message) == (
+        ErrorCode.WEIGHTS_CORRUPT,
+        "expected the manifest of weights version 2 to name an older base, got 2; publish a new version",
+    )
+
+
+@pytest.mark.parametrize(("fault", "removed"), [("no manifest", [1]), ("no older base", [1]), ("unreadable", [])])
+def test_pruning_takes_a_base_without_a_manifest_for_the_first_and_keeps_all_where_one_is_unreadable(
+    store: WeightStore, source: Path, fault: str, removed: list[int]
+) -> None:
+    publish_deltas(store, source, [0, 5, 9])
+    if fault == "no manifest":
+        store._fs.rm(f"{store._root}/2/manifest.json")
+    else:
+        edit_manifest(store, 2, b'"base": 1', b'"base": 2' if fault == "no older base" else b'"base": -1')
+
+    assert store.prune(keep=1) == removed
 
 
 def test_pruning_keeps_what_the_kept_versions_are_deltas_of(store: WeightStore, source: Path, tmp_path: Path) -> None:
