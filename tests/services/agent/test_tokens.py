@@ -179,9 +179,48 @@ async def test_long_schemas_are_rendered_beside_the_event_loop(
     monkeypatch.setattr(tokenizer, "apply_chat_template", noted)
     long = ToolSchema(function=FunctionSchema(name="add", description="x" * chars, parameters={}))
 
-    await ChatTokens(tokenizer).prompt([QUESTION], [long], 4096)
+    ids = await ChatTokens(tokenizer).prompt([QUESTION], [long], 4096)
 
     assert [thread is not threading.main_thread() for thread in threads] == [aside]
+    assert ids == await ChatTokens(byte_tokenizer(CHATML)).prompt([QUESTION], [long], 4096)
+
+
+@pytest.mark.anyio
+async def test_variables_of_the_template_are_those_of_the_tokenizer_or_of_the_call() -> None:
+    tokenizer = byte_tokenizer("{% for message in messages %}{{ message.content }}{% endfor %}[{{ mood }}]")
+    tokens = ChatTokens(tokenizer, {"mood": "calm"})
+    more = [{"role": "user", "content": "more"}]
+
+    shown = [
+        await tokens.prompt([QUESTION], [], 4096),
+        await tokens.observation(["18"], []),
+        await tokens.following(more, [], {"mood": "busy"}),
+        await tokens.following(more, [], {}),
+    ]
+
+    assert [tokenizer.decode(ids) for ids in shown] == ["9+9?[calm]", "18[calm]", "more[busy]", "more[]"]
+    assert (tokens.tokenizer is tokenizer, tokens.template_kwargs) == (True, {"mood": "calm"})
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("refusal", "reason"),
+    [
+        ("raise_exception('no tools here')", "no tools here"),
+        ("1 + messages[-1].content", "unsupported operand type(s) for +: 'int' and 'str'"),
+    ],
+)
+async def test_messages_that_the_template_rejects_are_an_invalid_request(refusal: str, reason: str) -> None:
+    template = "{% if messages[-1].role == 'tool' %}{{ REFUSAL }}{% endif %}".replace("REFUSAL", refusal) + CHATML
+
+    with pytest.raises(TrackwayError) as caught:
+        await ChatTokens(byte_tokenizer(template)).observation(["18"], [])
+
+    assert (caught.value.code, caught.value.detail, caught.value.message) == (
+        ErrorCode.INVALID_REQUEST,
+        {"param": "messages"},
+        f"messages: the model's chat template rejects them: {reason}; send messages that it supports",
+    )
 
 
 @pytest.mark.anyio
