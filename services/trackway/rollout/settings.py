@@ -1,5 +1,6 @@
 """Settings of the rollout service."""
 
+import json
 from pathlib import Path
 from typing import Literal, Self
 
@@ -103,6 +104,12 @@ class RolloutSettings(ServiceSettings):
     """`/ready` fails when the engine has had requests for this long without progress."""
     watch_interval_s: float = Field(default=0.2, gt=0.0)
     """Seconds between polls of the weight store."""
+
+    @property
+    def config_overrides(self) -> str | None:
+        """JSON of what replaces keys of the model's `config.json`; None for nothing."""
+        positions = self.max_position_embeddings
+        return None if positions is None else json.dumps({"max_position_embeddings": positions})
 
     @model_validator(mode="after")
     def _the_model_is_described_once(self) -> Self:

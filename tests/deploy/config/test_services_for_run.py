@@ -1,5 +1,6 @@
 """From verl's words about engines and GPUs to a Serve config, for machines with and without GPUs."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -347,6 +348,20 @@ def test_a_reward_models_engine_is_its_own_and_not_that_of_the_policy() -> None:
     said = [decision[1:] for decision in on_cpu.decisions if decision.key == f"{RM}.rollout.name"]
     assert said == [("sglang", "torch, the embedded engine", "this machine has no GPU")]
     assert f"{RM}.rollout.name" not in {decision.key for decision in services.decisions}
+
+
+def test_lengths_beyond_a_reward_models_positions_are_missing_before_its_embedded_engine_starts(tmp_path: Path) -> None:
+    file = {"architectures": ["LlamaForSequenceClassification"], "vocab_size": 9, "max_position_embeddings": 4200}
+    (tmp_path / "config.json").write_text(json.dumps(file))
+    alone, key = (f"{RM}.enable=true", f"{RM}.model_path={tmp_path}"), f"{RM}.rollout.max_model_len"
+    long = (*alone, "data.max_prompt_length=4000", "data.max_response_length=500")
+    expected = "max_model_len: expected at most 4200, the model's max_position_embeddings, got {}; lower it (of a run: "
+
+    for words, length in ((long, 4500), ((*alone, f"{key}=4201"), 4201)):
+        [missing] = made(0, *words).missing
+        assert missing.startswith(expected.format(length) + f"{key})")
+    for words in ((*long, f"{key}=4200"), (*long, f"{RM}.rollout.name=vllm"), alone):
+        assert made(0, *words, engine_python="/opt/bin/python").missing == []
 
 
 def test_what_a_reward_model_is_stands_in_its_config_and_is_said(tmp_path: Path) -> None:

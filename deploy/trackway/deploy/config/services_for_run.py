@@ -25,7 +25,8 @@ from trackway.deploy.config.engine_python import SERVERS, engine_python, runs_al
 from trackway.deploy.config.serve_config import Replicas
 from trackway.reward.reward_model import REWARD_MODEL
 from trackway.rollout.classifiers import is_classifier
-from trackway.rollout.engines.torch.model_config import DecoderConfig, too_long
+from trackway.rollout.engines.admission import OF_POLICY, OF_REWARD_MODEL, too_long
+from trackway.rollout.engines.remote.model_info import ModelFacts
 from trackway.trainer.config import RunConfig, given_to_deployment
 from trackway.trainer.config.compose import leaves
 from trackway.wire.errors import TrackwayError
@@ -150,7 +151,7 @@ def services_for(config: RunConfig, gpus: int, base: dict[str, Any]) -> RunServi
     else:
         _place_without_gpu(config, services)
     _set_engine(config, gpus, services)
-    services.missing += _too_long(config, services)
+    services.missing += _too_long(services, "rollout", config.actor_rollout_ref.model.path, OF_POLICY)
     _set_tools(config, services)
     _set_agent(config, services)
     _set_modules(config, services)
@@ -279,17 +280,17 @@ def _set_engine(config: RunConfig, gpus: int, services: RunServices) -> None:
     services.serve_config = serve_config.with_options(services.serve_config, "rollout", args, options)
 
 
-def _too_long(config: RunConfig, services: RunServices) -> list[str]:
+def _too_long(services: RunServices, application: str, model: str | None, keys: tuple[str, str]) -> list[str]:
     """Why the embedded engine would not start with its context length, if the model is here and can be read."""
-    args = serve_config.args_of(services.serve_config, "rollout")
-    folder, asked = Path(config.actor_rollout_ref.model.path or ""), args.get("max_model_len")
-    if services.engine != "torch" or asked is None or not (folder / "config.json").is_file():
+    args = serve_config.args_of(services.serve_config, application)
+    asked = args.get("max_model_len")
+    if args["engine"] != "torch" or asked is None:
         return []
     try:
-        positions = args.get("max_position_embeddings") or DecoderConfig.read(folder).max_positions
-    except (TrackwayError, ValueError):
+        positions = ModelFacts.read(Path(model or ""), args.get("max_position_embeddings")).max_positions
+    except TrackwayError:
         return []  # the engine says why when it starts
-    problem = too_long(asked, positions)
+    problem = too_long(asked, positions, keys)
     return [problem] if problem else []
 
 
@@ -400,6 +401,7 @@ def _set_reward_model(config: RunConfig, gpus: int, base: dict[str, Any], servic
     if gpus:
         options["ray_actor_options"] = {"num_gpus": needed}
     services.serve_config = serve_config.with_another(services.serve_config, "rollout", REWARD_MODEL, args, options)
+    services.missing += _too_long(services, REWARD_MODEL, model.model_path, OF_REWARD_MODEL)
     asks = {REWARD_MODEL: {"path": model.model_path}}
     services.serve_config = serve_config.with_options(services.serve_config, "reward", asks)
 

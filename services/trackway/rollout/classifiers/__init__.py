@@ -27,6 +27,6 @@ def open_classifier(settings: RolloutSettings) -> Classifier:
     if settings.engine not in _CLASSIFIERS:
         message = f"engine: expected {', '.join(_CLASSIFIERS)} for the classifier {settings.model_path}"
         raise TrackwayError(ErrorCode.INVALID_REQUEST, f"{message}, got {settings.engine}; set one of them")
-    info = ClassifierInfo.read(settings.model_path)
+    info = ClassifierInfo.read(settings.model_path, settings.max_position_embeddings)
     module, name = _CLASSIFIERS[settings.engine].split(":")
     return cast(Classifier, getattr(importlib.import_module(module), name)(settings, info))

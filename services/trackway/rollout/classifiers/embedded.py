@@ -19,6 +19,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from trackway.rollout.classifiers.admission import Admission
 from trackway.rollout.classifiers.model_info import ClassifierInfo
+from trackway.rollout.engines.admission import OF_REWARD_MODEL, too_long
 from trackway.rollout.engines.protocol import EngineStats
 from trackway.rollout.engines.torch.loading import device_of, dtype_of
 from trackway.rollout.settings import RolloutSettings
@@ -46,8 +47,11 @@ class TorchClassifier:
     """A `Classifier` on torch."""
 
     def __init__(self, settings: RolloutSettings, info: ClassifierInfo) -> None:
+        """Raises INVALID_REQUEST for a context length beyond the model's positions."""
         self._settings = settings
         self._admission = Admission(settings, info)
+        if problem := too_long(self.max_len, info.max_positions, OF_REWARD_MODEL):
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, problem)
         self._device = device_of(settings)
         self._dtype = dtype_of(settings, self._device)
         self._waiting: list[WaitingInput] = []
@@ -65,7 +69,8 @@ class TorchClassifier:
 
     async def start(self) -> None:
         """Load the weights and start to take inputs."""
-        model = await asyncio.to_thread(load_classifier, self._settings.model_path, self._device, self._dtype)
+        folder, positions = self._settings.model_path, self._settings.max_position_embeddings
+        model = await asyncio.to_thread(load_classifier, folder, self._device, self._dtype, positions)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         on_cpu = self._device.type == "cpu"
         threads = choose_threads(parameters, usable_cores()) if on_cpu else 1
@@ -159,10 +164,21 @@ def next_batch(waiting: Sequence[WaitingInput], most: int, tokens: int, *, pads:
     return batch
 
 
-def load_classifier(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """The folder's model; raises WEIGHTS_CORRUPT when weights are missing, which transformers would make up."""
+def load_classifier(
+    folder: Path, device: torch.device, dtype: torch.dtype, max_positions: int | None = None
+) -> PreTrainedModel:
+    """The folder's model; raises WEIGHTS_CORRUPT when weights are missing, which transformers would make up.
+
+    `max_positions` replaces `max_position_embeddings`; a model that learned its positions has no weights for more.
+    """
+    override = {} if max_positions is None else {"max_position_embeddings": max_positions}
     model, info = AutoModelForSequenceClassification.from_pretrained(
-        folder, dtype=dtype, local_files_only=True, output_loading_info=True
+        folder,
+        dtype=dtype,
+        local_files_only=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # refused below, with all of their names
+        **override,
     )
     lacking = sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])])
     if lacking:

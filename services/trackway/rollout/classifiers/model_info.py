@@ -43,9 +43,12 @@ class ClassifierInfo:
     """Whether the score is the logit itself, without a sigmoid."""
 
     @classmethod
-    def read(cls, folder: Path) -> Self:
-        """Reads `config.json`; raises INVALID_REQUEST for a model with several labels, or an unreadable folder."""
-        facts = ModelFacts.read(folder)
+    def read(cls, folder: Path, max_positions: int | None = None) -> Self:
+        """Reads `config.json`; raises INVALID_REQUEST for a model with several labels, or an unreadable folder.
+
+        `max_positions` replaces `max_position_embeddings`.
+        """
+        facts = ModelFacts.read(folder, max_positions)
         file = _ConfigFile.model_validate(json.loads((folder / "config.json").read_text()))
         labels = [*(_DEFAULT_LABELS if file.id2label is None else file.id2label).values()]
         if len(labels) != 1:

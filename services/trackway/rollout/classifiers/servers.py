@@ -128,6 +128,7 @@ class VllmClassifier(ServerClassifier):
             "--max-num-seqs": settings.max_num_seqs,
             "--tensor-parallel-size": settings.tensor_parallel_size,
             "--gpu-memory-utilization": settings.gpu_memory_utilization,
+            **({} if settings.config_overrides is None else {"--hf-overrides": settings.config_overrides}),
         }
         switches = {
             "--no-enable-prefix-caching": not settings.prefix_caching,
@@ -174,6 +175,8 @@ class SglangClassifier(ServerClassifier):
             "--tp-size": settings.tensor_parallel_size,
             "--mem-fraction-static": settings.gpu_memory_utilization,
         }
+        if settings.config_overrides is not None:
+            options["--json-model-override-args"] = settings.config_overrides
         switches = {
             "--is-embedding": True,  # so SGLang calls what has no generation
             "--disable-radix-cache": not settings.prefix_caching,

@@ -5,6 +5,28 @@ from collections.abc import Iterable, Sequence
 from trackway.rollout.engines.protocol import MemoryPart
 from trackway.wire.errors import ErrorCode, TrackwayError
 
+OF_POLICY = (
+    "actor_rollout_ref.rollout.max_model_len, or data.max_prompt_length + data.max_response_length",
+    "actor_rollout_ref.model.override_config.max_position_embeddings",
+)
+"""Keys of a run that give a context length, and the positions that the model is taken to read."""
+OF_REWARD_MODEL = ("reward.reward_model.rollout.max_model_len", "")
+
+
+def too_long(max_model_len: int, positions: int, keys: tuple[str, str] = OF_POLICY) -> str:
+    """Why a model that reads `positions` tokens cannot have this context length; empty when it can.
+
+    Rotary positions could be computed beyond, but the model was not trained on them. `keys` are the remedy in a run.
+    """
+    if max_model_len <= positions:
+        return ""
+    length, override = keys
+    return (
+        f"max_model_len: expected at most {positions}, the model's max_position_embeddings, got {max_model_len}; lower "
+        f"it (of a run: {length}), or set max_position_embeddings {f'(of a run: {override}) ' if override else ''}"
+        "for a model that reads more"
+    )
+
 
 def check_prompt(token_ids: Sequence[int], max_len: int, vocab_size: int) -> None:
     """Raises INVALID_REQUEST for a prompt without room for an answer, or with unknown token ids."""

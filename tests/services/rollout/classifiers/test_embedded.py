@@ -45,6 +45,22 @@ def of_transformers(folder: Path, ids: list[int]) -> float:
         return model(torch.tensor([ids])).logits.item()
 
 
+def write_encoder(folder: Path) -> None:
+    """A BERT of 64 positions with random weights."""
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=480,
+        hidden_size=16,
+        intermediate_size=16,
+        max_position_embeddings=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        initializer_range=0.5,
+    )
+    config.num_labels = 1
+    BertForSequenceClassification(config).save_pretrained(folder)
+
+
 @pytest.mark.parametrize("padding", [0, None])
 async def test_a_score_is_that_of_the_input_alone_in_whatever_batch(tmp_path: Path, padding: int | None) -> None:
     folder = write_classifier(tmp_path, padding=padding)
@@ -57,18 +73,7 @@ async def test_a_score_is_that_of_the_input_alone_in_whatever_batch(tmp_path: Pa
 
 
 async def test_an_encoder_does_not_see_the_padding_of_a_batch(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=480,
-        hidden_size=16,
-        intermediate_size=16,
-        max_position_embeddings=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        initializer_range=0.5,
-    )
-    config.num_labels = 1
-    BertForSequenceClassification(config).save_pretrained(tmp_path)
+    write_encoder(tmp_path)
     inputs = [[5, 9], [5, 9, 7, 11, 300], [8] * 20]
     async with started(tmp_path) as classifier:
         logits = await asyncio.gather(*map(classifier.classify, inputs))
@@ -112,6 +117,38 @@ async def test_a_full_queue_and_a_wrong_input_are_refused(tmp_path: Path) -> Non
     assert answers[:2] == pytest.approx([logit_of([MARK])] * 2, abs=1e-4)
     assert longest == pytest.approx(logit_of([MARK] * 8), abs=1e-4)
     assert isinstance(answers[2], TrackwayError) and answers[2].code is ErrorCode.OVERLOADED
+
+
+async def test_a_context_length_beyond_the_models_positions_is_refused(tmp_path: Path) -> None:
+    folder = write_classifier(tmp_path / "rotary")
+
+    def length(**changes: Any) -> int:
+        return open_classifier(RolloutSettings(model_path=folder, device="cpu", **changes)).max_len
+
+    assert (length(), length(max_model_len=512), length(max_position_embeddings=5000)) == (512, 512, 4096)
+    for refused in ({"max_model_len": 513}, {"max_model_len": 1000, "max_position_embeddings": 999}):
+        with pytest.raises(TrackwayError) as raised:
+            length(**refused)
+        positions = refused.get("max_position_embeddings", 512)
+        assert raised.value.code is ErrorCode.INVALID_REQUEST
+        assert raised.value.message == (
+            f"max_model_len: expected at most {positions}, the model's max_position_embeddings, got "
+            f"{refused['max_model_len']}; lower it (of a run: reward.reward_model.rollout.max_model_len), or set "
+            "max_position_embeddings for a model that reads more"
+        )
+
+    async with started(folder, max_position_embeddings=600) as classifier:
+        assert await classifier.classify([MARK] * 600) == pytest.approx(logit_of([MARK] * 600), abs=1e-4)
+
+
+async def test_an_encoder_has_no_weights_for_more_positions_than_it_learned(tmp_path: Path) -> None:
+    write_encoder(tmp_path)
+    with pytest.raises(
+        TrackwayError, match=r"got none that fit for bert\.embeddings\.position_embeddings\.weight;"
+    ) as raised:
+        async with started(tmp_path, max_position_embeddings=65):
+            pass
+    assert raised.value.code is ErrorCode.WEIGHTS_CORRUPT
 
 
 async def test_a_caller_who_leaves_frees_his_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

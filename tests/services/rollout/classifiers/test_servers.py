@@ -131,6 +131,19 @@ async def test_a_server_without_classification_says_what_it_lacks(folder: Path) 
         await classifier.stop()
 
 
+@pytest.mark.parametrize(("engine", "option"), [("vllm", "--hf-overrides"), ("sglang", "--json-model-override-args")])
+def test_a_server_is_told_of_a_longest_input_that_the_models_folder_does_not_name(
+    folder: Path, engine: str, option: str
+) -> None:
+    plain = classifier_of(folder, engine, engine_python="python")
+    longer = classifier_of(folder, engine, engine_python="python", max_position_embeddings=900)
+
+    assert (plain.max_len, longer.max_len) == (256, 900)
+    assert option not in plain._command(1)
+    command = longer._command(1)
+    assert json.loads(command[command.index(option) + 1]) == {"max_position_embeddings": 900}
+
+
 async def test_neither_interpreter_nor_url_is_refused(folder: Path) -> None:
     with pytest.raises(TrackwayError, match="expected engine_python or engine_url for engine=vllm"):
         classifier_of(folder, "vllm")

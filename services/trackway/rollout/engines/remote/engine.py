@@ -6,7 +6,6 @@ sleep and wake-up are in `control.py`, admission in `requests.py`.
 
 import asyncio
 import contextlib
-import json
 import math
 import shutil
 import tempfile
@@ -327,12 +326,6 @@ class RemoteEngine(ABC):
         task = asyncio.create_task(done())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    @property
-    def config_overrides(self) -> str | None:
-        """JSON of what replaces keys of the model's `config.json`; None for nothing."""
-        positions = self.settings.max_position_embeddings
-        return None if positions is None else json.dumps({"max_position_embeddings": positions})
 
     @abstractmethod
     def _command(self, port: int) -> list[str]:

@@ -114,8 +114,8 @@ class SglangEngine(RemoteEngine):
         if self.takes_adapters:
             options |= {"--max-lora-rank": settings.max_lora_rank, "--max-loras-per-batch": settings.max_loras}
             options["--lora-target-modules"] = "all"
-        if self.config_overrides is not None:
-            options["--json-model-override-args"] = self.config_overrides
+        if settings.config_overrides is not None:
+            options["--json-model-override-args"] = settings.config_overrides
         switches = {
             "--enable-lora": self.takes_adapters,
             "--skip-tokenizer-init": not self.guides,  # token ids in and out

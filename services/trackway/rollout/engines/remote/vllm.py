@@ -183,7 +183,7 @@ class VllmEngine(RemoteEngine):
             "--logprobs-mode": "processed_logprobs",
             "--generation-config": "vllm",  # no sampling defaults from the model folder
             **(adapters if self.takes_adapters else {}),
-            **({} if self.config_overrides is None else {"--hf-overrides": self.config_overrides}),
+            **({} if settings.config_overrides is None else {"--hf-overrides": settings.config_overrides}),
             **({} if self._ipc is None else {"--weight-transfer-config": '{"backend": "ipc"}'}),
         }
         return [

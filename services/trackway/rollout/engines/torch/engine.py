@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from trackway.rollout.engines.adapter_folder import is_adapter
-from trackway.rollout.engines.admission import asleep, check_prompt, overloaded, paused
+from trackway.rollout.engines.admission import asleep, check_prompt, overloaded, paused, too_long
 from trackway.rollout.engines.backpressure import RetryAfterEstimator
 from trackway.rollout.engines.protocol import (
     Capability,
@@ -29,7 +29,7 @@ from trackway.rollout.engines.protocol import (
 from trackway.rollout.engines.torch.core import EngineCore, FinishedSequence
 from trackway.rollout.engines.torch.decoder import Decoder, DecoderWeights
 from trackway.rollout.engines.torch.loading import device_of, dtype_of, load, load_merged, prove
-from trackway.rollout.engines.torch.model_config import DecoderConfig, too_long
+from trackway.rollout.engines.torch.model_config import DecoderConfig
 from trackway.rollout.engines.torch.scheduler import Sequence
 from trackway.rollout.engines.torch.sleeping import SleepingWeights, release_cached_memory
 from trackway.rollout.engines.torch.thread import EngineThread

@@ -97,21 +97,6 @@ class DecoderConfig:
         )
 
 
-def too_long(max_model_len: int, positions: int) -> str:
-    """Why a model that reads `positions` tokens cannot have this context length; empty when it can.
-
-    Rotary positions could be computed beyond, but the model was not trained on them.
-    """
-    if max_model_len <= positions:
-        return ""
-    return (
-        f"max_model_len: expected at most {positions}, the model's max_position_embeddings, got {max_model_len}; lower "
-        "it (of a run: actor_rollout_ref.rollout.max_model_len, or data.max_prompt_length + data.max_response_length), "
-        "or set max_position_embeddings (of a run: actor_rollout_ref.model.override_config.max_position_embeddings) "
-        "for a model that reads more"
-    )
-
-
 def _text(path: Path) -> str:
     if not path.is_file():
         raise TrackwayError(
