@@ -1,6 +1,7 @@
 """verl's own configuration and example scripts: every key is known, and what Trackway lacks is listed by a dry run."""
 
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 import yaml
@@ -8,6 +9,7 @@ from pydantic import JsonValue
 from typer.testing import CliRunner, Result
 
 from tests.services.trainer.loop.test_from_config_keys import KEYS, OF_VALUE_MODEL, TOGETHER
+from tests.verl_recipes.consumers import is_read, names_in_test, reads_of, unparsed
 from trackway.deploy.commands.main_ppo import app
 from trackway.trainer.config import explain, no_effect, resolve
 from trackway.trainer.config.compose import known_keys
@@ -20,6 +22,7 @@ EXAMPLES: dict[str, dict] = yaml.safe_load((HERE / "examples.yaml").read_text())
 """The arguments of verl's example scripts."""
 
 
+_LEARNER = "services/trackway/trainer/learner"
 _TESTS = "tests/services/trainer"
 _SERVICES = "tests/deploy/config/test_services_for_run.py"
 _PROJECT = "tests/deploy/runs/test_project.py"
@@ -58,11 +61,6 @@ SEEN_BY: dict[str, str] = {
             ),
         ),
         (
-            "actor_rollout_ref.rollout.",
-            f"{_TESTS}/config/test_compose.py::test_a_bad_value_is_refused_with_its_key",
-            ("mode",),
-        ),
-        (
             "data.",
             f"{_SERVICES}::test_variables_of_the_chat_template_are_the_agent_services",
             ("apply_chat_template_kwargs",),
@@ -85,7 +83,7 @@ SEEN_BY: dict[str, str] = {
         ),
         (
             "custom_reward_function.",
-            "tests/services/reward/test_functions.py::test_the_function_of_a_file_gets_verls_arguments_and_its_own",
+            f"{_SERVICES}::test_the_function_of_a_run_is_the_reward_services",
             ("path", "name"),
         ),
         (
@@ -148,6 +146,33 @@ SEEN_BY: dict[str, str] = {
 }
 """Honoured key -> the test that sees its effect, where it is not in test_from_config_keys.py."""
 
+ROOT = HERE.parents[1]
+PRODUCT = ("services/trackway/trainer", "deploy")
+_ASYNCHRONOUS = "services/trackway/trainer/config/asynchronous.py"
+_MODELS = "services/trackway/trainer/config/models.py"
+_FSDP = ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
+_BY_NAME = (
+    *("trainer.use_v1", "trainer.v1.trainer_mode", "trainer.v1.separate_async.parameter_sync_step"),
+    *("trainer.v1.sampler.max_off_policy_threshold", "trainer.v1.sampler.max_off_policy_strategy"),
+    *("async_training.require_batches", "rollout.total_rollout_steps", "rollout.test_freq"),
+)
+READ_OTHERWISE: dict[str, tuple[str, str]] = {
+    **{f"{section}.full_determinism": (f"{_LEARNER}/config.py", "section.full_determinism") for section in _FSDP},
+    **{key: (_ASYNCHRONOUS, f"'{key}'") for key in _BY_NAME},
+    **{
+        f"trainer.v1.{mode}.num_warmup_batches": (_ASYNCHRONOUS, "f'trainer.v1.{mode}.num_warmup_batches'")
+        for mode in ("colocate_async", "separate_async")
+    },
+    "actor_rollout_ref.rollout.engine_kwargs.sglang": (
+        "deploy/trackway/deploy/config/services_for_run.py",
+        "getattr(rollout.engine_kwargs, name)",
+    ),
+    "reward.reward_manager.name": (_MODELS, "self.reward.reward_manager.name"),
+    "trackway.scores_are_independent": (_MODELS, "self.trackway.scores_are_independent"),
+}
+"""Key -> the file and the code that reads it where `consumers` cannot tell: by its whole name before the models are
+built, by a name that is imported, in a loop over sections, or by a validator alone, which refuses other values."""
+
 
 def kinds(key: str) -> list[str]:
     """How a key is treated."""
@@ -175,14 +200,49 @@ def test_each_honoured_key_has_a_test_that_sees_its_effect():
 
     assert honoured - tables == SEEN_BY.keys()
     tests = {key: test.split("::") for key, test in SEEN_BY.items()}
-    texts = {file: (HERE.parents[1] / file).read_text() for file, _ in tests.values()}
-    gone = [
-        test
-        for test in dict.fromkeys(SEEN_BY.values())
-        if f"def {test.split('::')[1]}(" not in texts[test.split("::")[0]]
+    modules = {file: (ROOT / file).read_text() for file, _ in tests.values()}
+    unseen = [
+        key for key, (file, test) in tests.items() if not names_in_test(modules[file], test, key.rpartition(".")[2])
     ]
-    assert gone == []
-    assert [key for key, (file, _) in tests.items() if key.rpartition(".")[2] not in texts[file]] == []
+    assert unseen == []
+
+
+def test_each_honoured_key_is_read_by_code_of_the_product():
+    files = [file for folder in PRODUCT for file in (ROOT / folder).rglob("*.py")]
+    reads = set[tuple[str, str]]().union(*(reads_of(file.read_text()) for file in files))
+
+    assert {key for key in known_keys() if not is_read(key, reads)} == READ_OTHERWISE.keys()
+    sources = {file: unparsed((ROOT / file).read_text()) for file, _ in READ_OTHERWISE.values()}
+    assert [key for key, (file, code) in READ_OTHERWISE.items() if code not in sources[file]] == []
+
+
+def test_text_and_validators_are_neither_readers_nor_tests_of_a_key():
+    said = """
+        # rollout.n, settings.seed
+        def names(config: RunConfig, settings: DataConfig):
+            '''rollout.n and getattr(config.trainer, "logger")'''
+            asked, lengths = config.actor_rollout_ref.rollout, settings
+            return asked.top_k, lengths.shuffle, settings.val_files, getattr(config.actor_rollout_ref.model, SWITCH)
+        SWITCH = "lora_rank"
+        class TrainerConfig(Section):
+            @model_validator(mode="after")
+            def _fits(self):
+                return self.nnodes
+            @property
+            def total(self):
+                return self.total_epochs
+        """
+    reads = reads_of(dedent(said))
+
+    rollout = "actor_rollout_ref.rollout"
+    assert [key for key in (f"{rollout}.n", f"{rollout}.top_k", f"{rollout}.top_p") if is_read(key, reads)] == [
+        f"{rollout}.top_k"
+    ]
+    keys = ("data.val_files", "data.seed", "trainer.logger", "trainer.nnodes", "trainer.total_epochs")
+    assert [key for key in keys if is_read(key, reads)] == ["data.val_files", "trainer.total_epochs"]
+    assert is_read("actor_rollout_ref.model.lora_rank", reads)
+    words = ("top_k", "n", "logger", "lora_rank", "nnodes")
+    assert [word for word in words if names_in_test(dedent(said), "names", word)] == ["top_k", "lora_rank"]
 
 
 def test_verls_defaults_are_accepted():

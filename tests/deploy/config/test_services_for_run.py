@@ -18,7 +18,7 @@ R = "actor_rollout_ref.rollout"
 SCRIPT = [
     f"{R}.name=sglang",
     f"{R}.tensor_model_parallel_size=2",
-    f"{R}.gpu_memory_utilization=0.5",
+    f"{R}.gpu_memory_utilization=0.6",
     "trainer.n_gpus_per_node=8",
     "trainer.nnodes=1",
 ]
@@ -59,7 +59,7 @@ def test_eight_gpus_make_four_replicas_of_two_that_sleep_while_the_learner_works
     assert (services.engine, services.replicas) == ("sglang", 4)
     settings = RolloutSettings(**args(services))
     assert (settings.engine, settings.tensor_parallel_size, settings.enable_sleep) == ("sglang", 2, True)
-    assert (settings.gpu_memory_utilization, settings.max_num_seqs) == (0.5, 256)
+    assert (settings.gpu_memory_utilization, settings.max_num_seqs) == (0.6, 256)
     deployment = rollout_deployment(services)
     assert (deployment["num_replicas"], deployment["max_ongoing_requests"]) == (4, 512)
     assert deployment["ray_actor_options"] == {"num_cpus": 0.5, "num_gpus": 2}
@@ -129,7 +129,7 @@ def test_without_a_gpu_the_embedded_engine_takes_over_in_plain_words() -> None:
         "name": ("sglang", "torch, the embedded engine", why),
         "tensor_model_parallel_size": ("2", "one replica of one process", why),
         "n_gpus_per_node": ("8", "0", why),
-        "gpu_memory_utilization": ("0.5", "no effect", "the torch engine has no such setting"),
+        "gpu_memory_utilization": ("0.6", "no effect", "the torch engine has no such setting"),
         "free_cache_engine": ("True", "on", "the weights of the engine are in a file while the learner computes"),
     }
     assert services.config.trainer.n_gpus_per_node is None
@@ -274,13 +274,21 @@ def test_on_running_services_each_given_key_of_the_deployment_is_told() -> None:
     assert {decision.key: decision.asked for decision in decided} == {
         f"{R}.name": "sglang",
         f"{R}.tensor_model_parallel_size": "2",
-        f"{R}.gpu_memory_utilization": "0.5",
+        f"{R}.gpu_memory_utilization": "0.6",
         "trainer.n_gpus_per_node": "8",
     }
     spread = decided_already(compose(["trainer.nnodes=2", "trainer.n_gpus_per_node=8"]))
     assert spread == []  # they place the learner's ranks
     assert {decision.reason for decision in decided} == {"decided by the running deployment"}
     assert decided_already(compose([])) == []
+
+
+def test_the_function_of_a_run_is_the_reward_services() -> None:
+    keys = ("path=/rewards.py", "name=score_it", "+reward_kwargs.share=0.5")
+    services = made(0, *(f"{key[: key[0] == '+']}custom_reward_function.{key.lstrip('+')}" for key in keys))
+
+    function = {"path": "/rewards.py", "name": "score_it", "reward_kwargs": {"share": 0.5}}
+    assert args(services, "reward")["custom_reward_function"] == function
 
 
 RM = "reward.reward_model"

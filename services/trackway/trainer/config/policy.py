@@ -469,8 +469,6 @@ class RolloutConfig(Section):
 
     n: int = Field(default=1, ge=1, le=1024)
     """Rollouts per prompt: the size of the group for relative advantages."""
-    mode: Literal["async", "sync"] = "async"
-    """Either of verl's: rollouts are requests to a service, and those of a batch run concurrently."""
     temperature: float = Field(default=1.0, gt=0)
     """Divisor of the logits, in sampling and in the learner's log-probabilities."""
     top_p: float = Field(default=1.0, gt=0, le=1)

@@ -104,6 +104,7 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.actor.checkpoint.strict": "a checkpoint of another model is always refused",
     "actor_rollout_ref.actor.checkpoint.mbridge_config.*": "only Megatron reads it",
     "actor_rollout_ref.actor.optim.total_training_steps": "the schedule spans the run's steps; verl overwrites the key",
+    "actor_rollout_ref.rollout.mode": "rollouts are requests to a service, and those of a batch run concurrently",
     "actor_rollout_ref.rollout.do_sample": "verl 0.9.1 never reads it; rollout.temperature decides",
     "actor_rollout_ref.rollout.data_parallel_size": _DEPLOYED,
     "actor_rollout_ref.rollout.pipeline_model_parallel_size": _DEPLOYED,

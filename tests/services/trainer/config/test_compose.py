@@ -187,8 +187,8 @@ def test_the_ranks_that_share_weights_divide_the_ranks():
     [
         ("data.train_batch_size=many", "data.train_batch_size: Input should be a valid integer"),
         (
-            "actor_rollout_ref.rollout.mode=x",
-            "actor_rollout_ref.rollout.mode: Input should be 'async' or 'sync', got 'x'",
+            "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side=x",
+            "multi_turn.tool_response_truncate_side: Input should be 'left', 'right' or 'middle', got 'x'",
         ),
         ("data.train_batch_size=8", "ppo_mini_batch_size: expected at most data.train_batch_size"),
         ("data.seed", "expected key=value in Hydra's grammar, got 'data.seed'"),

@@ -233,7 +233,10 @@ def write_data(folder: Path, sample: Make) -> list[str]:
         write_rows(folder / f"{name}.parquet", [sample(first + index) for index in range(3)])
         lines = [json.dumps(sample(first + index).model_dump(mode="json", exclude_none=True)) for index in (0, 7)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
-    return [f"data.{name}_files=[{folder}/{name}.parquet,{folder}/{name}.jsonl]" for name in ("train", "val")]
+    return [
+        f"data.train_files=[{folder}/train.parquet,{folder}/train.jsonl]",
+        f"data.val_files=[{folder}/val.parquet,{folder}/val.jsonl]",
+    ]
 
 
 def test_several_files_of_either_format_are_one_dataset(sample: Make, tmp_path: Path):
