@@ -28,7 +28,10 @@ def grammar_of(request: SampledRequest) -> StructuredOutputs | None:
 
     Raises INVALID_REQUEST for schemas beyond the bounds, or with keywords that such a grammar would drop.
     """
-    grammar = request.structured_outputs
+    try:
+        grammar = request.structured_outputs
+    except ValidationError as error:
+        raise _beyond_bounds("response_format", error) from error
     if grammar is None or not isinstance(request, ChatRequest) or not request.offers_tools:
         return grammar
     answer: dict[str, JsonValue] = {"type": "object"} if grammar.json_schema is None else grammar.json_schema
@@ -49,8 +52,11 @@ def grammar_of(request: SampledRequest) -> StructuredOutputs | None:
     try:
         return StructuredOutputs(structural_tag=json.dumps({"type": "structural_tag", "format": either}))
     except ValidationError as error:
-        message = f"tools: {error.errors()[0]['msg']} (beside a JSON format, they guide the calls)"
-        raise TrackwayError(ErrorCode.INVALID_REQUEST, message, param="tools") from error
+        raise _beyond_bounds("tools", error, " (beside a JSON format, they guide the calls)") from error
+
+
+def _beyond_bounds(param: str, error: ValidationError, why: str = "") -> TrackwayError:
+    return TrackwayError(ErrorCode.INVALID_REQUEST, f"{param}: {error.errors()[0]['msg']}{why}", param=param)
 
 
 def _call(tool: ChatTool) -> dict[str, JsonValue]:

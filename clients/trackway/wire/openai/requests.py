@@ -6,13 +6,13 @@ A request is refused if it has an unsupported field that would change its result
 from functools import cache, cached_property
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
 from trackway.wire.base import NON_FINITE, Float, Int, TokenId, WireRequest
 from trackway.wire.chat import MAX_MESSAGES, MAX_TOOLS, ToolCall
 from trackway.wire.errors import shortened
-from trackway.wire.rollout import MAX_TOP_LOGPROBS, StructuredOutputs, check_schema
+from trackway.wire.rollout import MAX_TOP_LOGPROBS, StructuredOutputs
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -155,7 +155,7 @@ class SampledRequest(OpenAIRequest):
 
     @property
     def structured_outputs(self) -> StructuredOutputs | None:
-        """The grammar of the answer."""
+        """The grammar of the answer; raises ValidationError for a schema beyond the bounds."""
         return None
 
     @property
@@ -281,12 +281,6 @@ class JsonSchemaFormat(WireRequest):
     strict: bool | None = None
     """No effect: the answer always has the schema."""
 
-    @field_validator("json_schema")
-    @classmethod
-    def _within_bounds(cls, schema: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        check_schema(schema)
-        return schema
-
 
 class ResponseFormat(OpenAIRequest):
     """The format of the answer's text, which guides the sampling unless it is `text`."""
@@ -303,7 +297,7 @@ class ResponseFormat(OpenAIRequest):
 
     @cached_property
     def structured_outputs(self) -> StructuredOutputs | None:
-        """The grammar."""
+        """The grammar; raises ValidationError for a schema beyond the bounds of what may guide."""
         if self.type == "text":
             return None
         if self.json_schema is None:
@@ -343,8 +337,13 @@ class ChatRequest(SampledRequest):
     @property
     def structured_outputs(self) -> StructuredOutputs | None:
         """The grammar of the answer's text; None for a forced call, which has no text."""
+        return self.response_format.structured_outputs if self.response_format and self.is_guided else None
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether the answer's text has a format."""
         has_text = not self.offers_tools or self.tool_choice == "auto"
-        return self.response_format.structured_outputs if self.response_format is not None and has_text else None
+        return has_text and self.response_format is not None and self.response_format.type != "text"
 
     @property
     def offers_tools(self) -> bool:

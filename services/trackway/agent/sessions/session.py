@@ -179,7 +179,7 @@ class Session:
 
     def formatted(self, chat: ChatRequest, field: str) -> ChatRequest:
         """The chat without the format that would guide its answer, where formats are only noted: under this name."""
-        if self._guides or chat.structured_outputs is None:
+        if self._guides or not chat.is_guided:
             return chat
         self.note_fields([field])
         return chat.model_copy(update={"response_format": None})
@@ -318,7 +318,7 @@ class Session:
                 return
             context = self.graph.context(place, number, placed.new, auxiliary)
             forced = forced_prefix(chat)
-            guided = chat.structured_outputs is not None
+            guided = chat.is_guided
             nodes = [self.graph.sampled(context, number, _sampled(delta, guided), forced) for delta in deltas]
             if all(delta.finish_reason for delta in deltas):
                 echoes = [_echo(message) for message in builder.messages]

@@ -273,6 +273,32 @@ async def test_a_format_that_is_only_noted_guides_nothing_and_its_answer_is_trai
     assert train_status(trajectory, 3, None) is TrainStatus.USED
 
 
+def costly(levels: int = 20) -> dict[str, Any]:
+    """A schema beyond each bound of those that may guide: its bytes, its depth, and its values of an enum."""
+    schema: dict[str, Any] = {"enum": [f"{number:064}" for number in range(1001)]}
+    for _ in range(levels):
+        schema = {"properties": {"x": schema}}
+    return schema
+
+
+@pytest.mark.parametrize("route", FORMATS)
+async def test_a_schema_too_large_to_guide_is_refused_by_its_bound_unless_formats_are_only_noted(
+    services: AgentServices, route: str
+) -> None:
+    guides, notes = await opened(services, ANSWER), await opened(services, ANSWER, formats="note")
+    body, field = FORMATS[route]
+    large = json.loads(json.dumps(body).replace(json.dumps(PLAN), json.dumps(costly())))
+
+    error = await refused(services, guides, route, **large)
+    await post(services, notes, route, **large)
+    seen, trajectory = await state(services, notes), await ended(services, notes)
+
+    assert "response_format: expected a JSON schema with at most 65536 bytes of JSON, got 6" in error["message"]
+    assert seen.ignored_fields == [field]
+    assert [request.sampling_params.structured_outputs for request in services.model.seen()] == [None]
+    assert train_status(trajectory, 3, None) is TrainStatus.USED
+
+
 async def test_what_becomes_of_formats_is_one_of_two(services: AgentServices) -> None:
     response = await services.client.post("/sessions", json={"sample": SAMPLE, "formats": "drop"})
 
