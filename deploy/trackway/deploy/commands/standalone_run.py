@@ -29,8 +29,7 @@ def train_standalone(
     checked.findings.refuse()
     folder = run.left_off()
     if folder is not None:
-        kept = ", ".join(standalone.changed_since(folder, run.config))
-        stderr.print(f"resuming run {folder.name}{f' with its original {kept}' if kept else ''}", soft_wrap=True)
+        stderr.print(f"resuming run {folder.name}{standalone.resumes_with(folder, run.config)}", soft_wrap=True)
     _train(run, keep, skip_damaged, as_json)
 
 

@@ -123,12 +123,16 @@ def _edits(file: Path, name: str, deployment: "Deployment", given: "Tree") -> "T
     began_with = folder.config().trackway.project_settings if folder else None
     if began_with is None:
         why = "it did not begin with that file" if folder else "its folder, which has what it began with, is not here"
-        stderr.print(f"run {name} goes on without {file}: {why}; give the keys to change as key=value", soft_wrap=True)
+        _say_without(file, name, why)
         return {}
     edits = project.edits(file, name, began_with)
     if taken := ", ".join(f"{key}={value}" for key, value in edits.items() if key not in (*RECORDED, *given)):
         stderr.print(f"{file} was edited since run {name} began: {taken}", soft_wrap=True)
     return edits
+
+
+def _say_without(file: Path, name: str, why: str) -> None:
+    stderr.print(f"run {name} goes on without {file}: {why}; give the keys to change as key=value", soft_wrap=True)
 
 
 def _train_project(
@@ -149,10 +153,14 @@ def _train_project(
 
     if resume is not None and not RunFolder(outputs.resolve() / resume).exists:
         raise UserError(f"--resume: expected a run in {outputs}, got {resume}; `trackway train` starts one")
+    if resume is not None and RunFolder(outputs.resolve() / resume).config().trackway.project_settings is None:
+        _say_without(file, resume, "it did not begin with that file")
     name = resume or run
     named = [f"trainer.experiment_name='{name}'"] if name else []
     resumed = ["trainer.resume_mode=auto"] if resume else []
-    prepared = prepare([*overrides, *named, *resumed], file, "default", outputs, plan_only=dry_run or preflight)
+    prepared = prepare(
+        [*overrides, *named, *resumed], file, "default", outputs, plan_only=dry_run or preflight, resume=resume
+    )
     if run is not None and prepared.left_off() is not None:
         raise UserError(occupied(outputs, run))
     train_standalone(

@@ -3,8 +3,8 @@
 The project's folder is on the Python path of the services that import `trackway.modules`, unless the configuration sets
 `trackway.code_path`. A path given on the command line is relative to the working folder, as everywhere.
 
-A run records the settings of the file that it begins with. When running services resume it, what was edited since is
-known from them: `edits`.
+A run records the settings of the file that it begins with. When it is resumed, what was edited since is known from
+them: `edits`, and `resumed` for a run that has services of its own.
 """
 
 import json
@@ -20,7 +20,8 @@ from trackway.deploy.runs import launch
 from trackway.system.user_error import UserError
 from trackway.trainer.config import RunConfig, UnsupportedKey, compose
 from trackway.trainer.config.changes import CHANGEABLE, PROJECT_SETTINGS
-from trackway.trainer.config.compose import Tree, leaves
+from trackway.trainer.config.compose import Tree, given, leaves, resolve
+from trackway.trainer.config.unsupported_keys import MOVED
 
 FILE_NAME = "trackway.yaml"
 _DEFAULT = "default"
@@ -80,6 +81,22 @@ def edits(file: Path, name: str, began_with: Sequence[str]) -> Tree:
         )
     recorded: Tree = {PROJECT_SETTINGS: [f"{key}={value}" for key, value in now.items()]} if edited else {}
     return {**{key: config[key] for key in edited}, **recorded}
+
+
+def resumed(now: RunConfig, began: RunConfig, file: Path, overrides: Sequence[str]) -> RunConfig:
+    """The configuration of a run that is resumed: its own, but for what its command gives and what was edited since.
+
+    `began` is the run's own configuration, and `now` that of the file with the command's overrides. Of a run that did
+    not begin with the file, nothing of the file is taken.
+    """
+    settings = began.trackway.project_settings
+    then = None if settings is None else dict(setting.split("=", 1) for setting in settings)
+    current = _settings(file) if then is not None else {}
+    edited = [key for key in {**(then or {}), **current} if current.get(key) != (then or {}).get(key)]
+    taken = tuple(MOVED.get(key, key) for key in (*edited, *given(overrides)))
+    values = leaves(now.model_dump(mode="json"))
+    new = {key: value for key, value in values.items() if any(f"{key}.".startswith(f"{name}.") for name in taken)}
+    return resolve({**leaves(began.model_dump(mode="json")), **new})
 
 
 def _settings(file: Path) -> dict[str, str]:

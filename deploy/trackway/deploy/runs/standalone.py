@@ -128,6 +128,14 @@ class StandaloneRun:
             up.take_down(deployment, report)
 
 
+def resumes_with(folder: RunFolder, config: RunConfig) -> str:
+    """What differs between a run's own settings and `config`, in words: what it keeps, and what it takes."""
+    began, changes = leaves(folder.config().model_dump(mode="json")), changes_between(folder.config(), config)
+    kept = ", ".join(changed_since(folder, config))
+    taken = ", ".join(f"{key}={value} instead of {began[key]}" for key, value in changes.items())
+    return ", and".join([*([f" with its original {kept}"] if kept else []), *([f" with {taken}"] if taken else [])])
+
+
 def changed_since(folder: RunFolder, config: RunConfig) -> list[str]:
     """`key=value` for each original setting of a run that differs from `config`, and that it keeps when resumed."""
     began, now = (leaves(settings.model_dump(mode="json")) for settings in (folder.config(), config))
@@ -151,14 +159,23 @@ def configured(
 
 
 def prepare(
-    overrides: list[str], config_path: Path | None, config_name: str, outputs: Path, *, plan_only: bool = False
+    overrides: list[str],
+    config_path: Path | None,
+    config_name: str,
+    outputs: Path,
+    *,
+    plan_only: bool = False,
+    resume: str | None = None,
 ) -> StandaloneRun:
     """The run of a command line; starts nothing. Raises TrackwayError and UserError for an invalid command line.
 
     plan_only: collect the keys that ask for what Trackway does not have; otherwise they are errors.
+    resume: the name of a project's run, which goes on with its own settings (`project.resumed`).
     """
     unsupported: list[UnsupportedKey] = []
     config = configured(overrides, config_path, config_name, unsupported if plan_only else None)
+    if resume is not None and config_path is not None:
+        config = project.resumed(config, RunFolder(outputs.resolve() / resume).config(), config_path, overrides)
     settings = UpSettings.read(outputs=outputs)
     running = find_running(outputs)
     if running and running.attached:
