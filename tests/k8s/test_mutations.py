@@ -45,6 +45,22 @@ def test_a_change_that_may_be_is_no_fault(renders: dict[str, Render], steps: lis
     assert [str(result) for result in found(render)] == []
 
 
+def test_the_reward_model_of_the_guide_fits_beside_the_five_services(renders: dict[str, Render]) -> None:
+    guide = (ROOT / "docs/guides/kubernetes/install.md").read_text().partition("## A reward model")[2]
+    reward, model = yaml.safe_load(guide.partition("```yaml\n")[2].partition("```")[0])["applications"]
+    steps = [
+        {"serve": "applications reward args", "to": reward["args"]},
+        {"serve": "applications", "add": "", "entry": model},
+    ]
+    render = renders["gpu"]
+    for how in steps:
+        render = broken(render, how, PLACES)
+    misspelt = broken(render, {"serve": "applications reward_model args engine", "rename": "", "to": "engin"}, PLACES)
+
+    assert [str(result) for result in found(render)] == []
+    assert {result.check for result in found(misspelt)} == {"applications"}
+
+
 def test_every_check_has_mutations() -> None:
     assert set(NAMES) == set(MUTATIONS)
 
