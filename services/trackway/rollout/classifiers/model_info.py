@@ -14,10 +14,20 @@ _SUFFIX = "ForSequenceClassification"
 _DEFAULT_LABELS = {"0": "LABEL_0", "1": "LABEL_1"}
 """transformers' labels of a configuration without any."""
 
+_OF_ROBERTA = frozenset(
+    {
+        *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod", "camembert", "data2vec-text"),
+        *("ibert", "longformer", "luke", "mpnet"),
+    }
+)
+"""Model types whose first position is that after the padding token's id, so that they read fewer tokens."""
+
 
 class _ConfigFile(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
+    model_type: str = ""
+    pad_token_id: int | None = None
     architectures: list[str] | None = None
     id2label: dict[str, str] | None = None
     problem_type: str | None = None
@@ -38,6 +48,7 @@ class ClassifierInfo:
 
     vocab_size: int
     max_positions: int
+    """Longest input in tokens that the model reads."""
     label: str
     is_regression: bool
     """Whether the score is the logit itself, without a sigmoid."""
@@ -55,4 +66,5 @@ class ClassifierInfo:
             message = f"expected a classifier with one label in {folder}, whose logit is the score, got {len(labels)}"
             remedy = "take a reward model (num_labels=1), or ask this one in a function of your own"
             raise TrackwayError(ErrorCode.INVALID_REQUEST, f"{message}: {', '.join(labels)}; {remedy}")
-        return cls(facts.vocab_size, facts.max_positions, labels[0], file.problem_type == "regression")
+        unread = 1 + (1 if file.pad_token_id is None else file.pad_token_id) if file.model_type in _OF_ROBERTA else 0
+        return cls(facts.vocab_size, facts.max_positions - unread, labels[0], file.problem_type == "regression")

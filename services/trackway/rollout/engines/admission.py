@@ -21,10 +21,11 @@ def too_long(max_model_len: int, positions: int, keys: tuple[str, str] = OF_POLI
     if max_model_len <= positions:
         return ""
     length, override = keys
+    of_a_run = f"(of a run: {override}) " if override else ""
     return (
-        f"max_model_len: expected at most {positions}, the model's max_position_embeddings, got {max_model_len}; lower "
-        f"it (of a run: {length}), or set max_position_embeddings {f'(of a run: {override}) ' if override else ''}"
-        "for a model that reads more"
+        f"max_model_len: expected at most {positions}, what the model reads by its max_position_embeddings, got "
+        f"{max_model_len}; lower it (of a run: {length}), or set max_position_embeddings {of_a_run}for a model that "
+        "reads more"
     )
 
 

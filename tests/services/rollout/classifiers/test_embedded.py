@@ -14,6 +14,8 @@ from transformers import (
     BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    XLMRobertaConfig,
+    XLMRobertaForSequenceClassification,
 )
 
 from tests.services.rollout.tiny_classifier import MARK, logit_of, write_classifier
@@ -132,7 +134,7 @@ async def test_a_context_length_beyond_the_models_positions_is_refused(tmp_path:
         positions = refused.get("max_position_embeddings", 512)
         assert raised.value.code is ErrorCode.INVALID_REQUEST
         assert raised.value.message == (
-            f"max_model_len: expected at most {positions}, the model's max_position_embeddings, got "
+            f"max_model_len: expected at most {positions}, what the model reads by its max_position_embeddings, got "
             f"{refused['max_model_len']}; lower it (of a run: reward.reward_model.rollout.max_model_len), or set "
             "max_position_embeddings for a model that reads more"
         )
@@ -149,6 +151,28 @@ async def test_an_encoder_has_no_weights_for_more_positions_than_it_learned(tmp_
         async with started(tmp_path, max_position_embeddings=65):
             pass
     assert raised.value.code is ErrorCode.WEIGHTS_CORRUPT
+
+
+async def test_a_roberta_reads_fewer_tokens_than_it_has_positions(tmp_path: Path) -> None:
+    config = XLMRobertaConfig(
+        vocab_size=40,
+        hidden_size=8,
+        intermediate_size=8,
+        max_position_embeddings=12,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        pad_token_id=1,
+    )
+    config.num_labels = 1
+    XLMRobertaForSequenceClassification(config).save_pretrained(tmp_path)
+
+    async with started(tmp_path) as classifier:
+        assert classifier.max_len == 10
+        assert await classifier.classify([5] * 10) == pytest.approx(of_transformers(tmp_path, [5] * 10), abs=1e-5)
+    with pytest.raises(
+        TrackwayError, match="expected at most 10, what the model reads by its max_position_embeddings, got 11"
+    ):
+        open_classifier(RolloutSettings(model_path=tmp_path, device="cpu", max_model_len=11))
 
 
 async def test_a_caller_who_leaves_frees_his_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
