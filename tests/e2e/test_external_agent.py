@@ -95,7 +95,7 @@ def test_sessions_of_a_killed_replica_go_on_elsewhere_or_end_by_name(
 ) -> None:
     lost, kept = agents[0].health, agents[1].health
     ports = {agent.health.replica: agent.url for agent in agents}
-    name = started("external-killed", 3, *rows(deployment)).run
+    name = started("external-killed", 2, *rows(deployment)).run
     until(lambda: step_of(deployment, name) >= 1)
     opened = {replica: opened_on(deployment, replica) for replica in (lost.replica, kept.replica)}
     assert [answer(opened[replica]).status_code for replica in opened] == [200, 200]
@@ -111,7 +111,7 @@ def test_sessions_of_a_killed_replica_go_on_elsewhere_or_end_by_name(
     info = launch.follow(deployment, name, quiet)
     made = trajectories_of(info)
     assert (info.state, info.restarts) == (RunState.FINISHED, 0)
-    assert len({key(trajectory) for trajectory in made}) == len(made) == 4 + 48 + 4
+    assert len({key(trajectory) for trajectory in made}) == len(made) == 4 + 32 + 4
     errors = [trajectory.error for trajectory in made if trajectory.error]
     assert {error.code for error in errors} <= {ErrorCode.AGENT_FAILED}, errors
     whole_ones = [trajectory for trajectory in made if trajectory.error is None]

@@ -32,7 +32,7 @@ def away(deployment: Deployment) -> Iterator[None]:
 
 
 def test_mlflow_standing_still_stops_no_step_and_loses_no_trace(deployment: Deployment, started) -> None:
-    name = started("outage", 8).run
+    name = started("outage", 8, "trackway.trace_prompts_per_step=2").run
     until(lambda: step_of(deployment, name) >= 1)
     with away(deployment):
         first = step_of(deployment, name)
@@ -41,7 +41,7 @@ def test_mlflow_standing_still_stops_no_step_and_loses_no_trace(deployment: Depl
     assert (info.state, info.step) == (RunState.FINISHED, 8)
     made = trajectories_of(info)
     traced = {f"tr-{trajectory.trace_id}": trajectory for trajectory in made if trajectory.trace_id}
-    assert [trajectory.error for trajectory in made if trajectory.error] == [] and len(traced) == 8 * 16 + 2 + 2
+    assert [trajectory.error for trajectory in made if trajectory.error] == [] and len(traced) == 8 * 8 + 2 + 2
     assert info.experiment_id is not None
     experiment = info.experiment_id
     found = until(lambda: whole(deployment, experiment, traced))

@@ -122,7 +122,7 @@ def test_the_plan_of_the_script_is_verls(tmp_path: Path, weave_url: str) -> None
 
 
 def test_on_services_that_run_it_uses_them_and_the_same_command_goes_on_after_ctrl_c(deployment: Deployment) -> None:
-    words = small_run(deployment.outputs, "by-main-ppo", 15, "actor_rollout_ref.rollout.name=vllm")
+    words = small_run(deployment.outputs, "by-main-ppo", 8, "actor_rollout_ref.rollout.name=vllm")
     command = [sys.executable, "-m", "trackway.main_ppo", "--config-name=tiny_demo", *words]
     command += ["--outputs", str(deployment.outputs)]
 
@@ -133,11 +133,11 @@ def test_on_services_that_run_it_uses_them_and_the_same_command_goes_on_after_ct
     [stopped] = [listed_run for listed_run in runs(deployment) if listed_run.run == "by-main-ppo"]
     again = subprocess.run([*command, "data.seed=7"], capture_output=True, text=True, timeout=240, check=False)
 
-    assert (first.returncode, stopped.state) == (130, RunState.STOPPED) and 1 <= stopped.step < 15
+    assert (first.returncode, stopped.state) == (130, RunState.STOPPED) and 1 <= stopped.step < 8
     seen = [" ".join(line.split()) for line in told.splitlines()]
     assert "actor_rollout_ref.rollout.name vllm as deployed decided by the running deployment" in seen
     assert "checkpoint saved; repeat this command to resume" in seen
     assert "resuming run by-main-ppo with its original data.seed=None" in again.stderr
-    assert again.returncode == 0 and "run by-main-ppo finished at step 15" in again.stdout, again.stderr
-    assert [row.step for row in RunFolder(deployment.outputs / "by-main-ppo").rows()] == list(range(16))
+    assert again.returncode == 0 and "run by-main-ppo finished at step 8" in again.stdout, again.stderr
+    assert [row.step for row in RunFolder(deployment.outputs / "by-main-ppo").rows()] == list(range(9))
     assert all(process.find() for process in deployment.processes)  # they are not its own to take down
