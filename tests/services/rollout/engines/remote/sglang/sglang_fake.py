@@ -151,6 +151,8 @@ class Request:
     """One request in the scheduler."""
 
     body: Generate
+    adapter: int | None = None
+    """The number of its adapter, which it keeps when that is unloaded."""
     seed_names: list[str] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
@@ -217,8 +219,7 @@ class Fake:
         request.changed.set()
 
     def seed_of(self, request: Request) -> int:
-        adapter = request.body.lora_path
-        return self.seed or 0 if adapter is None else self.adapters[adapter]
+        return self.seed or 0 if request.adapter is None else request.adapter
 
     def prefill(self, request: Request) -> None:
         entries = self.cache.get(request.body.extra_key, []) if self.radix_cache else []
@@ -341,7 +342,7 @@ def make_app(fake: Fake) -> FastAPI:
             return JSONResponse({"error": {"message": f"Duplicate request ID detected: {body.rid}"}}, 400)
         if body.lora_path is not None and body.lora_path not in fake.adapters:
             return JSONResponse({"error": {"message": f"The LoRA adapter {body.lora_path} is not loaded"}}, 400)
-        request = Request(body)
+        request = Request(body, fake.adapters.get(body.lora_path or ""))
         fake.requests.append(request)
         if body.stream:
             return StreamingResponse(stream(request), media_type="text/event-stream")
