@@ -225,4 +225,6 @@ def test_a_name_that_is_taken_is_refused_before_anything_starts(
         assert checked() == []
         return
     [reason] = checked()
-    assert reason.startswith(f"run 'again' is {state} in ") and "; give another trainer.experiment_name" in reason
+    remedy = "give another trainer.experiment_name or --outputs"
+    resume = ", or set trainer.resume_mode=auto to resume it" if state is RunState.STOPPED else ""
+    assert reason == f"run 'again' is {state} in {tmp_path}; {remedy}{resume}"

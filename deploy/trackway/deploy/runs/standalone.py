@@ -77,10 +77,10 @@ class StandaloneRun:
         folder = self._folder
         if not folder.exists or self.left_off() is not None:
             return ""
-        return (
-            f"run {folder.name!r} is {folder.info().state} in {self.settings.outputs}; give another "
-            "trainer.experiment_name or --outputs, or set trainer.resume_mode=auto to resume an unfinished run"
-        )
+        state = folder.info().state
+        resume = "" if state is RunState.FINISHED else ", or set trainer.resume_mode=auto to resume it"
+        name = "give another trainer.experiment_name or --outputs"
+        return f"run {folder.name!r} is {state} in {self.settings.outputs}; {name}{resume}"
 
     def bring_up(self, report: Report) -> Deployment:
         """Start the services unless they are running; returns once they are ready."""
