@@ -239,7 +239,7 @@ def test_lengths_beyond_the_models_positions_are_missing_before_the_embedded_eng
     model, longer = f"actor_rollout_ref.model.path={TINY_MODEL}", ["data.max_response_length=4000"]
     override = "+actor_rollout_ref.model.override_config.max_position_embeddings"
     expected = (
-        "max_model_len: expected at most {}, what the model reads by its max_position_embeddings, got {}; lower it"
+        "max_model_len: expected at most {}, the most that the model's max_position_embeddings allow, got {}; lower it"
     )
 
     for words, said in (
@@ -365,7 +365,7 @@ def test_lengths_beyond_a_reward_models_positions_are_missing_before_its_embedde
     (tmp_path / "config.json").write_text(json.dumps(file))
     alone, key = (f"{RM}.enable=true", f"{RM}.model_path={tmp_path}"), f"{RM}.rollout.max_model_len"
     long = (*alone, "data.max_prompt_length=4000", "data.max_response_length=500")
-    expected = "max_model_len: expected at most 4200, what the model reads by its max_position_embeddings, got {}; "
+    expected = "max_model_len: expected at most 4200, the most that the model's max_position_embeddings allow, got {}; "
 
     for words, length in ((long, 4500), ((*alone, f"{key}=4201"), 4201)):
         [missing] = made(0, *words).missing

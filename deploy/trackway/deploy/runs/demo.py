@@ -143,8 +143,9 @@ def services_of(overrides: Sequence[str], settings: UpSettings) -> DemoServices:
     """The services for the preset with these overrides; raises UserError for what this machine lacks."""
     config = launch.placed(compose([*overrides], config_name="tiny_demo"), None)
     services = services_here(config, settings)
-    wanted, possible = (leaves(each.model_dump(mode="json")) for each in (config, services.config))
-    without = [f"{key}=null" for key, value in wanted.items() if value is not None and possible[key] is None]
+    requested = leaves(config.model_dump(mode="json"))
+    supported = leaves(services.config.model_dump(mode="json"))
+    without = [f"{key}=null" for key, value in requested.items() if value is not None and supported[key] is None]
     changes: dict[str, object] = {"model_path": model_of(config)}
     if services.engine in SERVERS:
         changes["start_timeout_s"] = max(settings.start_timeout_s, SERVER_START_S)

@@ -67,8 +67,8 @@ def edits(file: Path, name: str, began_with: Sequence[str]) -> Tree:
     resumed run keeps, and TrackwayError for a file that is not valid.
     """
     config = leaves(compose([], file).model_dump(mode="json"))
-    now, then = _settings(file), dict(setting.split("=", 1) for setting in began_with)
-    edited = sorted(key for key in {**then, **now} if then.get(key) != now.get(key))
+    now, then = _settings(file), _values(began_with)
+    edited = _differing(now, then)
     kept = [
         f"{key}={now.get(key, 'none')} instead of {then.get(key, 'none')}" for key in edited if key not in CHANGEABLE
     ]
@@ -89,14 +89,21 @@ def resumed(now: RunConfig, began: RunConfig, file: Path, overrides: Sequence[st
     `began` is the run's own configuration, and `now` that of the file with the command's overrides. Of a run that did
     not begin with the file, nothing of the file is taken.
     """
-    settings = began.trackway.project_settings
-    then = None if settings is None else dict(setting.split("=", 1) for setting in settings)
-    current = _settings(file) if then is not None else {}
-    edited = [key for key in {**(then or {}), **current} if current.get(key) != (then or {}).get(key)]
+    began_with = began.trackway.project_settings
+    edited = [] if began_with is None else _differing(_settings(file), _values(began_with))
     taken = tuple(MOVED.get(key, key) for key in (*edited, *given(overrides)))
     values = leaves(now.model_dump(mode="json"))
     new = {key: value for key, value in values.items() if any(f"{key}.".startswith(f"{name}.") for name in taken)}
     return resolve({**leaves(began.model_dump(mode="json")), **new})
+
+
+def _values(began_with: Sequence[str]) -> dict[str, str]:
+    """Key -> value of `trackway.project_settings`."""
+    return dict(setting.split("=", 1) for setting in began_with)
+
+
+def _differing(now: dict[str, str], then: dict[str, str]) -> list[str]:
+    return sorted(key for key in {**then, **now} if then.get(key) != now.get(key))
 
 
 def _settings(file: Path) -> dict[str, str]:

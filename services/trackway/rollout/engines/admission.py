@@ -23,7 +23,7 @@ def too_long(max_model_len: int, positions: int, keys: tuple[str, str] = OF_POLI
     length, override = keys
     of_a_run = f"(of a run: {override}) " if override else ""
     return (
-        f"max_model_len: expected at most {positions}, what the model reads by its max_position_embeddings, got "
+        f"max_model_len: expected at most {positions}, the most that the model's max_position_embeddings allow, got "
         f"{max_model_len}; lower it (of a run: {length}), or set max_position_embeddings {of_a_run}for a model that "
         "reads more"
     )

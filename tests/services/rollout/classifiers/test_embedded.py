@@ -134,8 +134,8 @@ async def test_a_context_length_beyond_the_models_positions_is_refused(tmp_path:
         positions = refused.get("max_position_embeddings", 512)
         assert raised.value.code is ErrorCode.INVALID_REQUEST
         assert raised.value.message == (
-            f"max_model_len: expected at most {positions}, what the model reads by its max_position_embeddings, got "
-            f"{refused['max_model_len']}; lower it (of a run: reward.reward_model.rollout.max_model_len), or set "
+            f"max_model_len: expected at most {positions}, the most that the model's max_position_embeddings allow, "
+            f"got {refused['max_model_len']}; lower it (of a run: reward.reward_model.rollout.max_model_len), or set "
             "max_position_embeddings for a model that reads more"
         )
 
@@ -170,7 +170,7 @@ async def test_a_roberta_reads_fewer_tokens_than_it_has_positions(tmp_path: Path
         assert classifier.max_len == 10
         assert await classifier.classify([5] * 10) == pytest.approx(of_transformers(tmp_path, [5] * 10), abs=1e-5)
     with pytest.raises(
-        TrackwayError, match="expected at most 10, what the model reads by its max_position_embeddings, got 11"
+        TrackwayError, match="expected at most 10, the most that the model's max_position_embeddings allow, got 11"
     ):
         open_classifier(RolloutSettings(model_path=tmp_path, device="cpu", max_model_len=11))
 

@@ -99,8 +99,8 @@ def test_a_context_length_beyond_the_models_positions_is_refused_at_the_start(se
         positions = refused.get("max_position_embeddings", 1024)
         assert raised.value.code is ErrorCode.INVALID_REQUEST
         assert raised.value.message == (
-            f"max_model_len: expected at most {positions}, what the model reads by its max_position_embeddings, got "
-            f"{refused['max_model_len']}; lower it (of a run: actor_rollout_ref.rollout.max_model_len, or "
+            f"max_model_len: expected at most {positions}, the most that the model's max_position_embeddings allow, "
+            f"got {refused['max_model_len']}; lower it (of a run: actor_rollout_ref.rollout.max_model_len, or "
             "data.max_prompt_length + data.max_response_length), or set max_position_embeddings (of a run: "
             "actor_rollout_ref.model.override_config.max_position_embeddings) for a model that reads more"
         )
