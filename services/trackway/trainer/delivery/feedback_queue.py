@@ -2,15 +2,20 @@
 
     <folder>/<ns since 1970>-<values>.jsonl     one Assessment per line; <values> is the number of values and links
 
-The run's process adds files. The sender, which holds the delivery's lock, replaces and removes them.
+The run's process adds files. The sender, which holds the delivery's lock, replaces and removes them. Each process lists
+the folder once and then keeps the files in memory, so that neither a push nor a send depends on the number of files.
 """
 
+import contextlib
+import heapq
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -43,26 +48,44 @@ class Sent:
 Send = Callable[[list[Assessment]], Sent]
 
 
+class _File(NamedTuple):
+    """A file of the queue; they sort in the order in which they are sent."""
+
+    due: float
+    """Earliest time of the next attempt, on time.monotonic."""
+    name: str
+    size: int
+    """In bytes."""
+    failures: int = 0
+
+
 class FeedbackQueue:
     """A queue of assessments in its own folder."""
 
     def __init__(self, folder: Path, max_bytes: int = MAX_BYTES) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
-        self._due: dict[Path, tuple[float, int]] = {}
-        """For each file that was not sent completely: the time of the next attempt (time.monotonic), its failures."""
+        self._guard = threading.Lock()
+        self._files: list[_File] | None = None
+        """A heap; None until the folder has been listed."""
+        self._bytes = 0
+        """The size of these files, and of the one that is being sent."""
         self._dropped = 0
 
     def push(self, assessments: Sequence[Assessment]) -> None:
         """Queue the assessments; those that do not fit are counted as dropped. Never raises."""
         if not assessments:
             return
-        text = "".join(_LINE.dump_json(assessment).decode() + "\n" for assessment in assessments)
+        data = _encoded(assessments)
         try:
-            if sum(size for _, size in self._files()) + len(text) > self._max_bytes:
-                raise OSError(f"the queue is full, at {self._max_bytes} bytes")
-            self._folder.mkdir(parents=True, exist_ok=True)
-            atomic_write(self._folder / f"{time.time_ns():020d}-{_values(assessments)}.jsonl", text)
+            with self._guard:
+                files = self._listed()
+                if self._bytes + len(data) > self._max_bytes:
+                    raise OSError(f"the queue is full, at {self._max_bytes} bytes")
+                self._folder.mkdir(parents=True, exist_ok=True)
+                name = f"{time.time_ns():020d}-{_values(assessments)}.jsonl"
+                atomic_write(self._folder / name, data)
+                self._add(files, _File(time.monotonic(), name, len(data)))
         except OSError as error:
             if not self._dropped:
                 logger.warning("feedback is lost because it cannot be written to %s: %s", self._folder, error)
@@ -70,8 +93,8 @@ class FeedbackQueue:
 
     @property
     def waiting(self) -> int:
-        """The number of queued values and links."""
-        return sum(_values_in(path) for path, _ in self._files())
+        """The number of queued values and links, which another process may be sending."""
+        return sum(_values_in(name) for name in self._names())
 
     def take_dropped(self) -> int:
         """The number of values dropped since the last call."""
@@ -79,44 +102,70 @@ class FeedbackQueue:
         return dropped
 
     def send(self, send: Send) -> Sent | None:
-        """Send the oldest file that is due; None when the queue is empty. Raises Later when no file is due yet."""
-        paths = sorted(path for path, _ in self._files())
-        self._due = {path: due for path, due in self._due.items() if path in paths}
-        now = time.monotonic()
-        path = next((path for path in paths if self._due.get(path, (0.0, 0))[0] <= now), None)
-        if path is None:
-            if paths:
-                raise Later("the traces of some feedback have not arrived")
+        """Send the file that is due first; None when the queue is empty. Raises Later when no file is due yet."""
+        with self._guard:
+            file = self._take()
+        if file is None:
             return None
-        assessments, unreadable = _read(path)
-        sent = send(assessments) if assessments else Sent()
-        if unreadable:
-            sent.lost, sent.reason = sent.lost + unreadable, sent.reason or f"{path} is damaged"
-        self._settle(path, assessments, sent)
+        try:
+            path = self._folder / file.name
+            assessments, unreadable = _read(path)
+            sent = send(assessments) if assessments else Sent()
+            if unreadable:
+                sent.lost, sent.reason = sent.lost + unreadable, sent.reason or f"{path} is damaged"
+            self._settle(file, assessments, sent)
+        except BaseException:
+            with self._guard:
+                self._files = None  # list again what is in the folder now
+            raise
         return sent
 
-    def _settle(self, path: Path, before: list[Assessment], sent: Sent) -> None:
-        _, failures = self._due.pop(path, (0.0, 0))
-        rest = path
-        if sent.left and sent.left != before:
-            rest = path.with_name(f"{path.name.partition('-')[0]}-{_values(sent.left)}.jsonl")
-            atomic_write(rest, "".join(_LINE.dump_json(assessment).decode() + "\n" for assessment in sent.left))
-        if rest != path or not sent.left:
-            path.unlink(missing_ok=True)
-        if sent.left and sent.reason and not sent.is_away:
-            self._due[rest] = (time.monotonic() + BACKOFF.pause_s(failures + 1), failures + 1)
+    def _take(self) -> _File | None:
+        """Take the next file out of the list; it remains in the folder."""
+        files = self._listed()
+        if files and not (self._folder / files[0].name).exists():  # another process has sent it, or a part of it
+            self._files = None
+            files = self._listed()
+        if not files:
+            return None
+        if files[0].due > time.monotonic():
+            raise Later("the traces of some feedback have not arrived")
+        return heapq.heappop(files)
 
-    def _files(self) -> Iterator[tuple[Path, int]]:
+    def _settle(self, file: _File, before: list[Assessment], sent: Sent) -> None:
+        name, size = file.name, file.size
+        if sent.left and sent.left != before:
+            name = f"{file.name.partition('-')[0]}-{_values(sent.left)}.jsonl"
+            data = _encoded(sent.left)
+            size = len(data)
+            atomic_write(self._folder / name, data)
+        if name != file.name or not sent.left:
+            (self._folder / file.name).unlink(missing_ok=True)
+        with self._guard:
+            self._bytes -= file.size
+            if sent.left:
+                is_missing = bool(sent.reason) and not sent.is_away
+                failures = file.failures + 1 if is_missing else 0
+                due = time.monotonic() + BACKOFF.pause_s(failures) if is_missing else file.due
+                self._add(self._listed(), _File(due, name, size, failures))
+
+    def _listed(self) -> list[_File]:
+        if self._files is None:
+            self._files, self._bytes = [], 0
+            for name in self._names():
+                with contextlib.suppress(FileNotFoundError):  # sent in the meantime
+                    self._add(self._files, _File(0.0, name, (self._folder / name).stat().st_size))
+        return self._files
+
+    def _add(self, files: list[_File], file: _File) -> None:
+        heapq.heappush(files, file)
+        self._bytes += file.size
+
+    def _names(self) -> list[str]:
         try:
-            entries = list(os.scandir(self._folder))
+            return [name for name in os.listdir(self._folder) if name.endswith(".jsonl")]
         except FileNotFoundError:
-            return
-        for entry in entries:
-            if entry.name.endswith(".jsonl"):
-                try:
-                    yield Path(entry.path), entry.stat().st_size
-                except FileNotFoundError:  # sent in the meantime
-                    continue
+            return []
 
 
 @dataclass(frozen=True)
@@ -143,13 +192,17 @@ def _read(path: Path) -> tuple[list[Assessment], int]:
             assessments.append(_LINE.validate_json(line))
         except ValueError:
             logger.warning("a line of %s cannot be read", path)
-    return assessments, max(0, _values_in(path) - _values(assessments))
+    return assessments, max(0, _values_in(path.name) - _values(assessments))
+
+
+def _encoded(assessments: Sequence[Assessment]) -> bytes:
+    return b"".join(_LINE.dump_json(assessment) + b"\n" for assessment in assessments)
 
 
 def _values(assessments: Sequence[Assessment]) -> int:
     return sum(assessment.size for assessment in assessments)
 
 
-def _values_in(path: Path) -> int:
-    count = path.stem.rpartition("-")[2]
+def _values_in(name: str) -> int:
+    count = name.removesuffix(".jsonl").rpartition("-")[2]
     return int(count) if count.isdecimal() else 0

@@ -1,5 +1,7 @@
 """Feedback on disk: in order, bounded, kept until it is sent, by whichever process."""
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -98,3 +100,64 @@ def test_a_damaged_line_is_lost_alone(folder: Path):
 
     assert sent is not None and (sent.lost, sent.reason) == (2, f"{file} is damaged")
     assert queue.waiting == 0
+
+
+def calls_of(action: Callable[[], object]) -> int:
+    """The number of calls of functions, Python's and C's, among them each call into the file system."""
+    count = 0
+
+    def note(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        action()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def test_push_and_send_cost_the_same_at_any_backlog(folder: Path):
+    def costs(backlog: int) -> tuple[int, int]:
+        queue = FeedbackQueue(folder / str(backlog))
+        for _ in range(backlog):
+            queue.push([FIRST])
+        push = calls_of(lambda: queue.push([FIRST]))
+        return push, calls_of(lambda: queue.send(lambda assessments: Sent()))
+
+    assert costs(20) == costs(200)
+
+
+def test_files_that_another_process_sent_leave_the_bound(folder: Path):
+    queue = FeedbackQueue(folder, max_bytes=150)
+    queue.push([SECOND])
+
+    assert sent_by(FeedbackQueue(folder)) == [[SECOND]]
+    assert queue.send(lambda assessments: Sent()) is None
+    queue.push([SECOND])
+
+    assert (queue.take_dropped(), queue.waiting) == (0, 1)
+
+
+def test_a_file_that_another_process_sent_in_part_is_found_again(folder: Path):
+    queue = FeedbackQueue(folder)
+    queue.push([FIRST, SECOND])
+
+    FeedbackQueue(folder).send(lambda assessments: Sent(left=assessments[1:]))
+
+    assert sent_by(queue) == [[SECOND]]
+
+
+def test_a_sender_that_fails_leaves_its_file_queued(folder: Path):
+    queue = FeedbackQueue(folder)
+    queue.push([FIRST])
+
+    def fail(assessments: list[Assessment]) -> Sent:
+        raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space"):
+        queue.send(fail)
+
+    assert sent_by(queue) == [[FIRST]]
