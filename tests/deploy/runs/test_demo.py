@@ -1,6 +1,7 @@
 """The demo on services that run elsewhere: which run it starts, follows or resumes, and what it makes of it."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,29 @@ def test_the_summary_counts_what_the_volume_or_else_the_trainer_shows(
     )
     assert (there.outputs / "summary.json").read_text() == far.model_dump_json(indent=2)
     assert runs_folder(there.outputs) == elsewhere.volume
+
+
+def test_only_validations_that_ran_are_in_the_sentence(there: Deployment, folder: RunFolder) -> None:
+    """As with `trainer.val_before_train=false`, and with a test frequency beyond the last step."""
+    info, clock = made_run(folder), PhaseTimes(time.monotonic())
+    output = RunOutput.of(folder)
+    before, *trained = output.rows
+    summaries = {
+        said: replace(output, rows=rows).summary(info, clock, "", None)
+        for said, rows in {
+            "accuracy on held-out problems 0.75 in 2 steps": trained,
+            "accuracy on held-out problems 0.25 in 2 steps": [before, trained[0]],
+            "no accuracy was measured in 2 steps": trained[:1],
+        }.items()
+    }
+
+    assert [(summary.accuracy_before, summary.accuracy_after) for summary in summaries.values()] == [
+        (None, 0.75),
+        (0.25, None),
+        (None, None),
+    ]
+    for said, summary in summaries.items():
+        assert demo.sentence(summary).partition(";")[0] == said
 
 
 def test_an_mlflow_that_does_not_answer_costs_the_count_only(there: Deployment, folder: RunFolder, monkeypatch) -> None:

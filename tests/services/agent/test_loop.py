@@ -18,6 +18,7 @@ from trackway.agent.waits import waits_for
 from trackway.clients import Deadline
 from trackway.rollout.engines.protocol import FinishReason
 from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.reward import ScoreRequest
 from trackway.wire.rollout import (
     ChoiceLogprobs,
     GenerateChoice,
@@ -210,6 +211,20 @@ async def test_a_turn_that_was_cut_ends_with_its_last_token(
     assert trajectory.response_ids == services.model.encode("####1234"[:tokens])
     assert [turn.finish_reason for turn in trajectory.turns] == ["length"]
     assert trajectory.error is None
+
+
+@pytest.mark.anyio
+async def test_the_text_of_all_turns_is_scored(services: AgentServices) -> None:
+    turns = ["6*3 is #### 18\n" + call("counter"), "So it is." + call("other"), "I am sure."]
+
+    trajectory = await services.say(*(turn + END for turn in turns))
+
+    [scored] = [request for request in services.reward.requests if request.url.path.endswith("/score")]
+    request = ScoreRequest.model_validate_json(scored.content)
+    assert request.solution_str == "".join(turns)
+    assert request.extra_info["turns"] == turns
+    assert trajectory.reward is not None
+    assert trajectory.reward.score == 1.0  # for the answer in the first turn
 
 
 @pytest.mark.anyio

@@ -56,8 +56,9 @@ class Summary(BaseModel):
     model_config = ConfigDict(ser_json_inf_nan=NON_FINITE)
 
     accuracy_before: float | None
-    """None when the run did not validate."""
+    """Of the weights that the run started from; None without a validation before its first step."""
     accuracy_after: float | None
+    """Of its newest validation after a step; None without one."""
     steps: int
     trajectories: int
     """Validation included, unless the run's folder cannot be read."""
@@ -101,10 +102,15 @@ class RunOutput:
 
     def summary(self, info: RunInfo, clock: PhaseTimes, mlflow_uri: str, complete_traces: int | None) -> Summary:
         """Counts, accuracies and seconds."""
-        accuracies = [value for row in self.rows for key, value in row.data.items() if plot.is_accuracy(key)]
+        accuracies = [
+            ("critic/score/mean" in row.data, value)
+            for row in self.rows
+            for key, value in row.data.items()
+            if plot.is_accuracy(key)
+        ]
         return Summary(
-            accuracy_before=accuracies[0] if accuracies else None,
-            accuracy_after=accuracies[-1] if accuracies else None,
+            accuracy_before=next((value for is_trained, value in accuracies if not is_trained), None),
+            accuracy_after=next((value for is_trained, value in reversed(accuracies) if is_trained), None),
             steps=info.step,
             trajectories=len(self.trajectories),
             traced=len(self.traced),
@@ -311,11 +317,8 @@ def _complete(
 def sentence(summary: Summary) -> str:
     """The result as one line."""
     before, after, complete = summary.accuracy_before, summary.accuracy_after, summary.complete_traces
-    accuracy = (
-        "no accuracy was measured"
-        if before is None or after is None
-        else (f"accuracy on held-out problems {before:.2f} -> {after:.2f}")
-    )
+    measured = " -> ".join(f"{value:.2f}" for value in (before, after) if value is not None)
+    accuracy = f"accuracy on held-out problems {measured}" if measured else "no accuracy was measured"
     traced = f"{summary.traced} traced" if complete is None else f"{complete} of {summary.traced} traces complete"
     return (
         f"{accuracy} in {summary.steps} steps; {summary.trajectories} trajectories, {summary.failed_trajectories} "

@@ -23,6 +23,8 @@ VARIANCE_EPS = 1e-8
 """Added to the variance that whitening divides by."""
 BASELINE_EPS = 1e-8
 """Added to the sum of weights that an optimal baseline divides by."""
+UNDISCOUNTED = ("remax", "optimal_token_baseline", "tir_optimal_token_baseline")
+"""Estimators with rewards to go that `gamma` does not discount, as in verl."""
 
 
 class AdvantageInputs(NamedTuple):
@@ -263,11 +265,13 @@ def generalized_advantages(inputs: AdvantageInputs, gamma: float, lam: float) ->
 def token_returns(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     """[B, R]: what a value of each token is an estimate of: the rewards to go, or those that `lam` of gae weighs.
 
-    Zero outside the mask. With gae the return of a token is its advantage before whitening plus its value.
+    Zero outside the mask. With gae the return of a token is its advantage before whitening plus its value. Rewards of
+    an estimator in UNDISCOUNTED are not discounted.
     """
     if config.adv_estimator == "gae" and inputs.values is not None:
         return generalized_advantages(inputs, config.gamma, config.lam) + inputs.values * inputs.mask
-    return rewards_to_go(inputs.rewards, inputs.mask, config.gamma)
+    gamma = 1.0 if config.adv_estimator in UNDISCOUNTED else config.gamma
+    return rewards_to_go(inputs.rewards, inputs.mask, gamma)
 
 
 def _members(groups: Sequence[str]) -> list[list[int]]:

@@ -49,6 +49,7 @@ from trackway.trainer.learner.loss import (
     clipped_and_kept,
     measures_of,
     micro_loss,
+    of_kept_tokens,
     proximal_logprobs,
 )
 from trackway.trainer.learner.metrics import batch_metrics, drift_metrics, mean_metrics, scores_of, value_metrics
@@ -630,7 +631,7 @@ class Learner:
             norm, stepped = adamw.step(self.optimizer, self.policy.model, self.config.clip_grad)
         own = [float(sum(part.metrics[name] for part in parts)) for name in parts[0].metrics]
         sums = self.ranks.summed(torch.tensor(own, dtype=torch.float64)).tolist()
-        metrics = dict(zip(parts[0].metrics, sums, strict=True))
+        metrics = of_kept_tokens(dict(zip(parts[0].metrics, sums, strict=True)))
         metrics |= {"actor/grad_norm": norm, "actor/skipped_steps": float(not stepped)}
         logp = self._in_columns(mini, passes, [part.logp for part in parts])
         entropies = None

@@ -13,12 +13,17 @@ from trackway.trainer.learner.passes.head import Measure, entropy_measure, full_
 from trackway.trainer.learner.policy_losses import LossInputs, policy_loss_of
 from trackway.trainer.learner.rollout_correction import correct, loglinear_logprobs
 
+KEPT_SHARE = "kept_share"
+"""Share of the tokens of a mini-batch that the policy loss itself does not reject; no metric of the run."""
+MEANS_OF_KEPT = ("actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl")
+
 
 class MicroLoss(NamedTuple):
     """A micro-batch's share of its mini-batch."""
 
     loss: Tensor
     metrics: dict[str, Tensor]
+    """Their sums over the micro-batches are for `of_kept_tokens`."""
     logp: Tensor
     """[N]: logprobs of the model tokens, without a gradient."""
     entropies: Tensor
@@ -44,10 +49,12 @@ def micro_loss(
     """
     actor, mask = config.actor, micro.response_mask
     logp, entropies, *kl = (at_mask(mask, measured) for measured in values)
-    pg_loss, stats = _policy_loss(config, micro, logp, agg, weights_mean)
+    pg_loss, stats, kept = _policy_loss(config, micro, logp, agg, weights_mean)
     entropy_mean = aggregate(entropies, mask, agg)
     loss = pg_loss - actor.entropy_coeff * entropy_mean
     metrics = {f"actor/{name}": value for name, value in stats.items()}
+    if kept is not mask:
+        metrics[KEPT_SHARE] = kept.sum().double() / agg.tokens
     metrics |= {"actor/pg_loss": pg_loss.detach(), "actor/entropy": entropy_mean.detach()}
     if config.trains_entropy:
         metrics["actor/entropy_loss"] = entropy_mean.detach()
@@ -61,8 +68,8 @@ def micro_loss(
 
 def _policy_loss(
     config: LearnerConfig, micro: TrainingBatch, logp: Tensor, agg: Aggregation, weights_mean: float | None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy loss and its statistics; logp: [B, T].
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """The policy loss, its statistics, and its mask [B, T]; logp: [B, T].
 
     Without a pass for old logprobs, the ratio to the sampler changes with every optimizer step, so weights and
     rejection are computed here. As in verl, a token rejected here is left out of the policy loss only, and the totals
@@ -78,7 +85,17 @@ def _policy_loss(
     if not config.uses_weights:
         weights = None
     inputs = LossInputs(logp, old_logp, by_token(micro.advantages), mask, agg, weights, micro.selected)
-    return policy_loss_of(config.loss_mode)(config, inputs)
+    return *policy_loss_of(config.loss_mode)(config, inputs), mask
+
+
+def of_kept_tokens(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics of a mini-batch, with verl's statistics of the policy loss as means over the tokens in it.
+
+    Each micro-batch divides by all tokens of the mini-batch, before it is known how many of them are kept.
+    """
+    metrics = dict(metrics)
+    share = metrics.pop(KEPT_SHARE, 1.0) or 1.0  # without a kept token the sums are zero
+    return {name: value / share if name in MEANS_OF_KEPT else value for name, value in metrics.items()}
 
 
 def proximal_logprobs(batch: TrainingBatch, logp: Tensor) -> Tensor:

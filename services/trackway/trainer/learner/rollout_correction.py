@@ -1,8 +1,9 @@
 """Off-policy correction as pure functions of tensors: importance weights, rejection, and verl's `rollout_corr/*`.
 
 Formulas, bounds and names are verl's (verl/trainer/ppo/rollout_corr_helper.py). Shapes are B trajectories by T
-predicted tokens; every row of a mask has a model token. The log ratio is log p_train - log p_rollout, of the policy
-that the correction leads to and the sampler.
+predicted tokens. The log ratio is log p_train - log p_rollout, of the policy that the correction leads to and the
+sampler. A row without a model token, such as a session's call that was wholly guided, counts in no mean, extreme or
+share.
 """
 
 from collections.abc import Sequence
@@ -69,10 +70,12 @@ def bounded(weights: Tensor, bounds: RatioBounds) -> Tensor:
 
 
 def mean_weight(config: RolloutCorrectionConfig, log_ratio: Tensor, mask: Tensor) -> float:
-    """The mean by which `rollout_is_batch_normalize` divides: over tokens, or over sequences; 1 if it is zero."""
+    """Return the mean weight of the tokens, or of the sequences; 1 if it is zero. `rollout_is_batch_normalize` divides
+    by it.
+    """
     level = config.weight_level or "token"
     weights = bounded(importance_weights(log_ratio, mask, level), config.is_bounds)
-    values = weights[mask] if level == "token" else _over_tokens(weights, mask)
+    values = weights[mask] if level == "token" else _over_tokens(weights, mask)[mask.any(-1)]
     mean = float(values.mean())
     return mean if mean > SMALLEST_MEAN else 1.0
 
@@ -94,7 +97,7 @@ def measure(name: str, log_ratio: Tensor, mask: Tensor) -> Tensor:
     if level == "seq_max":
         return values.masked_fill(~mask, float("-inf")).amax(-1, keepdim=True)
     total = (values * mask).sum(-1, keepdim=True)
-    return total if level == "seq_sum" else total / mask.sum(-1, keepdim=True)
+    return total if level == "seq_sum" else total / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
 def keeps(rejection: Rejection, log_ratio: Tensor, mask: Tensor) -> Tensor:
@@ -132,6 +135,7 @@ def correction_metrics(config: RolloutCorrectionConfig, logp: Tensor, rollout_lo
     """
     if not bool(mask.any()):
         raise ValueError("expected a model token in the mask, got none; drop such trajectories first")
+    logp, rollout_logp, mask = (values[mask.any(-1)] for values in (logp, rollout_logp, mask))
     log_ratio = (logp - rollout_logp) * mask
     metrics = divergence_metrics(logp, rollout_logp, mask)
     if config.weight_level is not None:
@@ -251,8 +255,8 @@ def _masked_shares(kept: Tensor, mask: Tensor) -> dict[str, Tensor | float]:
 
 
 def _over_tokens(values: Tensor, mask: Tensor) -> Tensor:
-    """[B]: mean over each sequence's model tokens of values [B, T]."""
-    return (values * mask).sum(-1) / mask.sum(-1)
+    """[B]: mean over each sequence's model tokens of values [B, T]; 0 without one."""
+    return (values * mask).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
 def _share(hits: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from tests.services.trainer.learner.test_golden_update import (
     LOW,
     LR,
     MASKS,
+    SAMPLED,
     SCORES,
     TEMPERATURE,
     VOCABULARY,
@@ -50,6 +51,8 @@ GREEDY = [0.25, 1.0]
 """Scores of the greedy rollouts of the two groups, for remax."""
 CENTRED = [0.5, -0.5, -0.25, 0.25]
 TOKENS = [sum(mask) for mask in MASKS]
+PAIRS = [(0, 1), (2, 3)]
+"""The rows of the two groups."""
 GAMMA, LAM = 0.5, 0.75
 
 
@@ -114,6 +117,15 @@ EXPECTED: dict[str, Callable[[Model], Table]] = {
     "optimal_token_baseline": lambda model: optimal(model, packed=False),
     "tir_optimal_token_baseline": lambda model: optimal(model, packed=True),
 }
+
+RETURNS: dict[str, Table] = {
+    "gae": to_go(GAMMA * LAM),
+    "reinforce_plus_plus": to_go(GAMMA),
+    "remax": to_go(1.0),
+    "optimal_token_baseline": to_go(1.0),
+    "tir_optimal_token_baseline": to_go(1.0),
+}
+"""verl's returns; of the other estimators they are the advantages."""
 
 
 def steps(model: Model, table: Table, count: int = 2) -> list[float]:
@@ -181,6 +193,33 @@ def test_two_steps_with_an_estimator_are_those_written_out(saved_model: Path, ro
     flat = [value for row in table for value in row]
     assert result.metrics["critic/advantages/mean"] == pytest.approx(fmean(flat), rel=1e-9, abs=1e-12)
     assert result.metrics["critic/advantages/max"] == pytest.approx(max(flat), rel=1e-9)
+    returns = [value for row in RETURNS.get(name, table) for value in row]
+    assert result.metrics["critic/returns/mean"] == pytest.approx(fmean(returns), rel=1e-9, abs=1e-12)
+    assert result.metrics["critic/returns/max"] == pytest.approx(max(returns), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["opo", "reinforce_plus_plus"])
+def test_advantages_are_those_of_kept_tokens(saved_model: Path, rollout: Rollout, name: str):
+    keys = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.7_2.0"}
+    learner = new_learner(saved_model, {"adv_estimator": name, "gamma": GAMMA}, **keys)
+    model = Model(weights_of(learner))
+    ratios = [[math.exp(logprob(model, row, j) - SAMPLED[row][j]) for j in places(row)] for row in range(4)]
+    kept = [[0.5 <= ratio <= 1 / 0.7 for ratio in row] for row in ratios]
+    lengths = [sum(row) for row in kept]
+    if name == "opo":
+        weighted = [SCORES[row] * lengths[row] for row in range(4)]
+        means = [(weighted[a] + weighted[b]) / max(1, lengths[a] + lengths[b]) for a, b in PAIRS]
+        expected = [SCORES[row] - means[row // 2] for row in range(4)]
+    else:  # a discount for each kept token that the score passes
+        places_kept = [[j for j, is_kept in enumerate(row) if is_kept] for row in kept]
+        table = [[SCORES[i] * GAMMA ** sum(kept[i][j:-1]) for j in row] for i, row in enumerate(places_kept)]
+        expected = [fmean(row) if row else 0.0 for row in whitened(table)]
+
+    result = learner.update(trajectories(rollout))
+
+    assert 0 < sum(lengths) < sum(TOKENS)
+    assert result.metrics["training/trained_tokens"] == sum(lengths)
+    assert result.advantages == pytest.approx(expected, rel=1e-9)
 
 
 def test_a_distribution_that_is_measured_for_a_baseline_leaves_bypass_mode_its_ratio(

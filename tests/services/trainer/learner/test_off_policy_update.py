@@ -1,9 +1,11 @@
 """An update with off-policy correction: what it reports, what it does not depend on, and batches that it empties."""
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -79,6 +81,45 @@ def test_divergences_are_reported_whatever_the_mode(tiny_model: Path, rollout: R
     kl = 0.0 if "proximal_logprobs" in mode else sum(gaps) / len(gaps)
     assert metrics["rollout_corr/kl"] == pytest.approx(kl, rel=1e-5, abs=1e-7)
     assert {name for name in metrics if name.startswith("rollout_corr/rollout_i")} == set()
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 36])
+@pytest.mark.parametrize("loss_type", ["ppo_clip", "reinforce"])
+def test_bypass_statistics_are_means_over_kept_tokens(
+    tiny_model: Path, rollout: Rollout, loss_type: str, micro_batch_size: int
+):
+    """As verl's `masked_mean` under the mask of `compute_policy_loss_bypass_mode`."""
+    keys = {"bypass_mode": True, "loss_type": loss_type, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.2_3.0"}
+    learner = Learner(learner_config(tiny_model, micro_batch_size=micro_batch_size, clip_ratio_c=1.1, **keys))
+    trajectories = sampled(rollout, groups=9, n=4)
+    logprobs = learner.log_probs(trajectories)
+
+    result = learner.update(trajectories)
+
+    kept: list[tuple[float, float]] = []
+    for advantage, trajectory, row in zip(result.advantages, trajectories, logprobs, strict=True):
+        sampler = zip(row, trajectory.response_logprobs, trajectory.response_mask, strict=True)
+        ratios = [math.exp(p - q) for p, q, mask in sampler if mask]
+        kept += [(advantage, ratio) for ratio in ratios if 1 / 3 <= ratio <= 5]
+    tokens = sum(sum(trajectory.response_mask) for trajectory in trajectories)
+    assert 0 < len(kept) < tokens
+    assert result.metrics["actor/ppo_kl"] == pytest.approx(fmean(-math.log(r) for _, r in kept), rel=1e-5)
+    if loss_type == "ppo_clip":
+        clipped = fmean((a > 0 and r > 1.2) or (a < 0 and r < 0.8) for a, r in kept)
+        bounded = fmean(a < 0 and r > 1.1 for a, r in kept)
+        assert clipped > 0
+        assert bounded > 0
+        assert result.metrics["actor/pg_clipfrac"] == pytest.approx(clipped, rel=1e-6)
+        assert result.metrics["actor/pg_clipfrac_lower"] == pytest.approx(bounded, rel=1e-6)
+
+
+def test_bypass_statistics_without_a_kept_token_are_zero(tiny_model: Path, rollout: Rollout):
+    keys = {"bypass_mode": True, "rollout_rs": "token_k3", "rollout_rs_threshold": 1e-9}
+
+    metrics = Learner(learner_config(tiny_model, **keys)).update(sampled(rollout)).metrics
+
+    assert [metrics[f"actor/{name}"] for name in ("ppo_kl", "pg_clipfrac", "pg_clipfrac_lower")] == [0.0] * 3
+    assert "kept_share" not in metrics
 
 
 def test_metrics_of_several_mini_batches_in_bypass_mode_are_their_mean(tiny_model: Path, rollout: Rollout):

@@ -151,6 +151,19 @@ def test_the_penalty_covers_rejected_tokens_and_the_advantages_do_not(saved_mode
     assert result.advantages == pytest.approx(expected, rel=1e-9)
 
 
+def test_an_adaptive_coefficient_moves_after_its_update(saved_model: Path, rollout: Rollout):
+    keys = {"adv_estimator": "rloo", "use_kl_in_reward": True, "kl_ctrl.kl_coef": COEF}
+    adaptive = {"kl_ctrl.type": "adaptive", "kl_ctrl.target_kl": TARGET, "kl_ctrl.horizon": HORIZON}
+    fixed, moving = new_learner(saved_model, keys), new_learner(saved_model, keys | adaptive)
+    for learner in (fixed, moving):
+        scale_reference(learner)
+
+    expected, result = (learner.update(trajectories(rollout)) for learner in (fixed, moving))
+
+    assert moving.reward_kl_coef != COEF
+    assert (result.advantages, result.metrics) == (expected.advantages, expected.metrics)
+
+
 def test_an_adaptive_coefficient_goes_on_where_a_checkpoint_left_it(
     saved_model: Path, rollout: Rollout, tmp_path: Path
 ):

@@ -24,6 +24,14 @@ ROLLOUT = [[-1.5, -0.25, 1.0, -3.5], [2.0, -0.5, -0.25, 8.0], [-0.875, 1.0, 4.0,
 RATIOS = [[0.5, -0.25, 1.5], [0.25, -1.25], [0.125]]
 
 
+def with_guided_row() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`tensors`, and between them a row of a session whose tokens are all guided: nothing of it is trained."""
+    logp, rollout, mask = tensors()
+    absurd = torch.tensor([[4.0, 3.0, 2.0, 1.0]], dtype=F64)
+    logp, rollout = (torch.cat([values[:1], row, values[1:]]) for values, row in ((logp, -absurd), (rollout, absurd)))
+    return logp, rollout, torch.cat([mask[:1], torch.zeros_like(mask[:1]), mask[1:]])
+
+
 def config(**keys: JsonValue) -> RolloutCorrectionConfig:
     return RolloutCorrectionConfig.model_validate(keys)
 
@@ -117,6 +125,20 @@ def test_weights_that_are_all_zero_are_not_divided():
     keys = config(rollout_is="token", rollout_is_threshold="50_60", rollout_is_batch_normalize=True)
 
     assert weights_of(keys) == [[0.0] * len(row) for row in RATIOS]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_guided_row_does_not_count_in_the_mean_weight(level: str):
+    logp, rollout, mask = with_guided_row()
+    keys = config(rollout_is=level, rollout_is_batch_normalize=True)
+
+    weights = correct(keys, logp - rollout, mask).weights
+
+    assert weights is not None
+    assert weights[1].tolist() == [0.0] * 4
+    assert [row[kept].tolist() for row, kept in zip(weights, mask, strict=True) if kept.any()] == nested(
+        weights_of(keys)
+    )
 
 
 def test_a_part_of_a_batch_has_the_weights_of_the_whole_given_its_mean():
@@ -342,6 +364,14 @@ def test_a_batch_of_one_sequence_has_no_deviation_between_sequences():
 
     assert metrics["rollout_corr/rollout_is_seq_std"] == 0.0
     assert metrics["rollout_corr/rollout_rs_token_k1_seq_std"] == 0.0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("name", ["token_k1", "seq_sum_k1", "seq_mean_k1", "seq_max_k3"])
+def test_a_guided_row_changes_no_metric(level: str, name: str):
+    keys = config(rollout_is=level, rollout_is_batch_normalize=True, rollout_rs=name, rollout_rs_threshold=1.5)
+
+    assert correction_metrics(keys, *with_guided_row()) == correction_metrics(keys, *tensors())
 
 
 def test_a_mask_without_a_model_token_is_refused():

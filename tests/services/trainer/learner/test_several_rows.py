@@ -95,6 +95,25 @@ def test_a_session_is_one_sequence_however_its_rows_are_computed(
     assert max(float((a - b).abs().max()) for a, b in zip(whole, alone, strict=True)) > 1e-4
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_guided_row_leaves_the_correction_as_it_is(
+    tiny_model: Path, session: Trajectory, other: Trajectory, level: str
+) -> None:
+    keys = {"rollout_is": level, "rollout_is_batch_normalize": True, "rollout_rs": "seq_mean_k1"}
+    config = learner_config(
+        tiny_model, **{"dtype": "float64", "bypass_mode": False, "rollout_rs_threshold": "1e-9_1e9", **keys}
+    )
+    alone = session.model_copy(update={"further_rows": []})
+    guided = replace_row(session, response_mask=[0, 0, 0])
+
+    expected = Learner(config).update([alone, other]).metrics
+    found = Learner(config).update([guided, other]).metrics
+
+    names = {name for name in expected if name.startswith(("rollout_corr/", "actor/"))}
+    assert len(names) > 30
+    assert {name: found[name] for name in names} == pytest.approx({name: expected[name] for name in names}, rel=1e-9)
+
+
 def test_the_mean_of_a_session_is_over_the_tokens_of_all_its_rows(
     tiny_model: Path, rollout: Rollout, session: Trajectory, other: Trajectory
 ) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -36,6 +36,7 @@ class Generation:
     _ended: dict[Name, asyncio.Event] = field(default_factory=dict)
     _error: dict[Name, ErrorBody | None] = field(default_factory=dict)
     _scores: dict[Name, Sequence[float]] = field(default_factory=dict)
+    _failed: dict[Name, Collection[int]] = field(default_factory=dict)
 
     async def group(self, sample: Sample, step: int, min_weight_version: int, trace: bool) -> list[Trajectory]:
         name = (step, sample.index)
@@ -44,8 +45,8 @@ class Generation:
         except asyncio.CancelledError:
             self.cancelled.append(name)
             raise
-        scores = self._scores[name]
-        return [made(name, rollout_n, self._error[name], scores[rollout_n]) for rollout_n in range(N)]
+        scores, errors = self._scores[name], dict.fromkeys(self._failed[name], self._error[name])
+        return [made(name, rollout_n, errors.get(rollout_n), scores[rollout_n]) for rollout_n in range(N)]
 
     def start(self, sample: Sample, step: int, min_weight_version: int, trace: bool):
         name = (step, sample.index)
@@ -55,10 +56,16 @@ class Generation:
         self.traced |= {name} if trace else set()
         return self.group(sample, step, min_weight_version, trace)
 
-    async def end(self, *names: Name, error: ErrorBody | None = None, scores: Sequence[float] = (0.0, 1.0)) -> None:
-        """The groups end, and the scheduler's tasks have run."""
+    async def end(
+        self,
+        *names: Name,
+        error: ErrorBody | None = None,
+        failed: Collection[int] = range(N),
+        scores: Sequence[float] = (0.0, 1.0),
+    ) -> None:
+        """The groups end, their rollouts `failed` with the error, and the scheduler's tasks have run."""
         for name in names:
-            self._error[name], self._scores[name] = error, scores
+            self._error[name], self._scores[name], self._failed[name] = error, scores, failed
             self._ended[name].set()
         for _ in range(5):
             await asyncio.sleep(0)
@@ -369,7 +376,7 @@ async def test_a_resumed_run_has_what_was_finished_and_requests_what_was_not(beg
     await run.generation.end(*[(1, index) for index in (0, 2, 3, 5)])
     run.used(await run.take())
     await run.generation.end((1, 7))
-    await run.generation.end((1, 6), error=FAILED)
+    await run.generation.end((1, 6), error=FAILED, failed=[1])
     state, finished = run.scheduler.snapshot()
     await run.scheduler.close()
 
@@ -385,7 +392,11 @@ async def test_a_resumed_run_has_what_was_finished_and_requests_what_was_not(beg
     assert run.generation.cancelled == [(1, 1), (1, 4)]
     assert stopped.pop("submitted") == sum(stopped.values()) == 8 * N
     assert (stopped["used"], stopped["finished"], stopped["cancelled"]) == (4 * N, 2 * N, 2 * N)
-    assert before == stopped | {"submitted": 8 * N, "finished": N, "cancelled": 3 * N}  # the failed one is not kept
+    assert before == stopped | {
+        "submitted": 8 * N,
+        "finished": N,
+        "cancelled": 3 * N,
+    }  # a group with a failed rollout is not kept
     assert kept == (state, finished)
     assert again.generation.requested == [(1, 1), (1, 4), (1, 6), *((2, index) for index in range(8, 12))]
     assert await again.take() == [(1, 1), (1, 4), (1, 6), (1, 7)]

@@ -21,10 +21,10 @@ from trackway.trainer.data.dataset import Position, Prompts
 from trackway.trainer.learner import filtering
 from trackway.trainer.learner import learner as learner_module
 from trackway.trainer.learner.advantages import AdvantageInputs
-from trackway.trainer.learner.learner import Learner, UpdateResult
+from trackway.trainer.learner.learner import Learner, StepObserver, UpdateResult
 from trackway.trainer.loop.from_config import training_template, validation_template
 from trackway.trainer.loop.rollout_client import RetryPolicy, Rollouts
-from trackway.trainer.loop.scheduler import GroupScheduler
+from trackway.trainer.loop.scheduler import GroupScheduler, Pacing
 from trackway.trainer.loop.training import Schedule, Training
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.metrics.clock import ActiveTime, Clock
@@ -327,6 +327,25 @@ async def test_a_step_decides_once_for_each_trajectory_and_computes_its_advantag
 
     assert decided == [trajectory.id for trajectory in step]
     assert groups_seen == [["1/0", "1/0", "1/1", "1/1"]]
+
+
+async def test_each_update_of_a_version_counts_as_its_share(
+    training: Training, rollout: Rollout, monkeypatch: pytest.MonkeyPatch
+):
+    """The staleness of `proximal_logprobs=loglinear` is measured against these versions."""
+    training.scheduler.pacing = Pacing(sync_every=4)
+    versions: list[float | None] = []
+    update = training.learner.update
+
+    def recorded(used: Sequence[Trajectory], observe: StepObserver, version: float | None = None) -> UpdateResult:
+        versions.append(version)
+        return update(used, observe, version)
+
+    monkeypatch.setattr(training.learner, "update", recorded)
+    for version in (7, 7, 7, 7, 8):
+        await training.update(mixed_step(rollout), version)
+
+    assert versions == [7.0, 7.25, 7.5, 7.75, 8.0]
 
 
 @pytest.mark.usefixtures("shared_http")
