@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from trackway.wire.base import NON_FINITE, Float, Int, TokenId, WireReply, WireRequest
 from trackway.wire.errors import ErrorBody
-from trackway.wire.trajectory import WeightSpan, add_span
+from trackway.wire.trajectory import WeightSpan, add_span, settle_spans
 from trackway.wire.weights import TransportName, Verdict
 
 PauseMode = Literal["wait", "abort", "keep"]
@@ -235,7 +235,10 @@ class GeneratePiece(WireReply):
     top_logprobs: list[TopLogprobs] = Field(default_factory=list[TopLogprobs])
     """The most likely tokens of each position, if asked for."""
     version: int = 0
-    """Version of the weights that generated these tokens."""
+    """Version of the weights that generated these tokens, or the oldest that it can be, until a later piece has
+    `weight_versions`."""
+    weight_versions: list[WeightSpan] = Field(default_factory=list[WeightSpan])
+    """Spans of the last tokens of the stream up to here, which replace the versions of their pieces."""
     finish_reason: Literal["stop", "length", "abort"] | None = None
     """Set in the last line with tokens, which may have none."""
     error: ErrorBody | None = None
@@ -277,6 +280,7 @@ class GenerateChoice(WireReply):
             ids += piece.token_ids
             logprobs += piece.logprobs
             tops += piece.top_logprobs
+            settle_spans(spans, piece.weight_versions)
         return cls.model_validate(
             {
                 "finish_reason": pieces[-1].finish_reason,

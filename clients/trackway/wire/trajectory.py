@@ -4,7 +4,7 @@ Names follow verl's AgentLoopOutput (verl/experimental/agent_loop/agent_loop.py)
 observation tokens, `response_mask` is 1 for the model's tokens, `response_logprobs` is 0.0 for the others.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Annotated, Self
 
@@ -67,6 +67,23 @@ def add_span(spans: list[WeightSpan], version: int, start: int, end: int) -> Non
         spans[-1] = WeightSpan(version=version, start=spans[-1].start, end=end)
     else:
         spans.append(WeightSpan(version=version, start=start, end=end))
+
+
+def first_spans(spans: Iterable[WeightSpan], count: int) -> list[WeightSpan]:
+    """The spans of the first `count` tokens."""
+    return [
+        span if span.end <= count else span.model_copy(update={"end": count}) for span in spans if span.start < count
+    ]
+
+
+def settle_spans(spans: list[WeightSpan], settled: Sequence[WeightSpan]) -> None:
+    """Replace the spans of the last tokens by `settled`, whose indexes count from the first of these tokens."""
+    if not settled:
+        return
+    start = spans[-1].end - settled[-1].end
+    spans[:] = first_spans(spans, start)
+    for span in settled:
+        add_span(spans, span.version, start + span.start, start + span.end)
 
 
 class ToolCallRecord(WireReply):

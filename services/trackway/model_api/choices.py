@@ -16,7 +16,7 @@ from trackway.model_api.tokenizer import Tokenizer
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai.requests import SampledRequest
 from trackway.wire.rollout import GenerateRequest, SamplingParams
-from trackway.wire.trajectory import WeightSpan
+from trackway.wire.trajectory import WeightSpan, add_span, first_spans, settle_spans
 
 T = TypeVar("T")
 
@@ -139,14 +139,16 @@ async def as_they_come(
 
 
 async def _deltas(generator: Generates, job: Job) -> AsyncGenerator[Delta]:
-    count, last = 0, None
+    written, last = 0, None
+    spans: list[WeightSpan] = []
     async with aclosing(generator.stream(job.request)) as pieces:
         async for piece in pieces:
             reason = _not_cut(piece.finish_reason)
             delta = job.reader.read(piece.token_ids, piece.logprobs, reason, piece.top_logprobs)
-            end = count + len(delta.token_ids)
-            spans = [WeightSpan(version=piece.version, start=count, end=end)] if end > count else []
-            count, delta = end, replace(delta, spans=spans)
+            add_span(spans, piece.version, written, written + len(piece.token_ids))
+            settle_spans(spans, piece.weight_versions)
+            kept, written = written + len(delta.token_ids), written + len(piece.token_ids)
+            delta = replace(delta, spans=first_spans(spans, kept))
             if delta.finish_reason is None:
                 yield delta
                 continue

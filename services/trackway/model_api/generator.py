@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Literal, Protocol
 
 from trackway.wire.rollout import GenerateReply, GenerateRequest, TopLogprobs
+from trackway.wire.trajectory import WeightSpan
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -24,7 +25,12 @@ class StreamedTokens(Protocol):
 
     @property
     def version(self) -> int:
-        """Version of the weights that generated these tokens."""
+        """Version of the weights that generated these tokens, or the oldest that it can be."""
+        ...
+
+    @property
+    def weight_versions(self) -> Sequence[WeightSpan]:
+        """Spans of the last tokens up to here, which replace the versions told before."""
         ...
 
     @property

@@ -8,7 +8,7 @@ from trackway.model_api.stop_strings import StopStrings
 from trackway.model_api.tokenizer import Tokenizer
 from trackway.wire.openai.requests import SampledRequest
 from trackway.wire.rollout import TopLogprobs
-from trackway.wire.trajectory import WeightSpan, add_span
+from trackway.wire.trajectory import WeightSpan
 
 WholeEnd = Literal["stop", "length"]
 Decode = Callable[[list[int]], str]
@@ -27,7 +27,7 @@ class Delta:
     """Each token's offset in the choice's text; empty unless the request needs them for its logprobs."""
     finish_reason: WholeEnd | None
     spans: list[WeightSpan] = field(default_factory=list)
-    """The tokens' weight spans, with indexes into the whole choice."""
+    """Weight spans of the choice up to here; final in the last delta."""
     stop: str | None = None
     """The stop string that ended the choice; in the last."""
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
@@ -40,16 +40,13 @@ NOTHING = Delta("", [], [], [], None)
 
 def joined(deltas: Sequence[Delta]) -> Delta:
     """Join the deltas of a choice."""
-    spans: list[WeightSpan] = []
-    for span in (span for delta in deltas for span in delta.spans):
-        add_span(spans, span.version, span.start, span.end)
     return Delta(
         text="".join(delta.text for delta in deltas),
         token_ids=[token for delta in deltas for token in delta.token_ids],
         logprobs=[logprob for delta in deltas for logprob in delta.logprobs],
         offsets=[offset for delta in deltas for offset in delta.offsets],
         finish_reason=deltas[-1].finish_reason,
-        spans=spans,
+        spans=deltas[-1].spans,
         stop=deltas[-1].stop,
         top_logprobs=[top for delta in deltas for top in delta.top_logprobs],
     )

@@ -26,6 +26,7 @@ async def piece_lines(service: RolloutService, request: GenerateRequest) -> Asyn
                             logprobs=piece.logprobs,
                             top_logprobs=[*piece.top_logprobs],
                             version=piece.version,
+                            weight_versions=[*piece.weight_versions],
                             finish_reason=piece.finish_reason,
                         )
                     )

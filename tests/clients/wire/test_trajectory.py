@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from trackway.wire.errors import ErrorCode
-from trackway.wire.trajectory import ToolCallRecord, Turn, WeightSpan
+from trackway.wire.trajectory import ToolCallRecord, Turn, WeightSpan, settle_spans
 
 
 @pytest.mark.parametrize(("spelled", "number"), [(7, 7), ("7", 7), ("default", 0)])
@@ -18,6 +18,16 @@ def test_a_version_is_a_number_also_when_vllm_spells_it(spelled: object, number:
 def test_a_version_that_is_no_number_is_refused(spelled: object) -> None:
     with pytest.raises(ValidationError, match="valid integer"):
         WeightSpan.model_validate({"version": spelled, "start": 0, "end": 8})
+
+
+def test_settled_spans_replace_those_of_the_last_tokens() -> None:
+    spans = [WeightSpan(version=1, start=0, end=4), WeightSpan(version=2, start=4, end=9)]
+    settle_spans(spans, [WeightSpan(version=2, start=0, end=1), WeightSpan(version=3, start=1, end=3)])
+    assert [(span.version, span.start, span.end) for span in spans] == [(1, 0, 4), (2, 4, 7), (3, 7, 9)]
+    settle_spans(spans, [WeightSpan(version=1, start=0, end=6)])
+    assert [(span.version, span.start, span.end) for span in spans] == [(1, 0, 9)]
+    settle_spans(spans, [])
+    assert [(span.version, span.start, span.end) for span in spans] == [(1, 0, 9)]
 
 
 def test_the_record_of_a_call_crosses_the_wire() -> None:

@@ -25,6 +25,7 @@ class Tokens:
     version: int
     finish_reason: FinishReason | None = None
     top_logprobs: Sequence[TopLogprobs] = ()
+    weight_versions: Sequence[WeightSpan] = ()
 
 
 class ScriptedModel:

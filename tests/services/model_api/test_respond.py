@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -20,6 +21,7 @@ from trackway.model_api.stream_decoder import Delta
 from trackway.wire.anthropic.requests import MessagesRequest
 from trackway.wire.openai.requests import ChatRequest
 from trackway.wire.rollout import GenerateRequest
+from trackway.wire.trajectory import WeightSpan
 
 pytestmark = pytest.mark.anyio
 
@@ -83,6 +85,30 @@ async def test_a_recorded_answer_can_be_given_again_without_a_generation(
     assert [request.token_ids for request in model.requests] == [[7, 8]]
     message = builders[0].messages[0]
     assert (message.content, [call.function.name for call in message.tool_calls or []]) == (*said[:1], ["add"])
+
+
+async def test_a_stream_shows_weight_versions_once_they_are_final(tokenizer: PreTrainedTokenizerBase) -> None:
+    class Corrected(ScriptedModel):
+        async def stream(self, request: GenerateRequest) -> AsyncGenerator[Tokens]:
+            spans = [WeightSpan(version=5, start=0, end=1), WeightSpan(version=6, start=1, end=len(self.says))]
+            async for tokens in super().stream(request):
+                yield replace(tokens, weight_versions=spans) if tokens.finish_reason else tokens
+
+    model = Corrected(tokenizer.encode("No.", add_special_tokens=False))
+    recorded = list[Delta]()
+
+    async def handle(http: Request) -> Response:
+        request = ChatRequest.model_validate({**BODY, "stream": True, "return_token_ids": True})
+        jobs = jobs_of("name", [[7]], request, 99, tokenizer)  # pyright: ignore[reportArgumentType]
+        builder = ChatResponseBuilder(request, tokenizer, [7])  # pyright: ignore[reportArgumentType]
+        return await respond(http, model, builder, jobs, stream=True, record=recorded.extend)
+
+    lines = (await answered(handle, stream=True)).splitlines()
+    choices = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+    final = [{"version": 5, "start": 0, "end": 1}, {"version": 6, "start": 1, "end": len(model.says)}]
+    assert [token for choice in choices for token in choice["token_ids"]] == model.says
+    assert [choice["weight_versions"] for choice in choices if "weight_versions" in choice] == [final]
+    assert [span.model_dump() for span in recorded[0].spans] == final
 
 
 async def test_an_answer_is_recorded_before_the_client_can_see_its_end(tokenizer: PreTrainedTokenizerBase) -> None:

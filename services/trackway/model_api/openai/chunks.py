@@ -88,5 +88,9 @@ class ChunkedResponseBuilder(ResponseBuilder):
         return Usage(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, total_tokens=total)
 
     def _ids(self, delta: Delta) -> Ids:
-        wanted = self._options.return_token_ids
-        return {"token_ids": delta.token_ids, "weight_versions": delta.spans} if wanted else {}
+        if not self._options.return_token_ids:
+            return {}
+        ids: Ids = {"token_ids": delta.token_ids}
+        if delta.finish_reason is not None:  # until then they may change
+            ids["weight_versions"] = delta.spans
+        return ids

@@ -2,7 +2,7 @@
 
 from trackway.rollout.engines.protocol import FinishReason, Generation, Piece
 from trackway.wire.rollout import TopLogprobs
-from trackway.wire.trajectory import WeightSpan, add_span
+from trackway.wire.trajectory import WeightSpan, add_span, settle_spans
 
 
 class Collector:
@@ -20,6 +20,7 @@ class Collector:
         start = len(self.token_ids)
         if isinstance(part, Piece):
             add_span(self._spans, part.version, start, start + len(part.token_ids))
+            settle_spans(self._spans, part.weight_versions)
         else:
             for span in part.spans:
                 add_span(self._spans, span.version, start + span.start, start + span.end)

@@ -57,10 +57,14 @@ class Piece:
     token_ids: list[int]
     logprobs: list[float]
     version: int
-    """Version of the weights that generated these tokens."""
+    """Version of the weights that generated these tokens, or the oldest that it can be, until a later piece has
+    `weight_versions`."""
     finish_reason: FinishReason | None = None
     top_logprobs: Sequence[TopLogprobs] = ()
     """As in Generation."""
+    weight_versions: Sequence[WeightSpan] = ()
+    """Spans of all tokens of the request, which replace the versions of its pieces; in the last piece of an engine
+    that learns them at the end."""
 
 
 class EngineStats(NamedTuple):

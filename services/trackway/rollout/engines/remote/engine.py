@@ -24,6 +24,7 @@ from trackway.rollout.engines.generation_builder import Collector
 from trackway.rollout.engines.protocol import (
     Capability,
     EngineStats,
+    FinishReason,
     Generation,
     MemoryPart,
     PauseMode,
@@ -42,6 +43,7 @@ from trackway.rollout.engines.weight_proof import HeldDigests, Judgement
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
+from trackway.wire.trajectory import WeightSpan
 from trackway.wire.weights import WeightProof
 
 _DEFAULT_MAX_LEN = 4096
@@ -160,7 +162,7 @@ class RemoteEngine(ABC):
             with contextlib.suppress(TimeoutError):  # aborted, and the server sent nothing more
                 await call.within(self.control.admits.wait())
                 self._usable()
-                call.sent = True
+                call.sent, call.held = True, self.control.held
                 async with aclosing(self._tokens(call)) as tokens, aclosing(self._pieces(call, tokens)) as pieces:
                     async for piece in pieces:
                         ended = piece.finish_reason is not None
@@ -269,8 +271,11 @@ class RemoteEngine(ABC):
         return EngineStats(running, len(calls) - running, 0, calls.generated, calls.prefilled, calls.reused)
 
     async def _pieces(self, call: Call, tokens: AsyncGenerator[TokenChunk]) -> AsyncGenerator[Piece]:
-        """The server's tokens that may be returned: none of rejected weights, none after a stop."""
-        version = self.version
+        """The server's tokens that may be returned: none of rejected weights, none after a stop.
+
+        Which weights generated them is known at the end: a server's events come late and in portions.
+        """
+        version, count = self.control.version_of(call.held), 0
         while True:
             try:
                 got = await call.within(anext(tokens))
@@ -283,20 +288,28 @@ class RemoteEngine(ABC):
             for name, start, end in runs(got.names):
                 await self.control.accepted(name)
                 if call.only not in (None, name):
-                    yield Piece([], [], version, "abort")
+                    yield self._last(version, "abort", got.all_names[:count])
                     return
-                version = self.control.version_of(name)
+                self.control.version_of(name)
                 piece, stopped = until_stop(call, got, start, end, version)
+                count += len(piece.token_ids)
                 self.calls.generated += len(piece.token_ids)
                 yield piece
                 if stopped:
                     if got.finish_reason is None:  # the server continues generating
                         self._let_go(call)
-                    yield Piece([], [], version, "stop")
+                    yield self._last(version, "stop", got.all_names[:count])
                     return
             if got.finish_reason is not None:
-                yield Piece([], [], version, got.finish_reason)
+                yield self._last(version, got.finish_reason, got.all_names)
                 return
+
+    def _last(self, version: int, reason: FinishReason, names: Sequence[str]) -> Piece:
+        """The last piece, with the names of all tokens if they are known."""
+        spans = [
+            WeightSpan(version=self.control.version_of(name), start=start, end=end) for name, start, end in runs(names)
+        ]
+        return Piece([], [], version, reason, weight_versions=spans)
 
     def _usable(self) -> None:
         if self.control.paused:

@@ -29,10 +29,12 @@ class TokenChunk:
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     names: Sequence[str]
-    """For each token, the server's name of the weights that generated it; see `VersionNames`."""
+    """For each token, the server's name of the newest weights that can have generated it; see `VersionNames`."""
     finish_reason: FinishReason | None = None
     top_logprobs: Sequence[TopLogprobs] = ()
     """The most likely tokens of each position, if the request asks for them."""
+    all_names: Sequence[str] = ()
+    """The name of the weights of each token of the response; in the last chunk of a server that reports it."""
 
 
 @dataclass(eq=False)
@@ -55,6 +57,8 @@ class Call:
     moved: float = field(default_factory=time.monotonic)
     """Time of the last token or other progress on the server."""
     sent: bool = False
+    held: str = ""
+    """Name of the weights under which it was sent, the oldest that its tokens can be of."""
     reused: int = 0
     """Prompt tokens reused from the server's cache; set by the backend when known."""
     only: str | None = None

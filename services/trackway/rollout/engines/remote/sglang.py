@@ -168,8 +168,6 @@ class SglangEngine(RemoteEngine):
             **({"top_logprobs_num": params.logprobs} if params.logprobs else {}),
             **self._model(),
         }
-        # SGLang reports the version of the last load; a request keeps the adapter that it began with.
-        bound = self.control.held if self.takes_adapters else None
         seen = 0
         async with aclosing(self.http.events("/generate", body)) as events:
             async for event in events:
@@ -177,10 +175,14 @@ class SglangEngine(RemoteEngine):
                 self.untouched(meta.weight_version)
                 call.reused = max(call.reused, meta.cached_tokens)
                 total = max(seen, meta.completion_tokens)
-                names = [bound] * (total - seen) if bound is not None else _names(meta, seen, total, self.control.held)
-                chunk = _tokens(meta, seen, total, truncated, names)
+                if self.takes_adapters:  # SGLang reports the last load; a request keeps the adapter that it began with
+                    newest, names = [call.held] * total, []
+                else:
+                    newest = _newest(meta, total, self.control.held)
+                    names = _names(meta, newest, call.held)
+                chunk = _tokens(meta, seen, total, truncated, newest[seen:])
                 tops = _tops(meta, chunk, truncated, params.logprobs) if params.logprobs else ()
-                yield replace(chunk, top_logprobs=tops)
+                yield replace(chunk, top_logprobs=tops, all_names=names)
                 seen = total
 
     async def cut(self, calls: Sequence[Call]) -> None:
@@ -366,9 +368,18 @@ def _last(values: Sequence[T], count: int) -> Sequence[T]:
     return values[len(values) - count :] if len(values) >= count else []
 
 
-def _names(meta: _Meta, seen: int, total: int, held: str) -> list[str]:
-    """The weights of tokens [seen, total): by span, else SGLang's version, else the loaded weights."""
+def _newest(meta: _Meta, total: int, held: str) -> list[str]:
+    """The newest weights that each token can be of: by span, else those of the event, else the loaded ones."""
     names = [meta.weight_version or held] * total
     for span in meta.weight_versions or []:
         names[span.start : span.end] = [span.version] * (min(span.end, total) - span.start)
-    return names[seen:total]
+    return names
+
+
+def _names(meta: _Meta, newest: list[str], first: str) -> list[str]:
+    """The weights of all tokens by the spans of the last event; `first` are those that the request was sent under.
+
+    With its overlapped schedule SGLang 0.5.23 takes the token that it sampled last before a pause for one of the
+    weights after it, so all spans begin a token later.
+    """
+    return [first, *newest[:-1]] if meta.weight_versions and newest else []

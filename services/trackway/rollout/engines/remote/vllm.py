@@ -295,7 +295,7 @@ class VllmEngine(RemoteEngine):
             **self._model(),
         }
         # vLLM reports the version of the last load; a request keeps the adapter that it began with.
-        bound = self.control.held if self.takes_adapters else None
+        bound = call.held if self.takes_adapters else None
         # Non-streamed responses cost a tenth of the CPU, and only complete responses have the weights of each token.
         answers = self._stream(body) if call.streamed else self._whole(body)
         async with aclosing(answers):
@@ -427,7 +427,7 @@ class VllmEngine(RemoteEngine):
 
 
 def _tokens(choice: Json, held: str, bound: str | None, tops: int) -> TokenChunk:
-    """A choice of a response or event; only the last has spans, the others are of the loaded weights.
+    """A choice of a response or event; only the last has spans, the others are of the loaded weights or older ones.
 
     `bound` names the weights of a request that keeps them whatever is loaded; `tops` is the number of most likely
     tokens that it asks for.
@@ -438,8 +438,8 @@ def _tokens(choice: Json, held: str, bound: str | None, tops: int) -> TokenChunk
     spans = [] if bound is not None else choice["weight_versions"] or []
     names = [span["version"] for span in spans for _ in range(span["start"], span["end"])]
     # Spans count from the first token of the response; an event has its last tokens.
-    names = names[len(names) - len(logprobs) :] if names else [bound or held] * len(logprobs)
-    return TokenChunk(choice["token_ids"], logprobs, names, choice["finish_reason"], ranked)
+    newest = names[len(names) - len(logprobs) :] if names else [bound or held] * len(logprobs)
+    return TokenChunk(choice["token_ids"], logprobs, newest, choice["finish_reason"], ranked, names)
 
 
 def _ranked(entry: Json, count: int) -> TopLogprobs:

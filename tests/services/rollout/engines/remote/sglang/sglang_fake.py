@@ -169,6 +169,7 @@ class Fake:
         self.seed: int | None = json.loads((folder / "weights.json").read_text())
         self.step_s, self.slots, self.incremental = step_s, slots, incremental
         self.spans, self.radix_cache, self.ranks = True, True, True
+        self.stream_interval = 1
         self.version, self.healthy, self.paused = "default", True, False
         self.is_embedding = False
         self.requests: list[Request] = []
@@ -262,8 +263,9 @@ class Fake:
             "completion_tokens": total,
             "cached_tokens": request.cached,
         }
-        if self.spans and total:
-            meta["weight_versions"] = spans(request.seed_names)
+        if self.spans and request.finish is not None:
+            # the token that is sampled last before a pause counts as one of the weights after it
+            meta["weight_versions"] = spans([*request.seed_names[1:], *request.seed_names[-1:]])
         if body.return_logprob and total:
             meta["output_token_logprobs"] = rows[first:]
             start = max(0, body.logprob_start_len)
@@ -362,6 +364,8 @@ def make_app(fake: Fake) -> FastAPI:
                 await request.changed.wait()
                 request.changed.clear()
                 finished, event = request.finish is not None, fake.event(request, seen)
+                if not finished and seen and len(request.output) - seen < fake.stream_interval:
+                    continue
                 seen = len(request.output)
                 yield f"data: {json.dumps(event)}\n\n"
                 if finished:

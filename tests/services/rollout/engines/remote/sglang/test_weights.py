@@ -26,6 +26,7 @@ from tests.services.rollout.engines.remote.sglang.sglang_fake import Fake
 from trackway.rollout.engines.protocol import Generation, Piece
 from trackway.rollout.engines.remote.sglang import SglangEngine
 from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.rollout import GenerateChoice, GeneratePiece
 from trackway.wire.trajectory import WeightSpan
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
@@ -61,6 +62,51 @@ async def test_a_request_in_flight_goes_on_under_new_weights_and_says_where_they
     before = answer(0, old.end)
     assert made.token_ids == before + answer(4, 200 - old.end, PROMPT + before)
     assert made.logprobs[old.end] == fakes.logprob(4, made.token_ids[old.end])
+
+
+async def test_a_streams_tokens_are_never_labelled_newer_than_they_are(
+    engine: SglangEngine, fake: Fake, folder: Folder
+) -> None:
+    fake.stream_interval = 64  # the event of the new version has tokens of the old one
+    pieces, stream = list[Piece](), engine.stream(PROMPT, LONG, "streamed")
+    pieces.append(await anext(stream))
+    await until(lambda: len(fake.requests[0].output) >= 5)
+    await engine.load_weights(folder(4), 1, None)
+    pieces += [piece async for piece in stream]
+
+    joined = GenerateChoice.of([GeneratePiece.model_validate(vars(piece)) for piece in pieces])
+    assert {piece.version for piece in pieces} == {0}
+    assert [span.version for span in joined.weight_versions] == [0, 1]
+    old = joined.weight_versions[0].end
+    before = answer(0, old)
+    assert joined.token_ids == before + answer(4, 200 - old, PROMPT + before)
+
+
+async def test_an_aborted_stream_says_which_tokens_are_new(engine: SglangEngine, fake: Fake, folder: Folder) -> None:
+    task = await in_flight(engine, fake)
+    await engine.load_weights(folder(4), 1, None)
+    met = len(fake.requests[0].output)
+    await until(lambda: len(fake.requests[0].output) > met)
+    await engine.abort("long")
+    made = await task
+    old, new = made.spans
+    assert (made.finish_reason, old.version, new.version, new.end) == ("abort", 0, 1, len(made.token_ids))
+    before = answer(0, old.end)
+    assert made.token_ids == before + answer(4, new.end - new.start, PROMPT + before)
+
+
+async def test_a_server_that_falls_silent_leaves_the_oldest_version(
+    engine: SglangEngine, fake: Fake, folder: Folder
+) -> None:
+    fake.stream_interval = 8
+    task = await in_flight(engine, fake)
+    await engine.load_weights(folder(4), 1, None)
+    met = len(fake.requests[0].output)
+    await until(lambda: len(fake.requests[0].output) >= met + 8)
+    engine.calls.end_all(0.0)
+    made = await task
+    assert made.finish_reason == "abort" and len(made.token_ids) > met
+    assert made.spans == [WeightSpan(version=0, start=0, end=len(made.token_ids))]
 
 
 async def test_nothing_that_old_weights_computed_is_reused(engine: SglangEngine, fake: Fake, folder: Folder) -> None:
