@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Callable
 
 from trackway.clients.base import Deadline, ServiceClient
-from trackway.wire.agent import AgentInfo, AgentList, GroupRequest, GroupWaits
+from trackway.wire.agent import AgentList, GroupRequest, GroupWaits
 from trackway.wire.health import Wait
 from trackway.wire.trajectory import Trajectory
 
@@ -33,6 +33,6 @@ class AgentClient(ServiceClient):
                 elif line:
                     yield Trajectory.model_validate_json(line)
 
-    async def agents(self) -> list[AgentInfo]:
+    async def agents(self) -> AgentList:
         """Every agent loop."""
-        return (await self.call("GET", "/agents", reply=AgentList)).agents
+        return await self.call("GET", "/agents", reply=AgentList)

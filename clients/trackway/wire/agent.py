@@ -194,9 +194,13 @@ class AgentInfo(WireReply):
 
     name: str
     description: str
+    offers_tools: bool = False
+    """Whether it shows the model the tool server's tools."""
 
 
 class AgentList(WireReply):
     """Every agent loop."""
 
     agents: list[AgentInfo]
+    without_tools: str = ""
+    """Why the model's chat template carries no tools; empty when it does."""

@@ -59,7 +59,7 @@ def create_app(
     app = service_app(
         "agent",
         settings,
-        routers=[_routes(groups), *session_routes(context, groups)],
+        routers=[_routes(groups, context), *session_routes(context, groups)],
         lifespan=lifespan,
         tracing=tracing,
         collectors=[groups.metrics, _SpilledCalls(context)],
@@ -71,7 +71,7 @@ def create_app(
     return app
 
 
-def _routes(groups: Groups) -> ServiceRouter:
+def _routes(groups: Groups, context: AgentContext) -> ServiceRouter:
     router = ServiceRouter(tags=["agent"])
 
     @router.post(
@@ -99,7 +99,7 @@ def _routes(groups: Groups) -> ServiceRouter:
     @router.get("/agents")
     async def list_agents() -> AgentList:
         """The agent loops that `agent_name` can select."""
-        return AgentList(agents=agents())
+        return AgentList(agents=agents(), without_tools=context.tokens.support.lacks)
 
     return router
 

@@ -50,6 +50,8 @@ class AgentLoop(ABC):
     """One conversation between the model and its environment."""
 
     agent_name: ClassVar[str]
+    offers_tools: ClassVar[bool] = False
+    """Whether it shows the model the tool server's tools."""
     generates_alone: ClassVar[bool] = False
     """Whether its generations do not begin together with those of other rollouts of the group."""
 
@@ -271,7 +273,11 @@ def request_seed(base: int | None, tags: Tags, turn: int, part: int = 0) -> int 
 def agents() -> list[AgentInfo]:
     """The registered loops and the first line of each docstring."""
     return [
-        AgentInfo(name=name, description=(inspect.getdoc(loop) or "").partition("\n")[0])
+        AgentInfo(
+            name=name,
+            description=(inspect.getdoc(loop) or "").partition("\n")[0],
+            offers_tools=loop.offers_tools,
+        )
         for name, loop in sorted(_AGENTS.items())
     ]
 

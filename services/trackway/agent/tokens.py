@@ -2,24 +2,25 @@
 
 The prompt is rendered once. Generated ids are then appended unchanged. An observation appends only the ids of the text
 that the chat template puts after an assistant turn (its end, the tool messages, the next generation prompt), which is
-obtained by rendering a stand-in conversation. That text starts with a special token, so its ids do not depend on the
-preceding text. The scheme is verl's "continuous token" (verl/utils/tokenizer/continuous_token.py).
+obtained by rendering a stand-in conversation. The scheme is verl's "continuous token"
+(verl/utils/tokenizer/continuous_token.py).
 """
 
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from cachetools import LRUCache, cached
-from jinja2 import TemplateError
 from pydantic import JsonValue
 from pydantic_core import from_json, to_json
 
 from trackway.agent.fast_tokenizer import FastTokenizer
 from trackway.chat.encoding import chars_per_token, check_chars, encode_within
 from trackway.chat.offload import offload
+from trackway.chat.template_support import REJECTIONS, TemplateSupport, ids_after_answer, template_support
 from trackway.chat.templates import template_message
 from trackway.wire.chat import Message, ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
 
 _CACHE_CHARS = 16 * 1024 * 1024
 """Cache size in characters, for prompts and for observations; an id counts as four."""
-_NO_ANSWER = to_json([{"role": "tool", "content": ""}])
-_STAND_IN = "trackway stands here for what the model wrote"
+_NEXT_QUESTION = to_json([{"role": "user", "content": "question"}])
 
 
 class _Rendered(NamedTuple):
@@ -89,19 +89,25 @@ class ChatTokens:
 
         Raises:
             TooLong: the ids exceed `max_tokens`.
+            TrackwayError: `invalid_request` when the chat template rejects the messages, or does not show tools.
         """
+        if schemas and self.support.lacks:
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, self.support.lacks, param="tools")
         check_chars(sum(len(message.content) for message in messages), max_tokens, self._most_chars)
         conversation = json.dumps([template_message(message) for message in messages])
         tools = json.dumps([schema.model_dump(mode="json") for schema in schemas])
         size = len(conversation) + len(tools)
-        return list((await offload(size, self._prompt, conversation, tools, max_tokens)).ids)
+        try:
+            return list((await offload(size, self._prompt, conversation, tools, max_tokens)).ids)
+        except REJECTIONS as error:
+            raise _rejected(error) from error
 
-    async def observation(self, texts: Sequence[str], written: Sequence[int]) -> list[int]:
+    async def observation(self, messages: Sequence[Message], written: Sequence[int]) -> list[int]:
         """Ids to append after the generated ids `written`: end of turn, tool messages, generation prompt.
 
         The end of the turn is left out if `written` ends with it, as it does unless the turn was truncated.
         """
-        return await self.following([{"role": "tool", "content": text} for text in texts], written)
+        return await self.following([template_message(message) for message in messages], written)
 
     async def following(
         self,
@@ -112,16 +118,17 @@ class ChatTokens:
         """The same for messages of any role, in the form of chat templates; `template_kwargs` replace the tokenizer's.
 
         Raises:
-            TrackwayError: `invalid_request` when the chat template rejects them.
+            TrackwayError: `invalid_request` when the chat template rejects them, or leaves out the results of tools.
         """
+        if self.support.lacks_results and any(message["role"] == "tool" for message in messages):
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, self.support.lacks_results, param="messages")
         shown = to_json([*messages])
         kwargs = to_json({**(self._template_kwargs if template_kwargs is None else template_kwargs)})
         try:
             ids = (await offload(len(shown), self._behind, shown, kwargs)).ids
-        except (TemplateError, TypeError) as error:
-            message = f"messages: the model's chat template rejects them: {error}; send messages that it supports"
-            raise TrackwayError(ErrorCode.INVALID_REQUEST, message, param="messages") from error
-        return list(ids[1:] if written and written[-1] == ids[0] else ids)
+        except REJECTIONS as error:
+            raise _rejected(error) from error
+        return list(ids[1:] if written and written[-1] == ids[0] in self._added else ids)
 
     async def places(self, text: str) -> list[tuple[int, int]]:
         """Start and end offset of each token's characters in the text.
@@ -137,13 +144,31 @@ class ChatTokens:
 
     async def turn_text(self, ids: Sequence[int]) -> str:
         """The text of an assistant turn, with special tokens except the end-of-turn token."""
-        end_of_turn = self._behind(_NO_ANSWER, to_json(self._template_kwargs)).ids[0]
-        ended = bool(ids) and ids[-1] in (self._tokenizer.eos_token_id, end_of_turn)
+        ended = bool(ids) and ids[-1] in self._ends_of_turn
         return await self.text(ids[:-1] if ended else ids)
 
     async def plain_text(self, ids: Sequence[int]) -> str:
         """The decoded text without special tokens; `<tool_call>` is not a special token."""
         return await offload(len(ids), self._decode, list(ids), True)
+
+    @cached_property
+    def support(self) -> TemplateSupport:
+        """What the chat template shows of tools."""
+        return template_support(self.fast, self._template_kwargs)
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        """Tokens such as `<|im_end|>`, which stand for themselves in any text."""
+        return frozenset(self._tokenizer.added_tokens_decoder)
+
+    @cached_property
+    def _ends_of_turn(self) -> set[int | None]:
+        """The tokens that end a turn of the model: the end of text, and what the template writes after an answer."""
+        try:
+            end_of_turn = self._behind(_NEXT_QUESTION, to_json(self._template_kwargs)).ids[0]
+        except REJECTIONS:
+            return {self.fast.eos_token_id}
+        return {self.fast.eos_token_id, *({end_of_turn} & self._added)}
 
     def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         return self.fast.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -164,16 +189,13 @@ class ChatTokens:
         return _Rendered(tuple(ids), len(conversation) + len(tools))
 
     def _render_behind(self, messages: bytes, template_kwargs: bytes) -> _Rendered:
-        conversation = [
-            {"role": "user", "content": "question"},
-            {"role": "assistant", "content": _STAND_IN},
-            *from_json(messages),
-        ]
-        _, stand_in, behind = self._render(conversation, None, from_json(template_kwargs)).partition(_STAND_IN)
-        ids = self._encode(behind)
-        if not stand_in or not ids:
-            raise ValueError("the chat template does not show the assistant's content; use one that does")
-        return _Rendered(ids, len(messages))
+        variables = from_json(template_kwargs)
+
+        def render(conversation: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+            return self._render(conversation, tools, variables)
+
+        ids = ids_after_answer(from_json(messages), render, self._encode)
+        return _Rendered(tuple(ids), len(messages))
 
     def _render(
         self, conversation: list[dict[str, Any]], tools: list[dict[str, Any]] | None, template_kwargs: dict[str, Any]
@@ -184,3 +206,8 @@ class ChatTokens:
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.fast.encode(text, add_special_tokens=False))
+
+
+def _rejected(error: Exception) -> TrackwayError:
+    message = f"messages: the model's chat template rejects them: {error}; send messages that it supports"
+    return TrackwayError(ErrorCode.INVALID_REQUEST, message, param="messages")

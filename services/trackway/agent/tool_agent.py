@@ -25,6 +25,8 @@ from trackway.wire.trajectory import StopReason, Turn
 class ToolAgent(AgentLoop):
     """Multi-turn: calls tools until the model answers without a call or a limit is reached."""
 
+    offers_tools = True
+
     async def converse(self, episode: Episode, toolbox: Toolbox) -> StopReason:
         """Offer the tool server's tools, and take turns."""
         tools = await self.services.catalog.offered(episode.request)
@@ -76,8 +78,12 @@ class ToolAgent(AgentLoop):
     async def tell(self, episode: Episode, text: str) -> bool:
         """Append a text that the model reads before its next turn, in the role of a tool; False when the response is
         full."""
-        ids = await self.services.tokens.observation([text], episode.response_ids)
-        return episode.add_observation(ids, [Message(role="tool", content=text)])
+        message = Message(role="tool", content=text)
+        shown = message.model_copy(
+            update={"tool_call_id": call_id(episode.turns[-1].index, 0)}
+        )  # some templates want one
+        ids = await self.services.tokens.observation([shown], episode.response_ids)
+        return episode.add_observation(ids, [message])
 
     async def _run_tools(
         self, episode: Episode, toolbox: Toolbox, calls: Mapping[str, ParsedCall], tools: ToolSet
@@ -98,10 +104,10 @@ class ToolAgent(AgentLoop):
         """Append the observations; returns False when the response has no room for them."""
         texts = [await self._shown(seen, episode.limits) for seen in observations]
         messages = [
-            Message(role="tool", content=text, tool_call_id=call_id, name=call.name or None)
-            for text, (call_id, call) in zip(texts, calls.items(), strict=True)
+            Message(role="tool", content=text, tool_call_id=named, name=call.name or None)
+            for text, (named, call) in zip(texts, calls.items(), strict=True)
         ]
-        ids = await self.services.tokens.observation(texts, episode.response_ids)
+        ids = await self.services.tokens.observation(messages, episode.response_ids)
         return episode.add_observation(ids, messages)
 
     async def _shown(self, seen: Observation, limits: Limits) -> str:
@@ -139,13 +145,18 @@ def _outcome(turn: Turn, asked: int) -> dict[str, JsonValue]:
 
 
 def _with_ids(parsed: Parsed, turn: int) -> dict[str, ParsedCall]:
-    return {f"call_{turn}_{place}": call for place, call in enumerate(parsed.calls)}
+    return {call_id(turn, place): call for place, call in enumerate(parsed.calls)}
+
+
+def call_id(turn: int, place: int) -> str:
+    """The id of a call: nine letters and digits, which Mistral's chat templates require."""
+    return f"call{turn:03}{place:02}"
 
 
 def assistant_message(parsed: Parsed, turn: int) -> Message:
     """The message of a turn, its calls numbered."""
     calls = [
-        ToolCall(id=call_id, function=FunctionCall(name=call.name, arguments=call.raw))
-        for call_id, call in _with_ids(parsed, turn).items()
+        ToolCall(id=named, function=FunctionCall(name=call.name, arguments=call.raw))
+        for named, call in _with_ids(parsed, turn).items()
     ]
     return Message(role="assistant", content=parsed.content, tool_calls=calls or None)

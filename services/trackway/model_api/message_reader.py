@@ -1,6 +1,7 @@
 """Reads the message of a choice out of its text: content and tool calls."""
 
-import os
+import secrets
+import string
 from typing import NamedTuple
 
 from trackway.model_api.prompts import forced_prefix
@@ -9,6 +10,8 @@ from trackway.model_api.tool_calls import ToolCallReader
 from trackway.wire.chat import FunctionCall, Message, ToolCall
 from trackway.wire.openai.replies import ChoiceEnd
 from trackway.wire.openai.requests import ChatRequest
+
+_ALPHABET = string.ascii_letters + string.digits
 
 
 class MessageParts(NamedTuple):
@@ -57,4 +60,6 @@ class MessageReader:
 
 
 def _identified(call: FunctionCall) -> ToolCall:
-    return ToolCall(id=f"call_{os.urandom(12).hex()}", type="function", function=call)
+    # Nine letters and digits, which Mistral's chat templates require.
+    named = "".join(secrets.choice(_ALPHABET) for _ in range(9))
+    return ToolCall(id=named, type="function", function=call)

@@ -4,11 +4,11 @@ import json
 from collections.abc import Sequence
 from functools import lru_cache
 
-from jinja2 import TemplateError
 from pydantic import JsonValue
 
 from trackway.chat.encoding import TooLong, chars_per_token, check_chars, encode_within
 from trackway.chat.offload import offload
+from trackway.chat.template_support import REJECTIONS, TemplateSupport, template_support
 from trackway.chat.templates import template_call
 from trackway.chat.tool_calls import BEGIN
 from trackway.model_api.tokenizer import Tokenizer
@@ -107,6 +107,8 @@ def _checked_size(tokenizer: Tokenizer, messages: Sequence[ChatMessage], max_tok
 
 def _rendered(tokenizer: Tokenizer, request: ChatRequest, max_tokens: int) -> list[int]:
     tools = [_template_tool(tool) for tool in request.tools] if request.offers_tools else []
+    if tools and (lacks := _support(tokenizer).lacks):
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, lacks, param="tools")
     text = _text_of(tokenizer, request.messages, tools, template_variables(request), ends_open=True)
     return _encode(tokenizer, text + forced_prefix(request), False, max_tokens)
 
@@ -127,6 +129,8 @@ def _text_of(
     ends_open: bool,
 ) -> str:
     """The rendered messages, with a generation prompt if it `ends_open`."""
+    if any(message.role == "tool" for message in messages) and (lacks := _support(tokenizer).lacks_results):
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, lacks, param="messages")
     try:
         return tokenizer.apply_chat_template(
             [template_form(message) for message in messages],
@@ -135,7 +139,7 @@ def _text_of(
             tokenize=False,
             **variables,
         )
-    except (TemplateError, TypeError, ValueError, RecursionError) as error:
+    except REJECTIONS as error:
         message = f"messages: the model's chat template rejects them: {error}; send messages that it supports"
         raise TrackwayError(ErrorCode.INVALID_REQUEST, message, param="messages") from error
 
@@ -156,6 +160,11 @@ def _encode(tokenizer: Tokenizer, text: str, special: bool, max_tokens: int) -> 
 @lru_cache(maxsize=4)
 def _most_chars(tokenizer: Tokenizer) -> int | None:
     return chars_per_token(tokenizer.get_vocab(), tokenizer.unk_token_id)
+
+
+@lru_cache(maxsize=4)
+def _support(tokenizer: Tokenizer) -> TemplateSupport:
+    return template_support(tokenizer)
 
 
 def _template_tool(tool: ChatTool) -> dict[str, JsonValue]:

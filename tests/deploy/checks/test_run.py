@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from tests.services.chat.families import FAMILIES
 from trackway.agent import loop
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.commands.main_ppo import app as main_ppo
@@ -181,6 +183,22 @@ def test_what_only_this_machine_lacks_is_listed_by_a_plan_and_refused_by_a_prefl
     assert (planned.status, checked.status) == (0, 2)
     for told in (planned, checked):
         assert said in told.text.partition("missing here")[2]
+
+
+@pytest.mark.parametrize("mode", ["--dry-run", "--preflight"])
+def test_tools_for_a_template_without_them_are_wrong(mode: str, words, tmp_path: Path) -> None:
+    model = tmp_path / "gemma"
+    shutil.copytree(MODEL, model)
+    (model / "chat_template.jinja").write_text(FAMILIES["gemma"].template)
+
+    told = command(main_ppo, *words({}, f"actor_rollout_ref.model.path={model}"), mode)
+
+    reason = (
+        "data.train_files: expected a chat template that shows tools and their results, got one that leaves out the "
+        "schemas of tools and rejects the results of tools (Conversation roles must alternate "
+    )
+    assert told.status == 2
+    assert reason in told.text.partition("wrong on any machine")[2]
 
 
 def test_a_plan_lists_keys_that_ask_for_what_trackway_lacks_and_a_run_refuses_them_all(words, tmp_path: Path) -> None:

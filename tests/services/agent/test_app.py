@@ -198,6 +198,9 @@ async def test_the_agents_are_listed(services: AgentServices) -> None:
 
     names = {agent["name"] for agent in response.json()["agents"]}
     assert names >= {"single_turn_agent", "tool_agent"}
+    offering = {agent["name"]: agent["offers_tools"] for agent in response.json()["agents"]}
+    assert (offering["single_turn_agent"], offering["tool_agent"]) == (False, True)
+    assert response.json()["without_tools"] == ""
 
 
 @pytest.mark.anyio

@@ -103,7 +103,7 @@ async def test_calls_of_one_instance_never_overlap_while_another_tool_runs(servi
 
     assert sent == [2, 3]  # the second call only when the first had its answer
     assert [message.content for message in trajectory.turns[0].messages[1:]] == ["count 1", "count 2", "count 1"]
-    assert [call.tool_call_id for call in trajectory.turns[0].calls] == ["call_0_0", "call_0_1", "call_0_2"]
+    assert [call.tool_call_id for call in trajectory.turns[0].calls] == ["call00000", "call00001", "call00002"]
 
 
 @pytest.mark.anyio
@@ -165,5 +165,5 @@ async def test_cancelling_ends_every_call_of_the_turn_and_keeps_what_came_before
         await toolbox.release()
 
     assert answering.cancelled()
-    assert [(record.tool_call_id, record.error) for record in toolbox.records] == [("call_0_0", None)]
+    assert [(record.tool_call_id, record.error) for record in toolbox.records] == [("call00000", None)]
     assert (len(services.counter.released), len(services.other_tool.released)) == (1, 1)

@@ -17,6 +17,10 @@ ADD = ToolSchema(function=FunctionSchema(name="add", parameters={"type": "object
 QUESTION = Message(role="user", content="9+9?")
 
 
+def tool(text: str) -> Message:
+    return Message(role="tool", content=text)
+
+
 def encoded(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
@@ -38,14 +42,14 @@ async def test_the_prompt_is_what_the_chat_template_tokenises(
 async def test_an_observation_brings_the_newline_behind_the_turn_the_model_ended(
     tokens: ChatTokens, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    ids = await tokens.observation(["18"], encoded(tokenizer, "x<|im_end|>"))
+    ids = await tokens.observation([tool("18")], encoded(tokenizer, "x<|im_end|>"))
 
     assert ids == encoded(tokenizer, "\n<|im_start|>tool\n18<|im_end|>\n<|im_start|>assistant\n")
 
 
 @pytest.mark.anyio
 async def test_a_turn_that_was_cut_is_ended_by_the_glue(tokens: ChatTokens, tokenizer: PreTrainedTokenizerFast) -> None:
-    ids = await tokens.observation(["a", "b"], encoded(tokenizer, "x</tool_call>"))
+    ids = await tokens.observation([tool("a"), tool("b")], encoded(tokenizer, "x</tool_call>"))
 
     text = "<|im_end|>\n<|im_start|>tool\na<|im_end|>\n<|im_start|>tool\nb<|im_end|>\n<|im_start|>assistant\n"
     assert ids == encoded(tokenizer, text)
@@ -53,7 +57,7 @@ async def test_a_turn_that_was_cut_is_ended_by_the_glue(tokens: ChatTokens, toke
 
 @pytest.mark.anyio
 async def test_qwen_wraps_tool_results_in_one_user_turn(qwen_tokenizer: PreTrainedTokenizerFast) -> None:
-    ids = await ChatTokens(qwen_tokenizer).observation(["a", "b"], encoded(qwen_tokenizer, "x<|im_end|>"))
+    ids = await ChatTokens(qwen_tokenizer).observation([tool("a"), tool("b")], encoded(qwen_tokenizer, "x<|im_end|>"))
 
     text = (
         "\n<|im_start|>user\n<tool_response>\na\n</tool_response>\n<tool_response>\nb\n</tool_response><|im_end|>\n"
@@ -71,7 +75,7 @@ async def test_appending_gives_what_the_template_gives_for_the_whole_conversatio
     tokens = ChatTokens(tokenizer)
     said = encoded(tokenizer, "let me add<|im_end|>")
 
-    grown = await tokens.prompt([QUESTION], [ADD], 4096) + said + await tokens.observation(["18"], said)
+    grown = await tokens.prompt([QUESTION], [ADD], 4096) + said + await tokens.observation([tool("18")], said)
 
     conversation = [QUESTION, Message(role="assistant", content="let me add"), Message(role="tool", content="18")]
     assert grown == await tokens.prompt(conversation, [ADD], 4096)
@@ -144,7 +148,7 @@ async def test_a_token_that_the_tokenizer_puts_before_every_text_stays_away(toke
     eager = ChatTokens(tokenizer)
 
     assert await eager.prompt([QUESTION], [], 4096) == await tokens.prompt([QUESTION], [], 4096)
-    assert await eager.observation(["18"], []) == await tokens.observation(["18"], [])
+    assert await eager.observation([tool("18")], []) == await tokens.observation([tool("18")], [])
     assert await eager.places("ab") == [(0, 1), (1, 2)]
 
 
@@ -154,7 +158,7 @@ async def test_ids_that_are_kept_count_four_characters_each_beside_their_text(to
     messages = to_json([{"role": "tool", "content": text} for text in ("18", "x")])
 
     prompt = await tokens.prompt([QUESTION], [ADD], 4096)
-    behind = await tokens.observation(["18", "x"], [])
+    behind = await tokens.observation([tool("18"), tool("x")], [])
 
     kept: list[Any] = [tokens._prompt.cache, tokens._behind.cache]
     assert [cache.currsize for cache in kept] == [
@@ -179,7 +183,10 @@ async def test_long_schemas_are_rendered_beside_the_event_loop(
     monkeypatch.setattr(tokenizer, "apply_chat_template", noted)
     long = ToolSchema(function=FunctionSchema(name="add", description="x" * chars, parameters={}))
 
-    ids = await ChatTokens(tokenizer).prompt([QUESTION], [long], 4096)
+    tokens = ChatTokens(tokenizer)
+    assert tokens.support == ("", "")
+    threads.clear()
+    ids = await tokens.prompt([QUESTION], [long], 4096)
 
     assert [thread is not threading.main_thread() for thread in threads] == [aside]
     assert ids == await ChatTokens(byte_tokenizer(CHATML)).prompt([QUESTION], [long], 4096)
@@ -193,7 +200,7 @@ async def test_variables_of_the_template_are_those_of_the_tokenizer_or_of_the_ca
 
     shown = [
         await tokens.prompt([QUESTION], [], 4096),
-        await tokens.observation(["18"], []),
+        await tokens.observation([tool("18")], []),
         await tokens.following(more, [], {"mood": "busy"}),
         await tokens.following(more, [], {}),
     ]
@@ -206,15 +213,15 @@ async def test_variables_of_the_template_are_those_of_the_tokenizer_or_of_the_ca
 @pytest.mark.parametrize(
     ("refusal", "reason"),
     [
-        ("raise_exception('no tools here')", "no tools here"),
+        ("raise_exception('no more here')", "no more here"),
         ("1 + messages[-1].content", "unsupported operand type(s) for +: 'int' and 'str'"),
     ],
 )
 async def test_messages_that_the_template_rejects_are_an_invalid_request(refusal: str, reason: str) -> None:
-    template = "{% if messages[-1].role == 'tool' %}{{ REFUSAL }}{% endif %}".replace("REFUSAL", refusal) + CHATML
+    template = "{% if messages | length == 4 %}{{ REFUSAL }}{% endif %}".replace("REFUSAL", refusal) + CHATML
 
     with pytest.raises(TrackwayError) as caught:
-        await ChatTokens(byte_tokenizer(template)).observation(["18"], [])
+        await ChatTokens(byte_tokenizer(template)).observation([tool("18"), tool("x")], [])
 
     assert (caught.value.code, caught.value.detail, caught.value.message) == (
         ErrorCode.INVALID_REQUEST,
@@ -226,8 +233,8 @@ async def test_messages_that_the_template_rejects_are_an_invalid_request(refusal
 @pytest.mark.anyio
 @pytest.mark.parametrize("template", ["nothing", "{{ messages[1].content }}"], ids=["no content", "nothing behind it"])
 async def test_a_template_that_shows_no_end_of_a_turn_is_refused(template: str) -> None:
-    with pytest.raises(ValueError, match="does not show the assistant's content; use one that does"):
-        await ChatTokens(byte_tokenizer(template)).observation(["18"], [])
+    with pytest.raises(TrackwayError, match="does not show the assistant's content; use one that does"):
+        await ChatTokens(byte_tokenizer(template)).following([{"role": "user", "content": "9+9?"}], [])
 
 
 @pytest.mark.anyio

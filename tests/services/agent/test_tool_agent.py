@@ -83,9 +83,9 @@ async def test_turns_record_the_messages_that_were_appended(services: AgentServi
 
     [assistant, tool] = trajectory.turns[0].messages
     assert assistant.tool_calls is not None
-    assert (assistant.content, assistant.tool_calls[0].id) == ("So:", "call_0_0")
+    assert (assistant.content, assistant.tool_calls[0].id) == ("So:", "call00000")
     assert assistant.tool_calls[0].function.arguments == '{"answer": "18"}'
-    assert (tool.role, tool.name, tool.tool_call_id) == ("tool", "calc_gsm8k_reward", "call_0_0")
+    assert (tool.role, tool.name, tool.tool_call_id) == ("tool", "calc_gsm8k_reward", "call00000")
     assert [message.content for message in trajectory.turns[1].messages] == ["#### 18"]
 
 

@@ -45,7 +45,7 @@ async def test_each_call_that_was_sent_leaves_a_record_on_its_turn(
         ("counter", 0.25, None, {"pages": 2.0}, False),
         ("counter", 0.0, ErrorCode.TOOL_FAILED, {}, False),
     ]
-    assert [call.tool_call_id for call in trajectory.turns[0].calls] == ["call_0_0", "call_0_2"]
+    assert [call.tool_call_id for call in trajectory.turns[0].calls] == ["call00000", "call00002"]
     assert all(call.seconds > 0 for call in trajectory.turns[0].calls)
     assert trajectory.turns[0].calls_executed == 2
 

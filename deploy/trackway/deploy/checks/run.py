@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from trackway.chat.template_support import template_support
 from trackway.clients import ServiceClient, run
 from trackway.deploy.checks.findings import Findings, Report
 from trackway.deploy.checks.model import tokenizer_here
@@ -256,6 +257,15 @@ class RunCheck:
         with self.findings.part(self._report, "tokenizer", "loading"):
             return tokenizer_here(path, self._load, self.findings)
 
+    def with_template(self, served: Served, rows: RowsHere) -> Served:
+        """Measure the prompts with the model's tokenizer, and note what its chat template shows of tools."""
+        tokenizer = self.tokenizer()
+        rows.measure(tokenizer, served)
+        if tokenizer is None:
+            return served
+        variables = self._subject.config.data.apply_chat_template_kwargs
+        return replace(served, without_tools=template_support(tokenizer, variables).lacks)
+
 
 def check_run(subject: Subject, load: bool, report: Report = lambda name, state: None) -> Checked:
     """Run all checks; problems are collected in the findings and not raised."""
@@ -268,7 +278,7 @@ def check_run(subject: Subject, load: bool, report: Report = lambda name, state:
         here.leave_to_the_trainer()
     else:
         here.read()
-        here.measure(check.tokenizer(), served)
+        served = check.with_template(served, here)
     check.findings.wrong += unserved(config, here.used, served)
     try:
         plan = forecast(config, here.number)
@@ -295,7 +305,7 @@ def check_parts(subject: Subject, report: Report = lambda name, state: None) -> 
     served = check.served()
     here = RowsHere(config, check.findings, report, MEASURED_ROWS)
     here.read()
-    here.measure(check.tokenizer(), served)
+    served = check.with_template(served, here)
     check.findings.wrong += unserved(config, here.used, served)
     return check.findings, here.used
 

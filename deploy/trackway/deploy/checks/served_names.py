@@ -28,9 +28,10 @@ def offered_by(config: dict[str, Any], findings: Findings, start: bool) -> Serve
     """
     agents = _loaded("agent loops", findings, lambda: _agents(serve_config.args_of(config, "agent")))
     sources = _loaded("scorers", findings, lambda: _data_sources(serve_config.args_of(config, "reward")))
+    known_agents = None if agents is None else frozenset(agents)
     tools = _loaded("tools", findings, lambda: _tools(serve_config.args_of(config, "tools")))
     if tools is None:
-        return Served(agents, sources)
+        return Served(known_agents, sources)
     if start:
         offered, problems = run(_started(tools))
         findings.missing_here += problems
@@ -43,7 +44,9 @@ def offered_by(config: dict[str, Any], findings: Findings, start: bool) -> Serve
         ]
         findings.not_checked += problems
     schemas = tuple(tool.tool_schema for tool in offered)
-    return Served(agents, sources, None if problems else frozenset(tool.name for tool in offered), schemas)
+    names = None if problems else frozenset(tool.name for tool in offered)
+    tool_agents = frozenset(name for name, offers_tools in (agents or {}).items() if offers_tools)
+    return Served(known_agents, sources, names, schemas, tool_agents)
 
 
 def _loaded(what: str, findings: Findings, load: Callable[[], T]) -> T | None:
@@ -73,7 +76,8 @@ def _is_missing(error: BaseException) -> bool:
     return any(isinstance(exception, ImportError | OSError) for exception in causes)
 
 
-def _agents(args: dict[str, Any]) -> frozenset[str]:
+def _agents(args: dict[str, Any]) -> dict[str, bool]:
+    """Each agent, and whether it offers tools."""
     from trackway.agent.loop import agents
     from trackway.agent.parser import tool_parser
     from trackway.agent.settings import AgentSettings
@@ -82,7 +86,7 @@ def _agents(args: dict[str, Any]) -> frozenset[str]:
     settings = AgentSettings(**{"model_path": "", **args})
     load_loops(settings)
     tool_parser(settings.tool_parser)
-    return frozenset(loop.name for loop in agents())
+    return {loop.name: loop.offers_tools for loop in agents()}
 
 
 def _data_sources(args: dict[str, Any]) -> frozenset[str]:

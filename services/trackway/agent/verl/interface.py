@@ -13,12 +13,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pydantic import BaseModel, Field
 
+from trackway.chat.template_support import ids_after_answer
 from trackway.serving.own_code import Declared
 
 Loop = TypeVar("Loop", bound=type)
 Messages = Sequence[Mapping[str, Any]]
-
-_STAND_IN = "trackway stands here for what the model wrote"
 
 
 class TokenOutput(BaseModel):
@@ -183,12 +182,9 @@ class AgentLoopBase(ABC):
 
     async def _continuation(self, messages: Messages, written: Sequence[int]) -> list[int]:
         """Ids after a generation: the end of its turn unless `written` ends with it, messages, generation prompt."""
-        conversation = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _STAND_IN}, *messages]
-        _, stand_in, behind = (await asyncio.to_thread(self._render, conversation, None)).partition(_STAND_IN)
-        ids = self._encode(behind)
-        if not stand_in or not ids:
-            raise ValueError("the chat template does not show the assistant's content; use one that does")
-        return ids[1:] if written and written[-1] == ids[0] else ids
+        ids = await asyncio.to_thread(ids_after_answer, messages, self._render, self._encode)
+        ends = bool(written) and written[-1] == ids[0] and ids[0] in self.tokenizer.added_tokens_decoder
+        return ids[1:] if ends else ids
 
     def _render(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None) -> str:
         conversation, options = [dict(message) for message in messages], self.apply_chat_template_kwargs

@@ -42,6 +42,10 @@ class Served:
     tools: frozenset[str] | None = None
     schemas: tuple[ToolSchema, ...] = ()
     """Schemas of the tools."""
+    tool_agents: frozenset[str] = frozenset()
+    """The agents that show these tools to the model."""
+    without_tools: str = ""
+    """Why the model's chat template carries no tools; empty when it does."""
 
 
 async def ask_services(urls: ServiceUrls) -> tuple[Served, dict[str, TrackwayError]]:
@@ -63,10 +67,12 @@ async def ask_services(urls: ServiceUrls) -> tuple[Served, dict[str, TrackwayErr
         answer_of("reward", rewards.scorers) if rewards else _none(),
     )
     served = Served(
-        agents=None if loops is None else frozenset(loop.name for loop in loops),
+        agents=None if loops is None else frozenset(loop.name for loop in loops.agents),
         data_sources=None if scorers is None else frozenset(name for scorer in scorers for name in scorer.data_sources),
         tools=None if offered is None else frozenset(tool.function.name for tool in offered),
         schemas=tuple(offered or ()),
+        tool_agents=frozenset(loop.name for loop in loops.agents if loop.offers_tools) if loops else frozenset(),
+        without_tools=loops.without_tools if loops else "",
     )
     return served, errors
 
@@ -97,6 +103,7 @@ def unserved(config: RunConfig, rows: Mapping[str, Rows], served: Served) -> lis
     for key, key_rows in rows.items():
         problems += _of_rows(key, key_rows, "agent_name", served.agents, _agent, _AGENTS)
         problems += _of_rows(key, key_rows, "data_source", sources, _data_source, _SCORERS)
+        problems += _of_template(key, key_rows, config, served)
         problems += _of_rows(key, key_rows, "tool_selection", served.tools, _selection(config), _TOOLS)
     return problems
 
@@ -138,6 +145,18 @@ def _of_rows(
         f"{len(rows.samples)} rows ({rows.describe(positions)}); {remedy}"
         for name, positions in _reported_names(positions_by_name)
     ]
+
+
+def _of_template(key: str, rows: Rows, config: RunConfig, served: Served) -> list[str]:
+    """The rows whose agent offers tools to a model whose chat template shows none."""
+    if not served.without_tools or not served.schemas or config.trackway.tools == []:
+        return []
+    agents = [row.agent_name or config.default_agent for row in rows.samples]
+    positions = [place for place, agent in enumerate(agents) if agent in served.tool_agents]
+    if not positions:
+        return []
+    where = f"{len(positions)} of {len(agents)} rows ({rows.describe(positions)})"
+    return [f"{key}: {served.without_tools}. An agent of {where} offers tools."]
 
 
 _NAMES_SHOWN = 5

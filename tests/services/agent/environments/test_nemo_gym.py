@@ -73,10 +73,10 @@ async def test_verify_gets_the_row_and_the_response_in_openais_format(
     assert asked.responses_create_params == ROW["responses_create_params"]
     first, observation, last = asked.response.output
     assert isinstance(first, ResponseFunctionToolCall) and isinstance(last, ResponseOutputMessage)
-    assert (first.name, first.arguments, first.call_id) == ("increment_counter", '{"count": 3}', "call_0_0")
+    assert (first.name, first.arguments, first.call_id) == ("increment_counter", '{"count": 3}', "call00000")
     assert observation.model_dump(include={"type", "call_id", "output"}) == {
         "type": "function_call_output",
-        "call_id": "call_0_0",
+        "call_id": "call00000",
         "output": '{"success": true}',
     }
     assert last.content[0].model_dump()["text"] == "It is 6."

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import pytest
 from fastapi import FastAPI
@@ -14,6 +15,7 @@ from trackway.trainer.data.dataset import RowLocation, Rows
 from trackway.trainer.data.name_check import Served, ask_services, check_names, unserved
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.agent import Sample
+from trackway.wire.chat import FunctionSchema, ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 Make = Callable[[int], Sample]
@@ -82,6 +84,20 @@ def test_an_unknown_default_loop_or_tool_of_the_configuration_is_told(sample: Ma
 
     assert loop.startswith(f"{LOOP}: expected one of single_turn_agent, tool_agent, got 'mine', the loop of 3 rows")
     assert tools.startswith("trackway.tools: expected tools out of calculator, got 'abacus';")
+
+
+def test_agents_with_tools_are_refused_for_a_template_without_them(sample: Make) -> None:
+    rows = rows_of(sample, 3, {1: {"agent_name": "tool_agent"}})
+    offered = (ToolSchema(function=FunctionSchema(name="calculator")),)
+    without = replace(
+        SERVED, schemas=offered, tool_agents=frozenset({"tool_agent"}), without_tools="expected tools, got none"
+    )
+
+    refused = "data.train_files: expected tools, got none. An agent of 1 of 3 rows (t.parquet row 2) offers tools."
+    assert problems(rows, served=without) == [refused]
+    assert problems(rows, served=replace(without, without_tools="")) == []
+    assert problems(rows, served=replace(without, schemas=())) == []
+    assert problems(rows, "trackway.tools=[]", served=without) == []
 
 
 def test_what_could_not_be_learned_is_not_held_against_a_row(sample: Make) -> None:

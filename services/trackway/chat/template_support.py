@@ -1,0 +1,104 @@
+"""What a chat template shows of tools, and the ids that it puts after an assistant turn.
+
+Both are found by rendering sentinels.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from jinja2 import TemplateError
+from pydantic import JsonValue
+
+_ANSWER = "trackway stands here for what the model wrote"
+_RESULT = "trackway stands here for what the tool returned"
+_TOOL = "trackway_stands_here"
+_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": _TOOL,
+        "description": "A tool.",
+        "parameters": {"type": "object", "properties": {"text": {"type": "string", "description": "A text."}}},
+    },
+}
+_QUESTION = {"role": "user", "content": "question"}
+_TOOL_MESSAGE = {"role": "tool", "content": _RESULT, "name": _TOOL, "tool_call_id": "call00000"}
+
+REJECTIONS = (TemplateError, TypeError, ValueError, RecursionError)
+"""What chat templates raise for messages that they do not support."""
+
+Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str]
+"""Renders messages and tools with a generation prompt."""
+
+
+class Renders(Protocol):
+    """The method in use of a tokenizer."""
+
+    def apply_chat_template(self, conversation: Any, tools: Any, **kwargs: Any) -> Any: ...
+
+
+class TemplateSupport(NamedTuple):
+    """The reasons why a template cannot carry tools; empty where it can."""
+
+    schemas: str
+    results: str
+
+    @property
+    def lacks(self) -> str:
+        """Why a model with this template cannot be offered tools, with the remedy; empty when it can."""
+        reasons = " and ".join(reason for reason in self if reason)
+        return _refusal(reasons) if reasons else ""
+
+    @property
+    def lacks_results(self) -> str:
+        """Why the model cannot be shown a tool's result, with the remedy; empty when it can."""
+        return _refusal(self.results) if self.results else ""
+
+
+def template_support(tokenizer: Renders, variables: Mapping[str, JsonValue] | None = None) -> TemplateSupport:
+    """Render a tool's schema and its result; a template may reject them, or leave them out without a word."""
+
+    def render(messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+        options = {"add_generation_prompt": True, "tokenize": False, **(variables or {})}
+        return str(tokenizer.apply_chat_template([*messages], tools, **options))
+
+    answer = {"role": "assistant", "content": _ANSWER}
+    return TemplateSupport(
+        _reason("the schemas of tools", _TOOL, lambda: render([_QUESTION], [_SCHEMA])),
+        _reason("the results of tools", _RESULT, lambda: render([_QUESTION, answer, _TOOL_MESSAGE], None)),
+    )
+
+
+def ids_after_answer(
+    messages: Sequence[Mapping[str, Any]], render: Render, encode: Callable[[str], Sequence[int]]
+) -> list[int]:
+    """The ids that follow an assistant turn: its end, the messages, and the next generation prompt.
+
+    The text is encoded behind a letter: some tokenizers put a mark before the first word of a text.
+
+    Raises:
+        ValueError: the template does not show the assistant's content, or puts nothing behind it.
+        TemplateError, TypeError: the template rejects the messages.
+    """
+    conversation = [_QUESTION, {"role": "assistant", "content": _ANSWER}, *map(dict, messages)]
+    _, answer, behind = render(conversation, None).partition(_ANSWER)
+    letter = _ANSWER[-1]
+    before, ids = [*encode(letter)], [*encode(letter + behind)]
+    if ids[: len(before)] != before:  # the letter and the text behind it share a token
+        before, ids = [], [*encode(behind)]
+    if not answer or len(ids) == len(before):
+        raise ValueError("the chat template does not show the assistant's content; use one that does")
+    return ids[len(before) :]
+
+
+def _reason(what: str, sentinel: str, render: Callable[[], str]) -> str:
+    try:
+        return "" if sentinel in render() else f"leaves out {what}"
+    except REJECTIONS as error:
+        return f"rejects {what} ({error})"
+
+
+def _refusal(reasons: str) -> str:
+    return (
+        f"expected a chat template that shows tools and their results, got one that {reasons}; give the tokenizer a "
+        "template with tools, or run an agent without tools"
+    )
