@@ -24,7 +24,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -167,11 +167,6 @@ def _rollout(draw: random.Random, step: int, prompt: int, n: int, chars: int = 0
 HUNDRED_THOUSAND = 25
 """Steps of 4,096 trajectories."""
 RARE_REGEX, COMMON_REGEX = r"\bzyzz[a-z]+\b", r"carry \w+ one"
-SQL = {
-    "mean reward by step": "SELECT step, avg(score) FROM trajectories GROUP BY step ORDER BY step",
-    "a word in 25 steps": "SELECT count(*) FROM trajectories WHERE step > {} AND contains(turns, 'carry')",
-}
-SLOW_SQL = "SELECT count(*) FROM trajectories a, trajectories b WHERE contains(a.turns, b.stop_reason)"
 
 
 def measure(outputs: Path, clicks: int) -> None:
@@ -262,7 +257,6 @@ def _pages(url: str, clicks: int, steps: int) -> None:
             click("search", "#tools a[href*='search']")
             browser.write("input[name=text]", "carry")
             click("its hits of a common word", "form.search .primary", "table.hits tbody tr:nth-child(50)")
-            click("SQL", "#tools a[href*='sql']")
         for name, seconds in taken.items():
             _print(name, seconds)
         away = {address for address in browser.requests if not address.startswith((url, "data:", "blob:"))}
@@ -271,7 +265,7 @@ def _pages(url: str, clicks: int, steps: int) -> None:
 
 
 def _searches(url: str, steps: int) -> None:
-    """Seconds of searches and queries, and until the console is free again after a cancelled one."""
+    """Seconds of searches."""
     last = {"first_step": steps - HUNDRED_THOUSAND + 1}
     for name, text, regex in (
         ("a rare word", NEEDLE, False),
@@ -285,10 +279,6 @@ def _searches(url: str, steps: int) -> None:
         _print(f"{name}, all: to the end", list(whole))
     for name, asked in {"word": {"text": "carry"}, "expression": {"text": COMMON_REGEX, "regex": True}}.items():
         _print(f"a common {name}, 50 hits", [_search(url, asked, 50)[1] for _ in range(3)])
-    for name, query in SQL.items():
-        text = query.format(steps - HUNDRED_THOUSAND)
-        _print(f"SQL: {name}", [_seconds(lambda text=text: _ask(url, "sql", query=text)) for _ in range(3)])
-    _print("another query after a cancelled one", [_cancelled(url) for _ in range(3)])
 
 
 def _search(url: str, asked: dict, most: int | None = None) -> tuple[float, float]:
@@ -308,20 +298,6 @@ def _to_the_end(url: str, path: str, asked: dict) -> None:
     """Asks as the page does, until no file is left."""
     while _ask(url, path, **asked)["files_left"]:
         pass
-
-
-def _cancelled(url: str) -> float:
-    """Seconds of a small query that is asked as soon as both places are taken by queries whose caller has gone."""
-    for _ in range(2):
-        with suppress(httpx.ReadTimeout):
-            httpx.get(f"{url}api/sql", params={"run": RUN, "query": SLOW_SQL}, timeout=0.5)
-    started = time.monotonic()
-    while True:
-        reply = httpx.get(f"{url}api/sql", params={"run": RUN, "query": "SELECT 1"}, timeout=60)
-        if reply.status_code != 429:
-            reply.raise_for_status()
-            return time.monotonic() - started
-        time.sleep(0.02)
 
 
 def _ask(url: str, path: str, **parameters: object) -> dict:

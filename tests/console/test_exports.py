@@ -13,7 +13,6 @@ from tests.console.example_run import write_run
 pytestmark = [pytest.mark.slow, pytest.mark.program("chromium")]
 
 PLACE = "run=tidy&step=2&sample=7&rollout=1"
-SQL = "sql?run=tidy&query=SELECT%20step%2C%20count(*)%20AS%20n%20FROM%20trajectories%20GROUP%20BY%20step"
 
 
 @pytest.mark.parametrize(
@@ -44,7 +43,6 @@ SQL = "sql?run=tidy&query=SELECT%20step%2C%20count(*)%20AS%20n%20FROM%20trajecto
             4,
             "kind,code,tool,service,infrastructure,count,rollouts,validation,message",
         ),
-        (SQL, "query.csv", 5, "step,n"),
         (
             "step?run=tidy&step=2",
             "tidy-step-2.csv",

@@ -1,4 +1,4 @@
-"""Ten questions about a run, each answered as a person would: from the list of runs, in at most four clicks."""
+"""Nine questions about a run, each answered as a person would: from the list of runs, in at most four clicks."""
 
 from collections.abc import Callable
 
@@ -154,17 +154,6 @@ def test_the_longest_waits_of_a_step_and_their_cause(person: Person) -> None:
     person.step(30)
     first = "document.querySelector('.slowest li').innerText"
     assert str(person.value(first)).split("\n") == ["10 · 1", "64.0 s", "94 % tools"]
-
-
-def test_the_tokens_where_sampler_and_learner_disagree_most(person: Person) -> None:
-    person.run().link("SQL").link("sampler against learner").sees("difference")
-    assert (
-        person.value("document.querySelector('.sql-rows tbody tr').innerText.split('\\t').slice(1).join()")
-        == "7,1,3,6,-2,-3.5,1.5"
-    )
-    person.click(".sql-rows a.open").sees("Sampler and learner disagree most", "-1.5")
-    assert person.value("document.activeElement.matches('.token') && document.activeElement.innerText") == "6"
-    assert "5 of 7, response" in str(person.value("document.querySelector('.token-details').innerText"))
 
 
 def test_which_weight_versions_wrote_a_trajectory(person: Person) -> None:

@@ -21,14 +21,13 @@ def walk(browser: Browser, url: str, run: str, first: Tags, last: Tags) -> dict[
         "prompt": {"run": run, "sample": first.sample_index},
         "compare": {"run": run, "of": compared},
         "failures": {"run": run},
-        "sql": {"run": run, "query": "SELECT count(*) AS trajectories FROM trajectories"},
         "system": {},
         "try": {},
     }
     said = {}
     for view, parameters in views.items():
         browser.open(f"{url}#/{view}?{urlencode(parameters)}")
-        if view in ("search", "sql"):
+        if view == "search":
             browser.wait("!/ …$|^$/.test(document.querySelector('#main [role=status]').innerText)")
         assert browser.evaluate("!document.querySelector('.problem, .note.bad:not([hidden])')"), (view, browser.text())
         said[view] = browser.text()

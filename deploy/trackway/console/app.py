@@ -1,6 +1,5 @@
 """The console's application: JSON routes over run folders, and the page that shows them."""
 
-import asyncio
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -25,7 +24,6 @@ from trackway.console.replies import (
     RunSummaries,
     SearchPage,
     SpansPage,
-    SqlPage,
     StepPage,
     TokensPage,
     TrajectoryAddress,
@@ -36,7 +34,6 @@ from trackway.console.search import Query as SearchQuery
 from trackway.console.search import search
 from trackway.console.services import service_routes
 from trackway.console.spans import spans_page
-from trackway.console.sql import Statement
 from trackway.console.steps import MOST_ROLLOUTS, step_page
 from trackway.console.tokenizer import Tokenizers
 from trackway.console.trajectory import MOST_TOKENS, Rank, tokens_page, trajectory_page
@@ -44,17 +41,12 @@ from trackway.console.trajectory_files import ParquetReader
 from trackway.serving import ServiceSettings, service_app
 from trackway.serving.auth import RawHeaders
 from trackway.serving.tokens import Caller
-from trackway.wire.errors import ErrorCode, TrackwayError
 
 PAGE = Path(__file__).parent / "page"
 """HTML, CSS and ES modules, served as they are."""
 MOST_RUNS = 200
 MOST_METRICS = 40
 MOST_HITS = 200
-MOST_SQL_CHARS = 8000
-SQL_AT_ONCE = 2
-DISCONNECT_POLL_S = 0.2
-"""Seconds between two looks whether the caller of a query is still there."""
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -87,7 +79,6 @@ def create_app(
 def _routes(runs: Runs, services: list[str]) -> APIRouter:
     router = APIRouter(tags=["console"], generate_unique_id_function=lambda route: route.name)
     reader, results, tokenizers = ParquetReader(), FileResults(), Tokenizers()
-    sql_slots = asyncio.Semaphore(SQL_AT_ONCE)
 
     @router.get("/", include_in_schema=False)
     async def index() -> FileResponse:
@@ -202,24 +193,6 @@ def _routes(runs: Runs, services: list[str]) -> APIRouter:
             validation=validation,
         )
         return search(reader, runs.find(run), query, limit, cursor)
-
-    @router.get("/api/sql", response_model=SqlPage)
-    async def sql(request: Request, run: RunKey, query: Annotated[str, Query(max_length=MOST_SQL_CHARS)]) -> SqlPage:
-        """The rows of one SELECT over a run's trajectories. It ends when the caller closes the connection."""
-        if sql_slots.locked():
-            message = f"expected at most {SQL_AT_ONCE} queries at once, got another; wait for one to end"
-            raise TrackwayError(ErrorCode.OVERLOADED, message)
-        async with sql_slots:
-            statement = Statement(await asyncio.to_thread(runs.find, run), query)
-            running = asyncio.create_task(asyncio.to_thread(statement.run))
-            try:
-                while not running.done():
-                    await asyncio.wait([running], timeout=DISCONNECT_POLL_S)
-                    if await request.is_disconnected():
-                        statement.cancel()
-                return await running
-            finally:
-                statement.cancel()
 
     @router.get("/api/prompt", response_model=PromptPage)
     def one_prompt(run: RunKey, sample: str, validation: Validation = False) -> PromptPage:

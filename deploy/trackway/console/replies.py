@@ -256,28 +256,6 @@ class SearchPage(WireReply):
     """Files that could not be read."""
 
 
-class SqlColumn(WireReply):
-    """A column of the reply to a query."""
-
-    name: str
-    type: str
-    """DuckDB's."""
-
-
-class SqlPage(WireReply):
-    """The rows of a query."""
-
-    columns: list[SqlColumn]
-    rows: list[list[str | int | float | bool | None]]
-    """Lists and structures as JSON text."""
-    truncated: bool
-    """Whether there are more rows than one reply holds."""
-    cut: bool
-    """Whether a text has only its first 2,000 characters, which an ellipsis ends."""
-    unreadable: list[str]
-    """Files that could not be read, with the reason; the rows are of the others."""
-
-
 class PromptRollout(WireReply):
     """A rollout of one prompt."""
 

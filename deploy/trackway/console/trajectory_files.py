@@ -48,11 +48,6 @@ def trajectory_files(folder: RunFolder) -> list[File]:
     return sorted(found, key=lambda file: (file.step, file.validation))
 
 
-def token_value_files(folder: RunFolder) -> list[Path]:
-    """The files of `trackway.save_token_values`, one per step; none without the option."""
-    return sorted((folder.path / TOKEN_VALUES).glob("step_*.parquet"))
-
-
 def token_values_of(folder: RunFolder, step: int) -> File | None:
     """The file of a step's token values; None without one."""
     return _file(folder.path / TOKEN_VALUES / f"step_{step}.parquet", step, False)

@@ -4,7 +4,8 @@ If tokens are configured, a request without one always gets the same 401, whatev
 headers are read. `GET /health` and `GET /ready` alone also answer callers on this machine, as probes.
 
 "On this machine" means a loopback address (Ray Serve's proxy forwards the client's), no header of a reverse proxy, and
-no browser page of another host, by its `Origin` or by a host name that it resolves to this machine.
+no browser page of another host, by its `Origin`, by `Sec-Fetch-Site` (an `<img>` sends no `Origin`), or by a host name
+that resolves to this machine.
 """
 
 from collections.abc import Callable, Iterable
@@ -149,14 +150,18 @@ def _on_this_machine(scope: Scope) -> bool:
     client = scope.get("client")
     if not client or not (client[0] == _TEST_CLIENT or _is_loopback(client[0])):
         return False
+    is_cross_site = has_origin = False
     for name, value in scope["headers"]:
         if name in _PROXY_HEADERS or name.startswith(b"x-forwarded-"):
             return False
-        if name == b"origin" and not _is_local_name(_host_of(value)):
-            return False
+        if name == b"origin":
+            if not _is_local_name(_host_of(value)):
+                return False
+            has_origin = True
         if name == b"host" and not _may_be_ours(_host_of(b"//" + value)):
             return False
-    return True
+        is_cross_site = is_cross_site or (name == b"sec-fetch-site" and value == b"cross-site")
+    return has_origin or not is_cross_site  # a page of localhost:3000 is another site than 127.0.0.1:8000
 
 
 def _may_be_ours(host: str) -> bool:

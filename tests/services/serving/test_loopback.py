@@ -54,6 +54,7 @@ async def test_any_other_is_told_the_remedy(address: str | None, path: str) -> N
         ("Origin", "http://testclient"),
         ("Origin", "null"),
         ("Origin", "http://[::1"),
+        ("Sec-Fetch-Site", "cross-site"),
         ("Host", "rebound.example:8000"),
         ("Host", "127.0.0.1.evil.example"),
         ("Host", "[fd00::2]:8000"),
@@ -72,6 +73,19 @@ async def test_a_page_of_this_machine_is_this_machine(host: str, origin: str | N
     async with client_from("127.0.0.1", app_with({}), host) as client:
         answer = await client.post("/work", headers={"origin": origin} if origin else {})
     assert answer.json() == "worked"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"sec-fetch-site": "none"},
+        {"sec-fetch-site": "same-origin"},
+        {"sec-fetch-site": "cross-site", "origin": "http://localhost:3000"},
+    ],
+)
+async def test_a_browser_on_this_machine_is_local(headers: dict[str, str]) -> None:
+    async with client_from("127.0.0.1", app_with({})) as client:
+        assert (await client.post("/work", headers=headers)).json() == "worked"
 
 
 async def test_behind_a_proxy_that_hides_its_clients_nobody_is_local() -> None:

@@ -4,7 +4,7 @@ import { check } from "./address.js";
 import { ApiError, get, keepToken, link, route, trajectoryLink } from "./api.js";
 import { busy, h, hideTip, redraw, visible } from "./dom.js";
 
-const VIEWS = ["runs", "run", "step", "trajectory", "tokens", "search", "prompt", "compare", "failures", "sql", "system", "try"];
+const VIEWS = ["runs", "run", "step", "trajectory", "tokens", "search", "prompt", "compare", "failures", "system", "try"];
 const POLL_MS = 2000;
 
 const main = document.getElementById("main");
@@ -104,10 +104,10 @@ function frame(view, parameters) {
   if (sample !== undefined && rollout !== undefined) crumbs.push([`${sample} · ${rollout}`, trajectoryLink("trajectory", run, { step, validation: val, sample, rollout })]);
   if (["system", "try"].includes(view)) crumbs.push([view === "try" ? "Try" : "System", null]);
   if (view === "prompt") crumbs.push([`sample ${sample}`, null]);
-  if (["tokens", "search", "compare", "failures", "sql"].includes(view)) crumbs.push([view === "sql" ? "SQL" : view, null]);
+  if (["tokens", "search", "compare", "failures"].includes(view)) crumbs.push([view, null]);
   crumbs.at(-1)[1] = null;
   document.getElementById("crumbs").replaceChildren(...crumbs.map(([text, href]) => name(text, href)));
-  const tools = run ? [["Failures", "failures"], ["Search", "search"], ["SQL", "sql"]] : hasServices ? [["System", "system"], ["Try", "try"]] : [];
+  const tools = run ? [["Failures", "failures"], ["Search", "search"]] : hasServices ? [["System", "system"], ["Try", "try"]] : [];
   document.getElementById("tools").replaceChildren(...tools.map(([text, target]) =>
     h("a", { href: link(target, { run }), "aria-current": target === view ? "page" : null }, text)));
   document.title = `${crumbs.slice(1).map(([text]) => text).join(" · ") || "Runs"} – Trackway`;

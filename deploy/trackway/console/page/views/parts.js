@@ -167,9 +167,9 @@ export const fileName = (run) => run.replaceAll("/", "-");
 const SAVED = "trackway-queries";
 const MOST_SAVED = 30;
 
-function kept(kind) {
+function kept() {
   try {
-    const found = JSON.parse(localStorage.getItem(`${SAVED}-${kind}`) ?? "[]");
+    const found = JSON.parse(localStorage.getItem(SAVED) ?? "[]");
     return Array.isArray(found) ? found.filter((entry) => typeof entry?.name === "string" && entry.parameters) : [];
   } catch {
     return [];
@@ -178,21 +178,20 @@ function kept(kind) {
 
 /**
  * Ready-made queries, and those saved in this browser. ready: [[name, href, title]]; now: [name, parameters] of the
- * present query, which can be saved, or null; to(parameters): its address; more: [[name, href]].
+ * present query, which can be saved, or null; to(parameters): its address.
  */
-export function queries(kind, ready, now, to, more = []) {
+export function queries(ready, now, to) {
   const row = h("div", { class: "queries" });
   const keep = (entries) => {
-    localStorage.setItem(`${SAVED}-${kind}`, JSON.stringify(entries.slice(-MOST_SAVED)));
+    localStorage.setItem(SAVED, JSON.stringify(entries.slice(-MOST_SAVED)));
     draw();
   };
   const draw = () => row.replaceChildren(
     ...ready.map(([name, href, title]) => h("a", { class: "button", href, title }, name)),
-    ...kept(kind).map((entry) => h("span", { class: "chip" }, h("a", { href: to(entry.parameters) }, visible(entry.name)),
-      h("button", { type: "button", class: "plain", "aria-label": `forget ${entry.name}`, onclick: () => keep(kept(kind).filter(({ name }) => name !== entry.name)) }, "×"))),
-    ...(now && !kept(kind).some(({ name }) => name === now[0])
-      ? [h("button", { type: "button", title: "kept in this browser; its address can be sent too", onclick: () => keep([...kept(kind), { name: now[0], parameters: now[1] }]) }, "Save this")] : []),
-    ...more.map(([name, href]) => h("a", { class: "button", href }, name)));
+    ...kept().map((entry) => h("span", { class: "chip" }, h("a", { href: to(entry.parameters) }, visible(entry.name)),
+      h("button", { type: "button", class: "plain", "aria-label": `forget ${entry.name}`, onclick: () => keep(kept().filter(({ name }) => name !== entry.name)) }, "×"))),
+    ...(now && !kept().some(({ name }) => name === now[0])
+      ? [h("button", { type: "button", title: "kept in this browser; its address can be sent too", onclick: () => keep([...kept(), { name: now[0], parameters: now[1] }]) }, "Save this")] : []));
   draw();
   return row;
 }

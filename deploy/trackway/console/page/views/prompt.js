@@ -32,7 +32,7 @@ function overSteps(page, { run, sample, val }) {
   if (!page.rollouts.length && page.files_left) return [title, damaged];
   if (!page.rollouts.length)
     return [title, ...damaged, empty(`No ${page.validation ? "validation" : "step"} of this run has the sample.`, h("a", { href: link("run", { run }) }, "Open a step of the run to choose one"))];
-  const older = page.truncated && h("p", { class: "note" }, `Only the newest ${plural(page.rollouts.length, "rollout")} are shown. For others search by steps, or ask in `, h("a", { href: link("sql", { run, query: `SELECT step, rollout_n, sample_index, validation, score FROM trajectories WHERE sample_index = '${sample.replaceAll("'", "''")}' AND validation = ${page.validation} AND step <= ${Math.min(...steps.keys())} ORDER BY step, rollout_n` }) }, "SQL"), ".");
+  const older = page.truncated && h("p", { class: "note" }, `Only the newest ${plural(page.rollouts.length, "rollout")} are shown. Search by steps for others.`);
   return h("div", { class: "stack" }, title, damaged, older,
     h("article", { class: "message user" }, h("h2", {}, "user"), h("pre", {}, visible(page.prompt))),
     steps.size > 1 && panel("Mean reward of its rollouts", {}, lines({ series: [{ name: "mean reward", steps: means.map(([step]) => step), values: means.map(([, value]) => value) }], height: 150, pick: (step) => (location.hash = link("step", { run, step, val })) })),

@@ -20,8 +20,8 @@ export default async function search(visit) {
   const asked = Object.fromEntries(FIELDS.filter((name) => visit.parameters[name]).map((name) => [name, visit.parameters[name]]));
   const results = h("div", { class: "stack" });
   const page = h("div", { class: "stack" }, h("div", { class: "title" }, h("h1", {}, "Search"), h("span", { class: "dim" }, `${plural(about.files.length, "file")} of trajectories`)), 
-    queries("search", READY.map(([name, parameters, title]) => [name, link("search", { run, ...parameters }), title]), Object.keys(asked).length ? [words(asked), asked] : null,
-      (parameters) => link("search", { run, ...parameters }), [["SQL", link("sql", { run })]]),
+    queries(READY.map(([name, parameters, title]) => [name, link("search", { run, ...parameters }), title]), Object.keys(asked).length ? [words(asked), asked] : null,
+      (parameters) => link("search", { run, ...parameters })),
     form(run, asked, about.metrics), results);
   if (!about.files.length) results.append(empty("No trajectories are written yet.", "They appear after the first step, or after the first validation."));
   else if (Object.keys(asked).length) read(visit, asked, results);
