@@ -439,6 +439,42 @@ def test_search_takes_a_regular_expression_over_each_text(outputs: Path) -> None
     assert (status, code) == (422, "invalid_request") and "expected a regular expression (RE2), got '(?i)4['" in message
 
 
+@pytest.mark.parametrize(
+    ("regex", "count"),
+    [
+        ("abc", 3),
+        (r"\d{4}-\d{2}-\d{2}", 10),
+        ("[ab].{500}c", 502),
+        ("([ab ]{0,30}){30}c", 931),
+        ("(?:(?:a?b? ?){30}){30}", 8190),
+        (r"[]a\]]{3,}x", 4),
+        (r"\{500\}", 5),
+    ],
+)
+def test_states_of_an_expression_are_counted_out(regex: str, count: int) -> None:
+    assert search.states(regex) == count
+
+
+def test_an_expression_of_many_states_is_refused(outputs: Path) -> None:
+    write_run(outputs)
+    status, code, message = refused(outputs, "search", run="tidy", text="(a?b?){200}c", regex=True)
+    assert (status, code) == (422, "invalid_request")
+    assert message.startswith("expected an expression of at most 500 characters") and "got 1001" in message
+
+
+def test_a_search_that_takes_long_goes_on_within_a_file(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(outputs)
+    query = {"run": "tidy", "text": "#### [0-9]+", "regex": True}
+    whole = get(outputs, "search", **query)["hits"]
+    monkeypatch.setattr(search, "_MOST_STEPS", 1)  # a row a query
+    monkeypatch.setattr(search, "BUDGET_S", 0.0)
+    hits, cursor, pages = [], None, 0
+    while pages == 0 or cursor:
+        page = get(outputs, "search", **query, **({"cursor": cursor} if cursor else {}))
+        hits, cursor, pages = hits + page["hits"], page["cursor"], pages + 1
+    assert (hits, pages) == (whole, 9)
+
+
 def test_a_search_reads_files_of_long_texts_in_parts(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_run(outputs)
     queries: list[dict[str, object]] = [

@@ -9,8 +9,8 @@ from trackway.console.trajectory_files import ParquetReader, file_of
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectory_record import from_record
 
-_CHUNK = 128
-"""Trajectories in memory at once."""
+_MOST_ROWS, _MOST_BYTES = 128, 16_000_000
+"""Trajectories in memory at once, and their bytes in the file."""
 _COLUMNS = (
     "sample_index",
     "rollout_n",
@@ -54,19 +54,21 @@ def as_jsonl(
     Raises TrackwayError before the first line.
     """
     file, start = file_of(folder, step, validation), 0
-    while True:
+    part, count = reader.rows_within(file, _MOST_BYTES)
+    part = min(part, _MOST_ROWS)
+    while start < count:
         records = reader.records(
-            "SELECT * FROM read_parquet($file, file_row_number = true) WHERE file_row_number >= $start "
+            "SELECT * EXCLUDE (file_row_number) FROM read_parquet($file, file_row_number = true) "
+            "WHERE file_row_number >= $start AND file_row_number < $end "
             "AND ($sample IS NULL OR CAST(sample_index AS VARCHAR) = $sample) "
-            f"AND ($rollout IS NULL OR rollout_n = $rollout) ORDER BY file_row_number LIMIT {_CHUNK}",
+            "AND ($rollout IS NULL OR rollout_n = $rollout) ORDER BY file_row_number",
             file,
             start=start,
+            end=start + part,
             sample=sample,
             rollout=rollout,
         )
+        start += part
         for record in records:
-            start = record.pop("file_row_number") + 1
             kept = {name: value for name, value in record.items() if value is not None}
             yield from_record(kept).model_dump_json() + "\n"
-        if len(records) < _CHUNK:
-            return

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,11 @@ _CHUNK = 256
 """Candidates read at once from a file."""
 _MOST_TEXT, _MOST_JSON = 8_000_000, 40_000_000
 """Bytes of turns that are read at once for an expression, whose texts are taken out of the JSON, and for calls."""
+_MOST_STATES = 500
+"""States of an expression. RE2 takes up to 15 ns for each state and byte, and DuckDB does not interrupt it."""
+_MOST_STEPS = 80_000_000
+"""States times bytes of one query: about a second."""
+_REGEX_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|[()]|.", re.DOTALL)
 _EVERY = 2**62
 """More rows than a file has."""
 _AROUND = 60
@@ -65,22 +71,29 @@ def search(reader: ParquetReader, folder: RunFolder, query: Query, limit: int, c
     """A page of hits: at most `limit`, from the files that could be searched in BUDGET_S. Raises TrackwayError."""
     if query.is_regex:
         reader.check_regex(in_any_case(query.text))
+        if states(query.text) > _MOST_STATES:
+            message = (
+                f"expected an expression of at most {_MOST_STATES} characters, with repetitions such as {{50}} counted "
+                f"out, got {states(query.text)}; shorten it, or search for a text in it"
+            )
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
     files = [file for file in reversed(trajectory_files(folder)) if _has_step(query, file)]
     at, row = _place(files, cursor)
     hits: list[Hit] = []
     unreadable: list[str] = []
     started, searched, together = time.monotonic(), 0, 1
     while at < len(files):
-        batch = files[at : at + (1 if _is_read_in_parts(reader, files[at], query) else together)]
+        is_alone = query.is_regex or _is_read_in_parts(reader, files[at], query)
+        batch = files[at : at + (1 if is_alone else together)]
         matching, damaged = _matching(reader, batch, query) if len(batch) > 1 else (batch, {})
         unreadable += damaged.values()
         before = len(hits)
         for file in matching:
             try:
                 for number, hit in _hits(reader, file, query, row):
-                    if len(hits) == limit:
+                    if len(hits) == limit or (hit is None and time.monotonic() - started > BUDGET_S):
                         return _page(hits, searched + batch.index(file) + 1, (file, number), unreadable)
-                    hits.append(hit)
+                    hits += [hit] if hit else []
             except TrackwayError as error:
                 unreadable.append(error.message)
             row = 0
@@ -138,8 +151,8 @@ def _has_step(query: Query, file: File) -> bool:
     )
 
 
-def _hits(reader: ParquetReader, file: File, query: Query, start: int) -> Iterator[tuple[int, Hit]]:
-    """The matching trajectories from a row of the file on, each with the number of its row."""
+def _hits(reader: ParquetReader, file: File, query: Query, start: int) -> Iterator[tuple[int, Hit | None]]:
+    """The matching trajectories from a row of the file on, each with the number of its row; None between two parts."""
     where, values = _conditions(query)
     match = f"left(regexp_extract({_MATCHING}[1], $regex), {_MOST_MATCH})" if query.is_regex else "''"
     part, count = _part(reader, file, query)
@@ -166,6 +179,8 @@ def _hits(reader: ParquetReader, file: File, query: Query, start: int) -> Iterat
             if hit is not None:
                 yield row["number"], hit
         start = end if len(rows) < _CHUNK else rows[-1]["number"] + 1
+        if start < count:
+            yield start, None
 
 
 def _rows_of_part(source: str) -> str:
@@ -178,13 +193,12 @@ def _part(reader: ParquetReader, file: File, query: Query) -> tuple[int, int]:
     """Rows of a file that are read at once, and all of them; no bounds for queries that take nothing out of JSON."""
     if not (query.is_regex or query.tool or query.error or query.incident or query.tool_was_right):
         return _EVERY, _EVERY
-    most = _MOST_TEXT if query.is_regex else _MOST_JSON
-    [(size, count)] = reader.query(
-        "SELECT coalesce(sum(total_uncompressed_size), 0), coalesce(sum(row_group_num_rows), 0) "
-        "FROM parquet_metadata($file) WHERE path_in_schema = 'turns'",
-        file,
-    )
-    return (max(1, count * most // max(1, size)), count) if count else (_EVERY, _EVERY)
+    if query.is_regex:  # by characters: a file has the same prompt once
+        [(size, count)] = reader.query(f"SELECT coalesce(sum({_SIZE}), 0), count(*) FROM read_parquet($file)", file)
+        part = max(1, count * min(_MOST_TEXT, _MOST_STEPS // states(query.text)) // max(1, int(size)))
+    else:
+        part, count = reader.rows_within(file, _MOST_JSON, "turns")
+    return (part, count) if count else (_EVERY, _EVERY)
 
 
 def _is_read_in_parts(reader: ParquetReader, file: File, query: Query) -> bool:
@@ -210,6 +224,7 @@ _TEXTS = (
     "json_extract_string(turns, '$[*].messages[*].tool_calls[*].function.arguments'), "
     "[json_extract_string(error, '$.message'), log])"
 )
+_SIZE = "strlen(turns) + strlen(prompt_messages) + coalesce(strlen(error), 0) + coalesce(strlen(log), 0)"
 _MATCHING = f"[text FOR text IN {_TEXTS} IF regexp_matches(text, $regex)]"
 """The texts of a row that match. DuckDB's RE2 takes linear time; Python's `re` need not end."""
 _MESSAGE = "json_extract_string(error, '$.message')"
@@ -301,6 +316,24 @@ def _hit(file: File, row: dict[str, Any], query: Query) -> Hit | None:
         snippet=snippet,
         match=match,
     )
+
+
+def states(regex: str) -> int:
+    """About how many states RE2 makes of an expression that it accepts: repetitions such as `{50}` are written out."""
+    groups: list[int] = []  # the states before each open group
+    total = last = 0  # of the group so far, and of its last part, which a repetition repeats
+    for part in _REGEX_PART.finditer(regex):
+        if part[0] == "(":
+            groups.append(total)
+            total = last = 0
+        elif part[0] == ")" and groups:
+            total, last = groups.pop() + total + 1, total + 1
+        elif part[1] is not None:
+            repeated = last * max(int(part[1]), int(part[2] or 0), 1)
+            total, last = total + repeated - last, repeated
+        else:
+            total, last = total + 1, 1
+    return max(1, total)
 
 
 def in_any_case(regex: str) -> str:

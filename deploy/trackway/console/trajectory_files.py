@@ -86,6 +86,16 @@ class ParquetReader:
         """Names of the file's columns; older files lack some. Raises TrackwayError as `query` does."""
         return {name for name, *_ in self.query("DESCRIBE SELECT * FROM read_parquet($file)", file)}
 
+    def rows_within(self, file: File, size: int, column: str = "") -> tuple[int, int]:
+        """How many rows have about `size` bytes, at least one, in a column or in all; and the rows of the file."""
+        [(total, count)] = self.query(
+            "SELECT coalesce(sum(total_uncompressed_size) FILTER ($column IN ('', path_in_schema)), 0), "
+            "coalesce(sum(row_group_num_rows) FILTER (column_id = 0), 0) FROM parquet_metadata($file)",
+            file,
+            column=column,
+        )
+        return max(1, count * size // max(1, total)), count
+
     def query(self, sql: str, file: File, **values: object) -> list[tuple[Any, ...]]:
         """The rows of a query over `read_parquet($file)`.
 
