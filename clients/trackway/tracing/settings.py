@@ -74,9 +74,9 @@ class TracingSettings(BaseModel):
     """Spans waiting to be encoded; beyond it spans are dropped and counted."""
     schedule_delay_s: float = Field(default=1.0, gt=0)
     """Longest time that a span waits for its batch."""
-    export_timeout_s: float = Field(default=30.0, gt=0)
-    """Timeout of an export; a slower backend counts as down. MLflow itself waits up to 20 s for a locked SQLite
-    database."""
+    export_timeout_s: float = Field(default=120.0, gt=0)
+    """Timeout of an export; a slower backend counts as down. Long, because a backend that gets little of a busy machine
+    must not be sent the same spans again."""
     spool_dir: Path | None = None
     """Folder for spans that a backend cannot take now; they are sent once it recovers. None keeps them in memory."""
     max_spool_bytes: int = Field(default=256 * 1024 * 1024, ge=0)

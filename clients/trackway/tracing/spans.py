@@ -105,6 +105,7 @@ def chat_span(model: str, params: SamplingParams) -> "EnteredSpan":
     attributes: dict[str, Scalar] = {
         names.MODEL: model,
         names.PROVIDER: "trackway",
+        names.MLFLOW_COST: "{}",
         names.TEMPERATURE: params.temperature,
         names.MAX_TOKENS: params.max_tokens,
     }

@@ -65,7 +65,7 @@ def _environment(token: str) -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": token,
         "RAY_agent_register_timeout_ms": "240000",
-        "RAY_worker_niceness": "0",  # Ray's 15 would let every other program go first, the local MLflow at 10 too
+        "RAY_worker_niceness": "0",  # Ray's 15 would let every other program go first, the local MLflow too
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         "RAY_SERVE_LOG_TO_STDERR": "0",
         **http_proxy.ENVIRONMENT,

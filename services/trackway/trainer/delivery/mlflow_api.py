@@ -14,11 +14,13 @@ from trackway.tracing.export.mlflow import DeletedExperiment, credentials, exper
 from trackway.tracing.local_mlflow import client as local_mlflow
 from trackway.trainer.delivery.jobs import Later, Refused
 
-TIMEOUT_S = 30.0
-"""MLflow itself waits 20 s for a locked SQLite database."""
-CREATE_TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
+"""Long, because an MLflow that gets little of a busy machine must not be sent the same again."""
+CREATE_TIMEOUT_S = 120.0
 """Timeout for creating a run. Longer, because a retry after a timed-out but completed request creates a second run."""
 LINK_ATTEMPTS = 3
+ASSESSMENTS = "/api/3.0/trackway/assessments"
+"""Route of the server of a local database (local_mlflow/server_process.py)."""
 UID_TAG = "trackway.run_uid"
 """Tag of an MLflow run with the uid of its Trackway run."""
 
@@ -134,6 +136,17 @@ class MlflowApi:
         if answer.status_code == 500 and "constraint violation" in answer.text:
             return
         _raise_failure(answer)
+
+    def assess_together(self, assessments: Sequence[Mapping[str, JsonValue]]) -> set[str] | None:
+        """Record assessments in one request; the ids (32 hex digits) of traces that have not arrived.
+
+        None when the server takes one value per request, as any but that of a local database does.
+        """
+        answer = self._send("POST", ASSESSMENTS, json={"assessments": [dict(assessment) for assessment in assessments]})
+        if answer.status_code in (404, 405, 501) or isinstance(_failure(answer), Refused):
+            return None
+        _raise_failure(answer)
+        return {str(trace_id).removeprefix("tr-") for trace_id in answer.json()["missing"]}
 
     def close(self) -> None:
         """Close the connection."""

@@ -1,8 +1,8 @@
 """Feedback as assessments of MLflow traces, and links of traces to the run.
 
-MLflow has no route for several values, and its search does not look inside a value. So each value is one request, and
-`feedback.fate = 'used'` and `feedback.reward > 0.5` find their traces. An assessment's id is derived from trace and
-name, so a value that is sent twice is stored once.
+Each value is an assessment of its own, because MLflow's search does not look inside a value: `feedback.fate = 'used'`
+and `feedback.reward > 0.5` find their traces. The server of a local database takes many in one request; MLflow's own
+route takes one. An assessment's id is derived from trace and name, so a value that is sent twice is stored once.
 """
 
 import logging
@@ -25,16 +25,19 @@ TURN_S = 2.0
 """Longest time spent on feedback before the run's status and metrics are sent again."""
 LINKS_PER_CALL = 100
 """MLflow's limit."""
+TRACES_PER_CALL = 200
+"""Traces whose values are sent in one request, where the server takes several."""
 
 
 class MlflowFeedback:
-    """Sends assessments one value at a time."""
+    """Sends links and assessments."""
 
     def __init__(self, api: MlflowApi, deadline_s: float) -> None:
         """`deadline_s`: how long a trace may be missing from a reachable MLflow before its feedback is dropped."""
         self._api = api
         self._deadline_s = deadline_s
         self._missing_since: dict[str, float] = {}
+        self._takes_many = True
 
     def send(self, assessments: list[Assessment], run_id: str | None) -> Sent:
         """Send as many assessments as fit in TURN_S; links are dropped when `run_id` is None."""
@@ -42,6 +45,10 @@ class MlflowFeedback:
         end = time.monotonic() + TURN_S
         try:
             self._link(sent, run_id)
+            if sent.left and self._takes_many:
+                self._takes_many = self._send_together(sent)
+                if self._takes_many:
+                    return sent
             for assessment in list(sent.left):
                 if time.monotonic() > end:
                     break
@@ -63,29 +70,55 @@ class MlflowFeedback:
         unlinked = [replace(assessment, link=False) for assessment in sent.left]
         sent.left = [assessment for assessment in unlinked if assessment.values]
 
+    def _send_together(self, sent: Sent) -> bool:
+        """Send the values in few requests; False when the server takes one value per request."""
+        unsent, waiting = sent.left, list[Assessment]()
+        while unsent:
+            part = unsent[:TRACES_PER_CALL]
+            values = [(assessment.trace_id, *value) for assessment in part for value in assessment.values.items()]
+            missing = self._api.assess_together([assessment_body(*value) for value in values])
+            if missing is None:
+                return False
+            for assessment in part:
+                if assessment.trace_id not in missing:
+                    self._missing_since.pop(assessment.trace_id, None)
+                elif self._still_waits(assessment, sent, "MLflow has not received it"):
+                    waiting.append(assessment)
+            unsent = unsent[TRACES_PER_CALL:]
+            sent.left = [*waiting, *unsent]
+        return True
+
     def _send(self, assessment: Assessment, sent: Sent) -> None:
         """Send the values, and remove the assessment from `sent.left` unless its trace has not arrived."""
         trace_id = assessment.trace_id
         for name, value in assessment.values.items():
             try:
-                self._api.assess(trace_id, _body(trace_id, name, value))
+                self._api.assess(trace_id, assessment_body(trace_id, name, value))
             except NotThere as error:
-                if not self._is_overdue(trace_id):
-                    sent.reason = "the traces of some feedback have not arrived"
+                if self._still_waits(assessment, sent, str(error)):
                     return
-                sent.lost, sent.reason = sent.lost + len(assessment.values), f"no such trace: {error}"
                 break
             except Refused as error:
                 sent.lost, sent.reason = sent.lost + 1, f"feedback {name} for trace {trace_id}: {error}"
         self._missing_since.pop(trace_id, None)
         sent.left.remove(assessment)
 
+    def _still_waits(self, assessment: Assessment, sent: Sent, why: str) -> bool:
+        """Whether to wait for a missing trace; after the deadline its values are lost."""
+        if not self._is_overdue(assessment.trace_id):
+            sent.reason = "the traces of some feedback have not arrived"
+            return True
+        del self._missing_since[assessment.trace_id]
+        sent.lost, sent.reason = sent.lost + len(assessment.values), f"no such trace: {why}"
+        return False
+
     def _is_overdue(self, trace_id: str) -> bool:
         now = time.monotonic()
         return now - self._missing_since.setdefault(trace_id, now) >= self._deadline_s
 
 
-def _body(trace_id: str, name: str, value: Value) -> dict[str, JsonValue]:
+def assessment_body(trace_id: str, name: str, value: Value) -> dict[str, JsonValue]:
+    """A value as MLflow's route takes it."""
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
     is_number = isinstance(value, int | float) and math.isfinite(value)
     return {

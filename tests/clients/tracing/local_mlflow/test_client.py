@@ -158,7 +158,7 @@ def test_six_processes_share_one_server_and_every_span_arrives(shared: str, fold
 @pytest.mark.usefixtures("shared")
 def test_the_server_is_one_process_that_gives_way_to_others(folder: Path) -> None:
     [server] = servers(folder)
-    assert (server.nice(), server.children(recursive=True)) == (10, [])
+    assert (server.nice(), server.children(recursive=True)) == (keeper.NICENESS, [])
 
 
 def test_the_server_refuses_the_name_of_another_host(shared: str) -> None:
@@ -172,7 +172,7 @@ def test_the_server_refuses_the_name_of_another_host(shared: str) -> None:
 def test_the_servers_session_of_its_own_gives_way_to_other_sessions(folder: Path) -> None:
     [server] = servers(folder)
     session, nice = Path(f"/proc/{server.pid}/autogroup").read_text().split(maxsplit=1)
-    assert nice == "nice 10\n"
+    assert nice == f"nice {keeper.NICENESS}\n"
     assert [session] != Path("/proc/self/autogroup").read_text().split()[:1]  # empty: of no session's group
 
 

@@ -10,12 +10,13 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from trackway.system import Backoff
+from trackway.tracing.local_mlflow import client as local_mlflow
 from trackway.trainer.delivery import feedback_queue
 from trackway.trainer.delivery.assessment import Assessment
 from trackway.trainer.delivery.feedback_queue import FeedbackQueue
 from trackway.trainer.delivery.jobs import Later
-from trackway.trainer.delivery.mlflow_api import MlflowApi
-from trackway.trainer.delivery.mlflow_feedback import MlflowFeedback
+from trackway.trainer.delivery.mlflow_api import ASSESSMENTS, MlflowApi
+from trackway.trainer.delivery.mlflow_feedback import MlflowFeedback, assessment_body
 from trackway.trainer.learner.filtering import FilteredBatch, TrainStatus
 from trackway.trainer.traces.feedback import training_feedback
 
@@ -26,8 +27,10 @@ NOT_ARRIVED = (404, "RESOURCE_DOES_NOT_EXIST: no such trace")
 class Server:
     """The routes of MLflow that feedback needs; answers each request with the next of these."""
 
-    def __init__(self, *answers: tuple[int, str]) -> None:
+    def __init__(self, *answers: tuple[int, str], missing: list[str] | None = None) -> None:
+        """`missing` makes it the server of a local database, which lacks these traces at the first request."""
         self.received: list[tuple[str, dict]] = []
+        self._missing = missing
         self._answers = list(answers)
 
     def app(self) -> FastAPI:
@@ -38,6 +41,14 @@ class Server:
             self.received.append((trace_id, (await request.json())["assessment"]))
             status, message = self._answers.pop(0) if self._answers else (200, "")
             return JSONResponse({"message": message}, status)
+
+        if self._missing is not None:
+
+            @app.post(ASSESSMENTS)
+            async def create_together(request: Request) -> dict[str, list[str]]:
+                self.received.append(("together", await request.json()))
+                missing, self._missing = self._missing, []
+                return {"missing": missing or []}
 
         @app.post("/api/2.0/mlflow/traces/link-to-run")
         async def link(request: Request) -> JSONResponse:
@@ -149,21 +160,46 @@ def test_a_value_that_is_not_finite_is_said_in_words(serving, queue: FeedbackQue
     assert [body["feedback"]["value"].lower() for _, body in server.received] == ["nan", "-infinity"]
 
 
+def test_a_local_server_takes_many_values_at_once(serving, queue: FeedbackQueue):
+    traces = [Assessment(f"{number:032x}", "a" * 16, {"reward": 1.0, "fate": "used"}) for number in range(150)]
+    queue.push(traces)
+    server = Server(missing=[f"tr-{0:032x}"])
+    with serving(server.app()) as uri:
+        lost = send(queue, uri)
+
+    assert lost == []
+    assert [
+        sorted({(value["trace_id"], value["assessment_name"]) for value in body["assessments"]})
+        for _, body in server.received
+    ] == [
+        sorted((f"tr-{trace.trace_id}", name) for trace in traces for name in ("reward", "fate")),
+        [(f"tr-{0:032x}", "fate"), (f"tr-{0:032x}", "reward")],
+    ]
+
+
+@pytest.fixture(scope="module", params=["MLflow's own server", "a local database"])
+def server_uri(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A real server."""
+    if request.param == "MLflow's own server":
+        return request.getfixturevalue("mlflow_server")
+    return local_mlflow.server_uri(f"sqlite:///{tmp_path_factory.mktemp('local')}/mlflow.db", linger_s=5)
+
+
 @pytest.mark.slow
 def test_a_real_server_keeps_each_value_once_and_finds_traces_by_it(
-    mlflow_server: str, traced_services, queue: FeedbackQueue
+    server_uri: str, traced_services, queue: FeedbackQueue
 ):
     from mlflow import MlflowClient
 
-    client = MlflowClient(mlflow_server)
+    client = MlflowClient(server_uri)
     experiment = client.create_experiment(f"feedback-{uuid.uuid4().hex}")
-    services = traced_services(mlflow_server, experiment)
+    services = traced_services(server_uri, experiment)
     made = [services.trajectory(1, n) for n in range(3)]
     services.close()
     step = FilteredBatch(made, [TrainStatus.USED, TrainStatus.USED, TrainStatus.ERROR])
     for _ in range(2):
         queue.push(training_feedback(step, [0.7, -0.7]))
-    lost = send(queue, mlflow_server)
+    lost = send(queue, server_uri)
 
     def found(filter_string: str) -> set[str]:
         traces = client.search_traces(locations=[experiment], filter_string=filter_string)
@@ -183,20 +219,45 @@ def test_a_real_server_keeps_each_value_once_and_finds_traces_by_it(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("server_uri", ["a local database"], indirect=True)
+def test_a_local_database_stores_a_batch_and_names_missing_traces(server_uri: str, traced_services):
+    from mlflow import MlflowClient
+
+    client = MlflowClient(server_uri)
+    services = traced_services(server_uri, client.create_experiment(f"feedback-{uuid.uuid4().hex}"))
+    arrived = services.trajectory(1, 0).trace_id
+    services.close()
+    api, missing = MlflowApi(server_uri), os.urandom(16).hex()
+    values = [
+        assessment_body(trace_id, name, value)
+        for trace_id in (arrived, missing)
+        for name, value in (("reward", 1.0), ("fate", "used"))
+    ]
+
+    assert [api.assess_together(values), api.assess_together(values[:2])] == [{missing}, set()]
+    api.close()
+    stored = client.get_trace(f"tr-{arrived}").info.assessments or []
+    assert sorted((stored.name, stored.feedback.value) for stored in stored if stored.feedback) == [
+        ("fate", "used"),
+        ("reward", 1.0),
+    ]
+
+
+@pytest.mark.slow
 def test_a_trace_that_never_arrives_costs_its_feedback_and_nothing_else(
-    mlflow_server: str, traced_services, queue: FeedbackQueue
+    server_uri: str, traced_services, queue: FeedbackQueue
 ):
     from mlflow import MlflowClient
 
-    client = MlflowClient(mlflow_server)
-    services = traced_services(mlflow_server, client.create_experiment(f"feedback-{uuid.uuid4().hex}"))
+    client = MlflowClient(server_uri)
+    services = traced_services(server_uri, client.create_experiment(f"feedback-{uuid.uuid4().hex}"))
     arrived = services.trajectory(1, 0)
     services.close()
     values = {"reward": 1.0, "fate": "used"}
     queue.push([Assessment(os.urandom(16).hex(), "", values), Assessment(arrived.trace_id or "", "", values)])
 
-    lost = send(queue, mlflow_server, deadline_s=0.5)
+    lost = send(queue, server_uri, deadline_s=0.5)
 
     stored = client.get_trace(f"tr-{arrived.trace_id}").info.assessments or []
     assert (len(lost), len(stored)) == (2, 2)
-    assert lost[0].startswith("no such trace: MLflow answered HTTP 404")
+    assert lost[0].startswith("no such trace: MLflow ")
