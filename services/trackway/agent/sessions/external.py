@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import threading
 from asyncio.subprocess import PIPE, STDOUT, Process, SubprocessStreamProtocol
 from collections.abc import Awaitable, Callable, Mapping
@@ -139,8 +140,11 @@ async def run_program(settings: ExternalSettings, access: SessionAccess, episode
     loop = asyncio.get_running_loop()
     program = program_of(settings, access)
     held, holding = os.pipe()
-    with open(holding, "wb", buffering=0) as owner:
+    # A file and not a pipe: a program that ends at once does not break a write, under uvloop a RuntimeError.
+    with open(holding, "wb", buffering=0) as owner, tempfile.TemporaryFile() as row:
         try:
+            row.write(episode.sample.model_dump_json(exclude_none=True).encode())
+            row.seek(0)
             if settings.folder is not None and not settings.folder.is_dir():
                 message = (
                     f"external.folder: expected a folder, got {str(settings.folder)!r}; create it or correct the path"
@@ -149,7 +153,7 @@ async def run_program(settings: ExternalSettings, access: SessionAccess, episode
             transport, protocol = await loop.subprocess_exec(
                 lambda: SubprocessStreamProtocol(_READ_BYTES, loop),
                 *guarded(program, held),
-                stdin=PIPE,
+                stdin=row,
                 stdout=PIPE,
                 stderr=STDOUT,
                 cwd=settings.folder,
@@ -163,13 +167,9 @@ async def run_program(settings: ExternalSettings, access: SessionAccess, episode
         finally:
             os.close(held)
         process = Process(transport, protocol, loop)
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout is not None
         reading = asyncio.create_task(_last(process.stdout, settings.max_output_bytes, episode))
         try:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it need not read the row
-                process.stdin.write(episode.sample.model_dump_json(exclude_none=True).encode())
-                await process.stdin.drain()
-            process.stdin.close()
             code = await process.wait()
         finally:
             try:

@@ -39,6 +39,12 @@ EXAMPLES = Path(__file__).parents[4] / "examples" / "agents"
 SCRIPT = EXAMPLES / "openai_script.py"
 AGAIN = call("calculator", '{"expression": "18*1"}') + END
 
+LOOPS = [
+    pytest.param(("asyncio", {"use_uvloop": is_uvloop}), id=name)
+    for name, is_uvloop in (("asyncio", False), ("uvloop", True))
+]
+"""Ray Serve and uvicorn run the service under uvloop."""
+
 
 def python(code: str, **settings: object) -> ExternalSettings:
     """An agent that runs this Python code."""
@@ -132,6 +138,29 @@ async def test_a_program_that_fails_leaves_its_trajectory_out_and_says_why(servi
 
     assert trajectory.error is not None and trajectory.error.code is ErrorCode.AGENT_FAILED
     assert "got 1; it said last: no such model" in trajectory.error.message
+
+
+@pytest.mark.parametrize("anyio_backend", LOOPS)
+async def test_programs_that_end_at_once_fail_by_their_last_words(serving: Serve) -> None:
+    command = ["sh", "-c", "echo bye >&2; exit 3"]
+    large = "a row larger than a pipe: " + "x" * 200_000
+    async with serving(ExternalSettings(command=command, max_running=16)) as services:
+        trajectories = await services.run(group("external", n=16, sample__extra_info__note=large))
+
+    said = "expected the agent's program 'sh' to exit with 0, got 3; it said last: bye"
+    assert [own.error and (own.error.code, own.error.message) for own in trajectories] == [
+        (ErrorCode.AGENT_FAILED, said)
+    ] * 16
+    assert [own.log for own in trajectories] == ["bye\n"] * 16
+
+
+@pytest.mark.parametrize("anyio_backend", LOOPS)
+async def test_a_program_reads_a_row_larger_than_a_pipe(serving: Serve) -> None:
+    code = "import json, sys; print(len(json.load(sys.stdin)['extra_info']['note']), repr(sys.stdin.read()))"
+    async with serving(python(code)) as services:
+        trajectory = await services.say(agent_name="external", sample__extra_info__note="x" * 200_000)
+
+    assert trajectory.log == "200000 ''\n"
 
 
 async def test_a_program_that_ends_without_a_call_fails_and_is_told_what_to_check(serving: Serve) -> None:
