@@ -2,9 +2,10 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from fastapi import Response
+from fastapi import Request, Response
 from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
@@ -25,13 +26,38 @@ class Recorded(NamedTuple):
     """None for a text completion."""
 
 
+@dataclass(eq=False)
+class Answer:
+    """The answer to a call, which retries of the call get too."""
+
+    recorded: "asyncio.Future[Recorded | None]"
+    """None when the client left before the end."""
+    clients: int = 1
+    """Connected clients that wait for it."""
+    retries: int = 0
+
+    @property
+    def complete(self) -> Recorded:
+        """The record. Raises ValueError before it is complete."""
+        recorded = self.recorded.result() if self.recorded.done() else None
+        if recorded is None:
+            raise ValueError("expected an answered call, got one without its record")
+        return recorded
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is complete, and the connection broke before its client was sent the end."""
+        recorded = self.recorded.result() if self.recorded.done() and not self.clients else None
+        return recorded is not None and not all(node.delivered for node in recorded.nodes)
+
+
 class DeliveredResponse(Response):
-    """Sends a response, and marks its nodes as delivered when the client was sent the end."""
+    """Sends a response, and marks its nodes as delivered when a connected client was sent the end."""
 
     def __init__(
         self,
         response: Response,
-        answer: "asyncio.Future[Recorded | None]",
+        answer: Answer,
         left: Callable[[], None],
         before_send: Callable[[], None] = lambda: None,
     ) -> None:
@@ -42,7 +68,7 @@ class DeliveredResponse(Response):
         async def watched(message: AsgiMessage) -> None:
             if message["type"] == "http.response.body":
                 self._before_send()
-                if not message.get("more_body", False):
+                if not message.get("more_body", False) and not await Request(scope, receive).is_disconnected():
                     self._deliver()
             await send(message)
 
@@ -52,7 +78,7 @@ class DeliveredResponse(Response):
             self._left()
 
     def _deliver(self) -> None:
-        recorded = self._answer.result() if self._answer.done() else None
+        recorded = self._answer.recorded.result() if self._answer.recorded.done() else None
         for node in recorded.nodes if recorded is not None else []:
             node.delivered = True
 

@@ -6,6 +6,7 @@ import httpx
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
+from trackway.agent.sessions.session import RETRY_COUNT
 from trackway.agent.sessions.store import Sessions, replica_of, session_of
 from trackway.clients.base import ServiceClient
 from trackway.clients.token import authorization
@@ -19,7 +20,10 @@ from trackway.wire.headers import REPLICA
 PASSED_ON = "x-trackway-passed-on"
 """Set on a call that was passed on, which is not passed on again."""
 
-_KEPT = ("accept", "content-type", "authorization", "x-api-key", "anthropic-version", "anthropic-beta", "user-agent")
+_KEPT = (
+    *("accept", "content-type", "authorization", "x-api-key", "anthropic-version", "anthropic-beta", "user-agent"),
+    RETRY_COUNT,
+)
 """Headers of a call that are passed on, beside the agent's own session ids."""
 _ANSWERED = ("allow", "content-type", "x-should-retry", "retry-after")
 """Headers of an answer that are passed on."""

@@ -1,14 +1,16 @@
 """One session: its calls of the model, each placed in the token graph, generated under its root span, and recorded.
 
-The same body again is a retry and is answered from the record, `stream` aside: clients keep no count across their own
-retries. Sampling is the run's. A call beyond a bound is refused, and the session ends with the bound's name. A call of
-which nothing was recorded, such as one that the engine refused, does not count.
+A retry is answered from the record: the same body again, `stream` aside, after a connection that broke before the whole
+answer was sent, or with a header `x-stainless-retry-count` above 0, as OpenAI's and Anthropic's clients send it. Any
+other call with the same body is a new one. Sampling is the run's. A call beyond a bound is refused, and the session
+ends with the bound's name. A call of which nothing was recorded, such as one that the engine refused, does not count.
 """
 
 import asyncio
 import hashlib
 import itertools
 import secrets
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ from opentelemetry import trace
 
 from trackway.agent.episode import Episode
 from trackway.agent.sessions.chat_reader import ChatReader
-from trackway.agent.sessions.delivery import DeliveredResponse, Recorded, WaitingStream
+from trackway.agent.sessions.delivery import Answer, DeliveredResponse, Recorded, WaitingStream
 from trackway.agent.sessions.graph import Conversation, Conversations, Place, Sampled, TokenGraph
 from trackway.agent.sessions.messages import is_auxiliary, joined_turns, meaning, text_of
 from trackway.agent.sessions.token_budget import TokenBudget
@@ -64,6 +66,8 @@ _MAX_ATTRIBUTES = 32
 _MAX_ATTRIBUTE_CHARS = 256
 _MAX_FIELDS = 64
 _MAX_FIELD_CHARS = 64
+RETRY_COUNT = "x-stainless-retry-count"
+"""Header in which OpenAI's and Anthropic's clients count the retries of a call."""
 _BESIDE = 8
 """Retries and token counts that a session answers, for each of its `bounds.max_calls`."""
 
@@ -86,11 +90,24 @@ class CallInProgress:
     request: Request
     stream: bool
     """Whether to send it as events."""
-    answer: "asyncio.Future[Recorded | None]"
+    answer: Answer
+    repeats: Answer | None = None
+    """The answer to the call that it is a retry of."""
     reserved: int = 0
     """Tokens of the session's budget."""
     recorded: bool = False
     """Whether the graph has something of it."""
+
+    @classmethod
+    def begin(cls, request: Request, *, stream: bool) -> "CallInProgress":
+        """A call that has not been answered."""
+        return cls(request, stream, Answer(asyncio.get_running_loop().create_future()))
+
+    @property
+    def is_retry(self) -> bool:
+        """Whether its client says so."""
+        count = self.request.headers.get(RETRY_COUNT, "")
+        return count.isdecimal() and count.strip("0") != ""
 
 
 class Session:
@@ -126,8 +143,10 @@ class Session:
         self._guides = formats == "guide"
         self._context = own_context()
         self._root = trace.get_current_span().get_span_context()
-        self._answers: dict[bytes, asyncio.Future[Recorded | None]] = {}
-        """By the body of the call: its record, or None when its client left before the end."""
+        self._answers: dict[bytes, list[Answer]] = {}
+        """By the body of the call: those in progress or recorded, in their order."""
+        self._left: deque[bytes] = deque(maxlen=bounds.max_calls)
+        """The bodies of calls whose client left before the end: their retries are generated."""
         self._responses: dict[str, list[ChatMessage]] = {}
         """The messages of each answered response, its own included, by its id."""
         self._conversations = Conversations()
@@ -232,20 +251,20 @@ class Session:
                 template; the errors of generation.
         """
         return await self._answered(
-            CallInProgress(request, stream, asyncio.get_running_loop().create_future()),
+            CallInProgress.begin(request, stream=stream),
             body,
             lambda call: self._chat(call, chat, build),
-            lambda recorded: self._chat_again(recorded, chat, build, stream=stream),
+            lambda answer: self._chat_again(answer, chat, build, stream=stream),
             lambda error: build(chat, self.tokenizer, []).failed(error),
         )
 
     async def complete(self, request: Request, asked: CompletionRequest, body: str) -> Response:
         """The response to a call of text completions; arguments and errors as in `answer`."""
         return await self._answered(
-            CallInProgress(request, asked.stream, asyncio.get_running_loop().create_future()),
+            CallInProgress.begin(request, stream=asked.stream),
             body,
             lambda call: self._completion(call, asked),
-            lambda recorded: self._completion_again(recorded, asked),
+            lambda answer: self._completion_again(answer, asked),
             lambda error: CompletionResponseBuilder(asked, self.tokenizer, [[]]).failed(error),
         )
 
@@ -254,34 +273,58 @@ class Session:
         call: CallInProgress,
         body: str,
         first: Callable[[CallInProgress], Awaitable[Response]],
-        again: Callable[[Recorded], Awaitable[Response]],
+        again: Callable[[Answer], Awaitable[Response]],
         failed: Failed,
     ) -> Response:
         key = hashlib.sha256(body.encode()).digest()
-        while (answered := self._answers.get(key)) is not None:
+        call.repeats = call.repeats or self._repeated(key, call)
+        if call.repeats is not None:
+            call.repeats.clients += 1
             try:
                 async with asyncio.timeout(KEEP_ALIVE_S if call.stream else None):
-                    recorded = await while_connected(call.request, _result(answered))
+                    recorded = await while_connected(call.request, _result(call.repeats.recorded))
+                if recorded is not None:
+                    self._admit_beside()
+                    return await again(call.repeats)
             except TimeoutError:
                 return WaitingStream(lambda: self._answered(call, body, first, again, failed), failed)
-            if recorded is not None:
-                self._admit_beside()
-                return await again(recorded)
+            finally:
+                call.repeats.clients -= 1
+            if key in self._left:
+                self._left.remove(key)  # this call is generated in its place
         self._admit()
-        self._answers[key] = call.answer
+        answers = self._answers.setdefault(key, [])
+        answers.append(call.answer)
 
         def left() -> None:
             self._budget.release(call.reserved)
             self._calls -= not call.recorded
-            if not call.answer.done():
-                del self._answers[key]
-                call.answer.set_result(None)
+            call.answer.clients -= 1
+            if not call.answer.recorded.done():
+                answers.remove(call.answer)
+                if not answers:
+                    del self._answers[key]
+                self._left.append(key)
+                call.answer.recorded.set_result(None)
 
         try:
             return DeliveredResponse(await first(call), call.answer, left)
         except BaseException:
             left()
             raise
+
+    def _repeated(self, key: bytes, call: CallInProgress) -> Answer | None:
+        """The answer to the call of this body that the call is a retry of; None for another call."""
+        answers = self._answers.get(key, [])
+        lost = next((answer for answer in answers if answer.is_lost), None)
+        if lost is None and call.is_retry and key in self._left:
+            self._left.remove(key)
+        elif lost is None and call.is_retry and answers:
+            # Each of several calls in progress with one body may be retried.
+            in_progress = [answer for answer in answers if answer.clients]
+            lost = min(reversed(in_progress), key=lambda answer: answer.retries, default=answers[-1])
+            lost.retries += 1
+        return lost
 
     def _admit(self) -> None:
         """Raise INVALID_REQUEST when no further call is taken."""
@@ -328,7 +371,7 @@ class Session:
                 if not auxiliary:
                     self.conversation = self._responses[builder.id]
                 self._sampled_nodes[builder.id] = nodes
-                call.answer.set_result(Recorded(number, deltas, nodes, conversation))
+                call.answer.recorded.set_result(Recorded(number, deltas, nodes, conversation))
 
         return await self._respond(call, chat, builder, [placed], most, record)
 
@@ -362,7 +405,7 @@ class Session:
                     written = self.tokenizer.decode(node.ids, skip_special_tokens=False)
                     self.graph.continue_text(node, prompt + written if isinstance(prompt, str) else None)
                 self._sampled_nodes[builder.id] = nodes
-                call.answer.set_result(Recorded(number, deltas, nodes, None))
+                call.answer.recorded.set_result(Recorded(number, deltas, nodes, None))
 
         return await self._respond(call, asked, builder, placed, most, record)
 
@@ -419,9 +462,10 @@ class Session:
         context = self._context.copy()
         return await respond(call.request, model, builder, jobs, stream=call.stream, record=record, context=context)
 
-    async def _chat_again(self, recorded: Recorded, chat: ChatRequest, build: Build, *, stream: bool) -> Response:
+    async def _chat_again(self, answer: Answer, chat: ChatRequest, build: Build, *, stream: bool) -> Response:
         """The recorded answer; its new ids of tool calls continue the same nodes."""
-        builder = build(self._forced_chat(chat), self.tokenizer, self._repeated(recorded)[0])
+        recorded = answer.complete
+        builder = build(self._forced_chat(chat), self.tokenizer, self._prompts_again(recorded)[0])
         messages = joined_turns(chat.messages)
 
         def renamed() -> None:
@@ -431,26 +475,29 @@ class Session:
                 assert recorded.conversation is not None
                 self._continue(node, recorded.conversation, echo, delta)
 
-        return await self._respond_again(recorded, builder, renamed, stream=stream)
+        return await self._respond_again(answer, builder, renamed, stream=stream)
 
-    async def _completion_again(self, recorded: Recorded, asked: CompletionRequest) -> Response:
-        prompts = self._repeated(recorded)[:: asked.n]
+    async def _completion_again(self, answer: Answer, asked: CompletionRequest) -> Response:
+        prompts = self._prompts_again(answer.complete)[:: asked.n]
         builder = CompletionResponseBuilder(self._forced(asked), self.tokenizer, prompts)
-        return await self._respond_again(recorded, builder, lambda: None, stream=asked.stream)
+        return await self._respond_again(answer, builder, lambda: None, stream=asked.stream)
 
-    def _repeated(self, recorded: Recorded) -> list[list[int]]:
+    def _prompts_again(self, recorded: Recorded) -> list[list[int]]:
         """The prompt of each choice; the call is noted as a retry."""
         self.graph.beside(NodeKind.RETRY, self._number(), repeats=recorded.number)
         return [self.graph.ids(node.parent) for node in recorded.nodes]
 
     async def _respond_again(
-        self, recorded: Recorded, builder: ResponseBuilder, before_send: Callable[[], None], *, stream: bool
+        self, answer: Answer, builder: ResponseBuilder, before_send: Callable[[], None], *, stream: bool
     ) -> Response:
-        answer: asyncio.Future[Recorded | None] = asyncio.get_running_loop().create_future()
-        answer.set_result(recorded)
-        self._sampled_nodes[builder.id] = recorded.nodes
-        response = await respond_again(builder, recorded.deltas, stream=stream)
-        return DeliveredResponse(response, answer, lambda: None, before_send)
+        self._sampled_nodes[builder.id] = answer.complete.nodes
+        response = await respond_again(builder, answer.complete.deltas, stream=stream)
+        answer.clients += 1
+
+        def left() -> None:
+            answer.clients -= 1
+
+        return DeliveredResponse(response, answer, left, before_send)
 
     async def _rendered(self, place: Place, chat: ChatRequest) -> list[int]:
         """The ids that the call adds behind its parent, or the whole prompt."""

@@ -71,7 +71,7 @@ async def test_a_call_after_the_end_has_the_error_of_fastapis_route(services: Ag
 
 
 async def test_calls_count_under_the_documented_path(services: AgentServices) -> None:
-    access = await opened(services, ANSWER)
+    access = await opened(services, ANSWER, ANSWER)
     for kind in (JSON, OTHER_JSON):
         await answered(services, f"/sessions/{access.session_id}/v1/chat/completions", kind, BODIES["chat/completions"])
 

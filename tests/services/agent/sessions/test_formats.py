@@ -16,6 +16,7 @@ from tests.services.agent.sessions.test_session import (
     TOOLS,
     ended,
     opened,
+    retry,
     state,
 )
 from trackway.trainer.learner.filtering import TrainStatus, train_status
@@ -28,10 +29,12 @@ FUNCTION = {"type": "function", "name": "calculator", "parameters": {}}
 TOOL = {"name": "calculator", "input_schema": {}}
 
 
-async def post(services: AgentServices, access: SessionAccess, route: str, **body: Any) -> dict[str, Any]:
+async def post(
+    services: AgentServices, access: SessionAccess, route: str, retries: int = 0, **body: Any
+) -> dict[str, Any]:
     """The answer; that of a stream is put together again."""
     path = f"/sessions/{access.session_id}/v1/{route}"
-    response = await services.client.post(path, json={"model": "any", **body})
+    response = await services.client.post(path, json={"model": "any", **body}, headers=retry(retries))
     assert response.status_code == 200, response.text
     if not body.get("stream"):
         return response.json()
@@ -132,14 +135,14 @@ REPEATED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("first_streamed", [False, True])
 @pytest.mark.parametrize("route", REPEATED)
-async def test_the_same_body_again_is_answered_from_the_record_streamed_or_not(
+async def test_a_retry_is_answered_from_the_record_streamed_or_not(
     services: AgentServices, route: str, first_streamed: bool
 ) -> None:
     access, body = await opened(services, COUNT, ANSWER), REPEATED[route]
 
     answers = [
-        await post(services, access, route, **body, stream=stream)
-        for stream in (first_streamed, not first_streamed, first_streamed)
+        await post(services, access, route, retries, **body, stream=stream)
+        for retries, stream in enumerate((first_streamed, not first_streamed, first_streamed))
     ]
 
     assert [said(answer) for answer in answers] == [["I will count.", json.loads(ARGUMENTS)]] * 3
@@ -257,7 +260,10 @@ async def test_a_format_that_is_only_noted_guides_nothing_and_its_answer_is_trai
     access = await opened(services, answer, formats="note")
     path, (body, field) = f"/sessions/{access.session_id}/v1/{route}", FORMATS[route]
     asked = {"model": "any", **body}
-    replies = [await services.client.post(path, json={**asked, "stream": flag}) for flag in (stream, False)]
+    replies = [
+        await services.client.post(path, json={**asked, "stream": flag}, headers=retry(retries))
+        for retries, flag in enumerate((stream, False))
+    ]
     seen = await state(services, access)
     trajectory = await ended(services, access)
 

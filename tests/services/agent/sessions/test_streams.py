@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from tests.services.agent.sessions.test_session import (
     ended,
     message_of,
     opened,
+    retry,
     state,
 )
 from tests.services.agent.streaming_transport import StreamingTransport, scope_of
@@ -167,13 +169,94 @@ async def retried(
     url = f"http://agent/sessions/{access.session_id}/v1/{route}"
     async with (
         httpx.AsyncClient(transport=StreamingTransport(services.agent)) as client,
-        client.stream("POST", url, json=body) as response,
+        client.stream("POST", url, json=body, headers=retry(1)) as response,
     ):
         kind = response.headers["content-type"].partition(";")[0]
         assert (response.status_code, kind) == (200, "text/event-stream")
         lines = response.aiter_lines()
         assert [await anext(lines) for _ in range(6)] == [": keep-alive", ""] * 3
         yield lines
+
+
+def texts_of(answer: str) -> str:
+    """The text of an answer, whole or streamed, in any route's format."""
+    texts = re.findall(r'"(?:text|content|delta)":"([^"]*)"', answer)
+    return "".join(texts) if "data: " in answer else texts[0]
+
+
+VOTES = ["#### 1", "#### 2", "#### 3"]
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["chat/completions", "completions", "responses", "messages"])
+async def test_parallel_equal_calls_are_answered_one_by_one(
+    services: AgentServices, route: str, stream: bool, is_fast: bool
+) -> None:
+    access = await opened(services, *(vote + END for vote in (*VOTES, *VOTES)))
+    body = {"model": "any", "max_tokens": 64, "stream": stream, **VOTED[route]}
+    url = f"/sessions/{access.session_id}/v1/{route}"
+    kind = {"content-type": "application/json" if is_fast else "application/json; charset=utf-8"}
+
+    parallel = await asyncio.gather(*(services.client.post(url, content=json.dumps(body), headers=kind) for _ in VOTES))
+    one_by_one = [await services.client.post(url, content=json.dumps(body), headers=kind) for _ in VOTES]
+
+    for answers in (parallel, one_by_one):
+        assert [answer.status_code for answer in answers] == [200] * 3
+        assert sorted(texts_of(answer.text)[-len(VOTES[0]) :] for answer in answers) == VOTES
+    encode = services.model.encode
+    rows = sorted((row.response_ids for row in (await ended(services, access)).rows), reverse=False)
+    assert rows == sorted([encode(vote + END) for vote in VOTES] * 2)
+
+
+@pytest.mark.usefixtures("soon")
+async def test_each_vote_whose_client_left_has_a_retry_of_its_own(
+    services: AgentServices, model: "asyncio.Queue[None]"
+) -> None:
+    access = await opened(services, *(vote + END for vote in (*VOTES, *VOTES)))
+    for left in range(3):
+        say(model, 1)
+        async with streamed(services, access) as texts:
+            await taken(texts, 1)
+        await until(lambda left=left: len(services.model.aborted) == left + 1)
+
+    say(model, 3 * len(VOTES[0] + END))
+    answers = await asyncio.gather(*(chat(services, access, QUESTION, retries=1) for _ in VOTES))
+
+    assert sorted(message_of(answer)["content"] for answer in answers) == VOTES
+    assert NodeKind.RETRY not in [node.kind for node in (await state(services, access)).nodes]
+
+
+@pytest.mark.usefixtures("soon")
+async def test_each_vote_in_progress_may_be_retried(services: AgentServices, model: "asyncio.Queue[None]") -> None:
+    """As by clients behind a proxy that keeps the connections of those that have left."""
+    access = await opened(services, *(vote + END for vote in VOTES))
+    calls = [asyncio.create_task(chat(services, access, QUESTION, max_tokens=64)) for _ in VOTES]
+    await until(lambda: len(services.model.requests) == 3)
+    async with AsyncExitStack() as stack:
+        retries = [await stack.enter_async_context(retried(services, access, "chat/completions")) for _ in VOTES]
+        say(model, 3 * len(VOTES[0] + END))
+        again = ["\n".join([line async for line in lines]) for lines in retries]
+
+    assert sorted(message_of(answer)["content"] for answer in await asyncio.gather(*calls)) == VOTES
+    assert sorted(map(texts_of, again)) == VOTES
+    assert len(services.model.requests) == 3
+
+
+async def test_an_answer_that_found_no_client_is_kept_for_the_same_body(services: AgentServices) -> None:
+    access = await opened(services, "#### 1" + END, "#### 2" + END)
+    await answered_a_client_that_left(services, access)
+    lost = (await state(services, access)).nodes[-1]
+
+    answers = [message_of(await chat(services, access, QUESTION))["content"] for _ in range(2)]
+
+    assert (lost.finish_reason, lost.delivered) == ("stop", False)
+    assert answers == ["#### 1", "#### 2"]
+    kinds = [node.kind for node in (await state(services, access)).nodes]
+    assert kinds == [NodeKind.PROMPT, NodeKind.SAMPLED, NodeKind.RETRY, NodeKind.SAMPLED]
+    encode = services.model.encode
+    rows = [row.response_ids for row in (await ended(services, access)).rows]
+    assert rows == [encode("#### 1" + END), encode("#### 2" + END)]
 
 
 async def answered_a_client_that_left(services: AgentServices, access: SessionAccess, **body: Any) -> int:
@@ -197,6 +280,10 @@ ROUTES = {
     "completions": {"prompt": "9+9?"},
     "messages": {"messages": QUESTION},
 }
+
+
+VOTED = {**ROUTES, "responses": {"input": "9+9?"}}
+VOTED["responses"]["max_output_tokens"] = 64
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -234,7 +321,7 @@ async def test_a_client_that_leaves_while_its_retry_waits_leaves_nothing_behind(
     say(model, len(ANSWER))
 
     assert message_of(await first)["content"] == "#### 18"
-    assert message_of(await chat(services, access, QUESTION, max_tokens=64))["content"] == "#### 18"
+    assert message_of(await chat(services, access, QUESTION, retries=1, max_tokens=64))["content"] == "#### 18"
     kinds = [node.kind for node in (await state(services, access)).nodes]
     assert kinds == [NodeKind.PROMPT, NodeKind.SAMPLED, NodeKind.RETRY]
     assert (await ended(services, access)).response_ids == services.model.encode(ANSWER)
