@@ -86,6 +86,8 @@ def _apply_part(file: BinaryIO, words: Words) -> None:
     if len(header) != 4 * _COUNTS:
         raise ValueError("its end")
     count, *lengths = np.frombuffer(header, "<u4").tolist()
+    if count > len(words):
+        raise ValueError(f"{count} changes of {len(words)} words")
     planes = list(_planes(file, lengths, count))
     gaps, signed = np.zeros((count, 4), np.uint8), np.zeros((count, 2), np.uint8)
     for index, plane in enumerate(planes[:_GAP_PLANES]):
@@ -99,7 +101,8 @@ def _apply_part(file: BinaryIO, words: Words) -> None:
 
 def _planes(file: BinaryIO, lengths: list[int], count: int) -> Iterator[Bytes]:
     for length in lengths:
-        plane = np.frombuffer(zlib.decompress(file.read(length), bufsize=max(count, 1)), np.uint8)
+        # One byte more than expected: a small plane could be of gigabytes.
+        plane = np.frombuffer(zlib.decompressobj().decompress(file.read(length), count + 1), np.uint8)
         if len(plane) != count:
             raise ValueError(f"{len(plane)} bytes of {count} words")
         yield plane

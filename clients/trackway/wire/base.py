@@ -12,7 +12,7 @@ Every list of a request sets `fail_fast`, because pydantic otherwise collects an
 import math
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
 from pydantic_core import PydanticCustomError
 
 NON_FINITE: Literal["strings"] = "strings"
@@ -37,6 +37,18 @@ Float = Annotated[Finite, BeforeValidator(_no_bool)]
 
 TokenId = Annotated[int, Strict()]
 """An item of a long list of whole numbers: true and false are refused, without a Python call per item."""
+
+
+def _inside(path: str) -> str:
+    parts = path.split("/")
+    if any(part in ("", ".", "..") for part in parts) or "\\" in path or not path.isprintable():
+        message = "expected a path inside the folder, such as model.safetensors, got {path}"
+        raise PydanticCustomError("relative_path", message, {"path": repr(path)[:200]})
+    return path
+
+
+RelativePath = Annotated[str, AfterValidator(_inside)]
+"""A path of a file that stays inside the folder to which it is relative."""
 
 
 def named_number(value: float) -> float | str:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from trackway.wire.base import WireReply
+from trackway.wire.base import RelativePath, WireReply
 
 UpdateMode = Literal["keep", "wait", "abort"]
 """Requests in flight when weights change: they continue, finish first, or are aborted and continued."""
@@ -16,9 +16,9 @@ TransportName = Literal["store", "ipc"]
 class FileDigest(WireReply):
     """One file and its expected digest."""
 
-    name: str
-    """Path relative to the folder of its manifest."""
-    size: int
+    name: RelativePath
+    """Relative to the folder of its manifest."""
+    size: int = Field(ge=0)
     """Bytes."""
     sha256: str
 

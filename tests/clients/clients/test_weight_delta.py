@@ -1,5 +1,7 @@
 """Deltas of weight files: exact to the bit, small where little changes, refused where they are damaged."""
 
+import tracemalloc
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -99,3 +101,23 @@ def test_a_damaged_delta_is_an_error_that_names_it(
         apply(delta, written(tmp_path, "base", base))
 
     assert raised.value.code is ErrorCode.WEIGHTS_CORRUPT
+
+
+def bomb(count: int, plane: bytes) -> bytes:
+    compressed = zlib.compress(plane)
+    lengths = [len(compressed)] * 5
+    return np.array([count, *lengths], "<u4").tobytes() + 5 * compressed
+
+
+@pytest.mark.parametrize("count", [10, 2**32 - 1])
+def test_a_delta_of_gigabytes_is_refused_before_it_is_read(tmp_path: Path, count: int) -> None:
+    delta = tmp_path / "model.delta"
+    delta.write_bytes(bomb(count, bytes(100_000_000)))
+
+    tracemalloc.start()
+    with pytest.raises(TrackwayError, match="11 bytes of 10 words" if count == 10 else "4294967295 changes of 100 "):
+        apply(delta, written(tmp_path, "base", np.zeros(100, np.uint16)))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert peak < 2_000_000

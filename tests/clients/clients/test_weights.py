@@ -507,6 +507,25 @@ def edit_manifest(store: WeightStore, version: int, old: bytes, new: bytes) -> N
     store._fs.pipe_file(path, content.replace(old, new))
 
 
+@pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/../../x", "", "a//b", ".", "a\\b", "a\nb"])
+@pytest.mark.parametrize("place", ["whole", "delta"])
+def test_a_file_name_that_leaves_the_folder_is_refused(
+    store: WeightStore, source: Path, tmp_path: Path, name: str, place: str
+) -> None:
+    publish_deltas(store, source, [0, 5])
+    version, old = (1, "model.safetensors") if place == "whole" else (2, "model.safetensors.delta")
+    path = f"{store._root}/{version}/manifest.json"
+    manifest = json.loads(store._fs.cat_file(path))
+    files = manifest["files"] if place == "whole" else manifest["delta"]["files"]
+    next(file for file in files if file["name"] == old)["name"] = name
+    store._fs.pipe_file(path, json.dumps(manifest).encode())
+
+    with pytest.raises(TrackwayError, match="expected a path inside the folder, such as model") as raised:
+        store.fetch(version, tmp_path / "cache")
+
+    assert raised.value.code is ErrorCode.WEIGHTS_CORRUPT
+
+
 def test_a_delta_of_a_later_release_is_refused(store: WeightStore, source: Path, tmp_path: Path) -> None:
     publish_deltas(store, source, [0, 5])
     edit_manifest(store, 2, b"words16", b"later")
