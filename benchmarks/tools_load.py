@@ -47,7 +47,7 @@ class Load:
             "content-type": "application/json",
             "x-session-id": session,
             "idempotency-key": uuid.uuid4().hex,
-            "x-request-deadline": f"{time.time() + 60:.3f}",
+            "x-request-timeout": "60",
             **self.headers,
         }
         if self.traced:

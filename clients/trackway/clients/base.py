@@ -1,6 +1,6 @@
 """Base of the service clients: requests with deadlines, retries, and conversion of answers into errors.
 
-Every call has a deadline, sent as `x-request-deadline`. Every POST has an `Idempotency-Key`, which makes retries safe.
+Every call has a deadline, sent as `x-request-timeout`. Every POST has an `Idempotency-Key`, which makes retries safe.
 Calls are retried after transport failures, after errors whose code is retryable, and after answers of Ray Serve itself:
 5xx when a replica dies, 404 while its proxy has no routes yet. retry.py decides when. Each retry is recorded as an
 incident, on the current span and in the trace stats. With `direct`, calls go to the replicas' own addresses where these
@@ -31,7 +31,7 @@ from trackway.system.waits import note_problem
 from trackway.tracing import add_incident, current_trace_stats, inject
 from trackway.wire.batch import BatchRequest, ReplyT, RequestT
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.headers import IDEMPOTENCY_KEY, REQUEST_DEADLINE, SESSION_ID, TRACE_RECEIPT, header_text
+from trackway.wire.headers import IDEMPOTENCY_KEY, REQUEST_TIMEOUT, SESSION_ID, TRACE_RECEIPT, header_text
 from trackway.wire.health import Health, ReplicaList, ServiceName
 
 M = TypeVar("M", bound=BaseModel)
@@ -277,7 +277,7 @@ class ServiceClient:
             raise self._unavailable(method, path, error) from error
 
     def _headers(self, session_id: str | None, key: str | None, deadline: Deadline) -> dict[str, str]:
-        headers = {"content-type": "application/json", REQUEST_DEADLINE: f"{deadline.at:.3f}"}
+        headers = {"content-type": "application/json", REQUEST_TIMEOUT: f"{deadline.remaining:.3f}"}
         if session_id is not None:
             headers[SESSION_ID] = header_text(session_id)
         if key is not None:

@@ -1,4 +1,8 @@
-"""The time at which a caller stops waiting."""
+"""The time at which a caller stops waiting.
+
+Other processes get the seconds that are left, since clocks of machines differ. The monotonic clock stands still while a
+machine is suspended.
+"""
 
 import time
 from dataclasses import dataclass
@@ -7,19 +11,19 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Deadline:
-    """The time at which a caller stops waiting; Unix time in seconds, so that it can be sent to other processes."""
+    """The time at which a caller stops waiting, by this process's `time.monotonic`."""
 
     at: float
 
     @classmethod
     def after(cls, seconds: float) -> Self:
         """The moment `seconds` from now."""
-        return cls(time.time() + seconds)
+        return cls(time.monotonic() + seconds)
 
     @property
     def remaining(self) -> float:
         """Seconds left, never negative."""
-        return max(0.0, self.at - time.time())
+        return max(0.0, self.at - time.monotonic())
 
     @property
     def expired(self) -> bool:
@@ -28,4 +32,4 @@ class Deadline:
 
     def earlier(self, seconds: float) -> "Deadline":
         """This deadline, or `seconds` from now if that is earlier."""
-        return Deadline(min(self.at, time.time() + seconds))
+        return Deadline(min(self.at, time.monotonic() + seconds))

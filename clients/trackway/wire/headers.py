@@ -16,8 +16,8 @@ SESSION_ID = "x-session-id"
 IDEMPOTENCY_KEY = "idempotency-key"
 """A repeated POST with the same key gets the first answer and never runs twice."""
 
-REQUEST_DEADLINE = "x-request-deadline"
-"""Unix time in seconds, as a decimal number, at which the caller gives up."""
+REQUEST_TIMEOUT = "x-request-timeout"
+"""Seconds, as a decimal number, that the caller still waits. The receiver counts them by its own clock."""
 
 TRACE_RECEIPT = "x-trackway-trace"
 """On a response: what the request added to its trace, `bytes=1234,incidents=weights_behind+tool_timeout`."""

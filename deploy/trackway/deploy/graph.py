@@ -36,7 +36,7 @@ from trackway.deploy.sigterm import end_at_sigterm
 from trackway.serving import AuthSettings, ServiceSettings, from_inside
 from trackway.serving.tokens import TokenTable
 from trackway.wire.errors import ErrorReply
-from trackway.wire.headers import REPLICA, REQUEST_DEADLINE
+from trackway.wire.headers import REPLICA, REQUEST_TIMEOUT
 from trackway.wire.health import Health, Ready, ReplicaInfo, ServiceName
 from trackway.wire.rollout import SleepReply, WeightsReply
 
@@ -105,9 +105,9 @@ class Replica:
         opens = tokens.pass_for(digest) if tokens and self._direct else None
         return ReplicaPass(self._app.state.settings.replica, opens)
 
-    async def steer(self, method: str, path: str, deadline: float) -> SleepReply | Refusal:
-        """Sleep or wake up through this replica's routes; returns the refusal on failure. `deadline` is Unix time."""
-        answer = await self._request(method, path, {REQUEST_DEADLINE: f"{deadline:.3f}"})
+    async def steer(self, method: str, path: str, timeout_s: float) -> SleepReply | Refusal:
+        """Sleep or wake up through this replica's routes; returns the refusal on failure."""
+        answer = await self._request(method, path, {REQUEST_TIMEOUT: f"{max(0.0, timeout_s):.3f}"})
         if answer.is_success:
             return SleepReply.model_validate_json(answer.content)
         return Refusal(replica=answer.headers[REPLICA], error=ErrorReply.model_validate_json(answer.content).error)

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import tempfile
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -171,13 +170,13 @@ def control_routes(service: RolloutService) -> ServiceRouter:
     async def wake_up(
         tags: Annotated[list[MemoryPart] | None, Query()] = None,
         min_weight_version: Annotated[int, Query(ge=0)] = 0,
-        x_request_deadline: Annotated[float | None, Header()] = None,
+        x_request_timeout: Annotated[float | None, Header()] = None,
     ) -> SleepReply:
         """Allocate the memory again, in stages by `tags`; generation continues when all of it is back.
 
         With `min_weight_version` it returns when such weights are loaded, or 409 `weights_behind` before the deadline.
         """
-        left = None if x_request_deadline is None else max(0.0, x_request_deadline - time.time() - ANSWER_S)
+        left = None if x_request_timeout is None else max(0.0, x_request_timeout - ANSWER_S)
         return await service.wake_up(tags, min_weight_version, left)
 
     @router.get("/is_sleeping")

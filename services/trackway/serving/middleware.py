@@ -9,7 +9,6 @@ not seen the first. A streamed response has none: its headers are sent before th
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from trackway.system.storage import FULL, error_number, storage_error
 from trackway.tracing import TraceStats, Tracing, collect_trace_stats, extracted
 from trackway.tracing.active import activated
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.headers import REPLICA, REQUEST_DEADLINE, TRACE_RECEIPT
+from trackway.wire.headers import REPLICA, REQUEST_TIMEOUT, TRACE_RECEIPT
 
 logger = logging.getLogger("trackway.serving")
 
@@ -137,19 +136,19 @@ class ReplicaName:
 
 
 class DeadlineLimit:
-    """Stops work at the caller's `x-request-deadline`."""
+    """Stops work when the seconds of the caller's `x-request-timeout` have passed."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        deadline = header_of(scope, REQUEST_DEADLINE.encode()) if scope["type"] == "http" else None
-        if deadline is None:
+        seconds = header_of(scope, REQUEST_TIMEOUT.encode()) if scope["type"] == "http" else None
+        if seconds is None:
             await self.app(scope, receive, send)
             return
         try:
-            async with asyncio.timeout(float(deadline) - time.time()):
+            async with asyncio.timeout(float(seconds)):
                 await self.app(scope, receive, send)
         except TimeoutError as error:
-            message = f"the caller's deadline {deadline} passed during the request; allow more time"
+            message = f"expected an answer within the caller's {float(seconds):g} s, got none; allow more time"
             raise TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message) from error

@@ -12,11 +12,11 @@ from typing import NamedTuple
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.headers import IDEMPOTENCY_KEY, REQUEST_DEADLINE, SESSION_ID
+from trackway.wire.headers import IDEMPOTENCY_KEY, REQUEST_TIMEOUT, SESSION_ID
 
 _TEXT = re.compile(rb"[\x20-\x7e]{1,256}"), "1 to 256 printable ASCII characters"
-_TIME = re.compile(rb"[0-9]{1,12}(\.[0-9]{1,9})?"), "Unix time in seconds, e.g. 1767225600.5"
-_HEADERS = {SESSION_ID.encode(): _TEXT, IDEMPOTENCY_KEY.encode(): _TEXT, REQUEST_DEADLINE.encode(): _TIME}
+_SECONDS = re.compile(rb"[0-9]{1,12}(\.[0-9]{1,9})?"), "seconds, e.g. 59.5"
+_HEADERS = {SESSION_ID.encode(): _TEXT, IDEMPOTENCY_KEY.encode(): _TEXT, REQUEST_TIMEOUT.encode(): _SECONDS}
 
 _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS", "DELETE")
 _ANNOUNCES_BODY = (b"content-length", b"transfer-encoding")

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Protocol
@@ -189,7 +188,7 @@ async def test_a_wake_up_for_weights_that_do_not_come_says_what_there_is_before_
     settings = RolloutSettings(engine="sim", enable_sleep=True, weights_url=str(tmp_path / "weights"))
     async with running(create_app(settings)) as client:
         await client.post("/sleep")
-        deadline = {"x-request-deadline": f"{time.time() + 1.0:.3f}"}
+        deadline = {"x-request-timeout": "1.0"}
         late = await client.post("/wake_up?min_weight_version=3", headers=deadline)
         assert (await client.get("/ready")).status_code == 200
     assert error_of(late)[:2] == (409, "weights_behind")

@@ -17,6 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pydantic import BaseModel
 
 from tests.time_limits import ENDS_SOON
+from trackway.clients import Deadline
 from trackway.serving import Gauge, ServiceSettings, service_app
 from trackway.tracing import Tracing, TracingSettings, inject, tool_span
 from trackway.wire.errors import ErrorCode, ErrorReply, TrackwayError
@@ -213,9 +214,18 @@ async def test_the_callers_deadline_ends_the_work_with_a_504(running) -> None:
     counter = Counter()
     counter.gate.clear()
     async with running(app_of(counter)) as client:
-        headers = {"x-request-deadline": str(time.time() + 0.05)}
+        headers = {"x-request-timeout": "0.05"}
         response = await client.post("/add", json={"value": 1}, headers=headers)
     assert (response.status_code, error_code(response)) == (504, "deadline_exceeded")
+
+
+async def test_a_callers_clock_an_hour_off_changes_nothing(running, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(app_of(Counter())) as client:
+        deadline, now = Deadline.after(5.0), time.time()
+        monkeypatch.setattr("time.time", lambda: now + 3600)
+        headers = {"x-request-timeout": f"{deadline.remaining:.3f}"}
+        response = await client.post("/add", json={"value": 1}, headers=headers)
+    assert response.status_code == 200
 
 
 async def test_health_names_the_interpreter_and_ready_names_the_reason(running) -> None:

@@ -39,7 +39,7 @@ REFUSED_HEADERS = [
 @pytest.mark.parametrize("method", METHODS)
 async def test_without_a_token_every_path_and_method_has_the_same_answer(method: str, path: str) -> None:
     async with client_from("10.1.2.3", app_with({"tokens": TOKENS})) as client:
-        answer = await client.request(method, path, headers={"idempotency-key": "k" * 999, "x-request-deadline": "?"})
+        answer = await client.request(method, path, headers={"idempotency-key": "k" * 999, "x-request-timeout": "?"})
     assert (answer.status_code, answer.content) == (401, b"" if method == "HEAD" else NEEDS_TOKEN)
     assert sorted(answer.headers.raw) == REFUSED_HEADERS
 

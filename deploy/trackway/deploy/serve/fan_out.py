@@ -10,10 +10,11 @@ from pydantic import BaseModel
 from ray import serve
 from ray.exceptions import RayActorError, RayTaskError
 
+from trackway.clients import Deadline
 from trackway.serving import ServiceRouter, needs_admin
 from trackway.serving.auth import presented
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
-from trackway.wire.headers import REQUEST_DEADLINE
+from trackway.wire.headers import REQUEST_TIMEOUT
 from trackway.wire.health import ReplicaInfo, ReplicaList, ServiceName
 from trackway.wire.rollout import MemoryPart, SleepMode, SleepReplies, SleepReply
 
@@ -136,14 +137,14 @@ def sleep_routes(broadcast: Broadcast) -> ServiceRouter:
 
 
 async def _steer(broadcast: Broadcast, request: Request, method: str, path: str) -> SleepReplies:
-    now = time.time()
-    end = float(request.headers.get(REQUEST_DEADLINE, now + STEER_REPLICAS_S))
+    deadline = Deadline.after(float(request.headers.get(REQUEST_TIMEOUT, STEER_REPLICAS_S)))
+    allowed_s = deadline.remaining
     try:
-        answers = await broadcast("steer", method, path, end - 2 * _MARGIN_S, within_s=end - now - _MARGIN_S)
+        answers = await broadcast("steer", method, path, allowed_s - 2 * _MARGIN_S, within_s=allowed_s - _MARGIN_S)
     except TimeoutError as error:
         message = f"{method} {path}: not every rollout replica answered in time; `trackway status` says which are ready"
         raise TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message) from error
-    left = end - time.time()
+    left = deadline.remaining
     # A retry with so little time left would time out and hide the reason.
     return agreed(f"{method} {path}", answers, _ASK_AGAIN_S if left > 4 * _MARGIN_S else left)
 

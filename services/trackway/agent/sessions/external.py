@@ -40,7 +40,7 @@ from trackway.serving.own_code import OwnCodeError, loading
 from trackway.serving.user_code import UserCodeExit, described, failure_of
 from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorCode, TrackwayError, shortened
-from trackway.wire.headers import REQUEST_DEADLINE
+from trackway.wire.headers import REQUEST_TIMEOUT
 from trackway.wire.sessions.session import ExternalReply, ExternalRollout, SessionAccess
 from trackway.wire.trajectory import StopReason
 
@@ -247,7 +247,7 @@ async def posted(
     """The answer of the URL to one rollout; it has until the trajectory's deadline. Raises AGENT_FAILED."""
     rollout = ExternalRollout(**dict(access), sample=episode.sample)
     headers = {name: value.get_secret_value() for name, value in settings.headers.items()}
-    headers |= {"content-type": "application/json", REQUEST_DEADLINE: f"{episode.deadline.at:.3f}"}
+    headers |= {"content-type": "application/json", REQUEST_TIMEOUT: f"{episode.deadline.remaining:.3f}"}
     if access.traceparent is not None:
         headers["traceparent"] = access.traceparent
     try:

@@ -328,7 +328,7 @@ async def test_a_url_runs_the_agent_and_may_score(serving: Serve) -> None:
     assert rollout.sample.prompt[0].content == "9+9?"
     assert headers["traceparent"] == rollout.traceparent
     assert headers["traceparent"].startswith(f"00-{trajectory.trace_id}-{trajectory.span_id}-")
-    assert headers["authorization"] == "Bearer ours" and float(headers["x-request-deadline"]) > 0
+    assert headers["authorization"] == "Bearer ours" and float(headers["x-request-timeout"]) > 0
     assert trajectory.error is None and trajectory.reward is not None
     assert (trajectory.reward.score, trajectory.log, len(trajectory.turns)) == (0.5, "asked once", 1)
 
