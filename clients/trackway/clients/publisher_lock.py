@@ -2,12 +2,12 @@
 
 In a local folder the lock is a kernel file lock, which is released when its holder exits for any reason. Elsewhere it
 is a lease in a file, renewed with each version. Such stores have no atomic compare-and-set, so a conflict is detected
-by reading the lease back. A lease outlives a killed holder, so its owner may take it again at once; if the
-old holder is still running, its next renewal fails.
+by reading the lease back. The store's clock tells the lease's age, since clocks of machines differ. A lease outlives a
+killed holder, so its owner may take it again at once; if the old holder is still running, its next renewal fails.
 """
 
+import contextlib
 import os
-import time
 import uuid
 from pathlib import Path
 from typing import Protocol
@@ -57,8 +57,8 @@ class FlockPublisherLock:
 class _Lease(BaseModel):
     owner: str
     token: str
-    until: float
-    """Unix time."""
+    seconds: float
+    """How long it holds after it was written."""
 
 
 class LeasePublisherLock:
@@ -68,7 +68,7 @@ class LeasePublisherLock:
         self._fs, self._path, self._owner, self._lease_s = fs, f"{root}/publisher.json", owner, lease_s
         self._token = uuid.uuid4().hex
         lease = self._read()
-        if lease is not None and lease.owner != owner and lease.until > time.time():
+        if lease is not None and lease.owner != owner and self._left_s(lease) > 0.0:
             raise self._lost_to(lease)
         self._write()
 
@@ -84,7 +84,7 @@ class LeasePublisherLock:
             self._fs.rm_file(self._path)
 
     def _write(self) -> None:
-        lease = _Lease(owner=self._owner, token=self._token, until=time.time() + self._lease_s)
+        lease = _Lease(owner=self._owner, token=self._token, seconds=self._lease_s)
         self._fs.pipe_file(self._path, lease.model_dump_json().encode())
         self._require_ours()
 
@@ -97,7 +97,20 @@ class LeasePublisherLock:
         if lease is None:
             return _taken(self._path, "one that removed its lease", self._owner)
         name = f"{lease.owner}, resumed since" if lease.owner == self._owner else lease.owner
-        return _taken(self._path, f"{name} (for {max(0.0, lease.until - time.time()):.0f} s more)", self._owner)
+        return _taken(self._path, f"{name} (for {max(0.0, self._left_s(lease)):.0f} s more)", self._owner)
+
+    def _left_s(self, lease: _Lease) -> float:
+        """Seconds until the stored lease ends, by the store's clock."""
+        probe = f"{self._path}.{self._token}"
+        try:
+            self._fs.pipe_file(probe, b"")
+            age = self._fs.modified(probe) - self._fs.modified(self._path)
+        except FileNotFoundError:  # released meanwhile
+            return 0.0
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(probe)
+        return lease.seconds - age.total_seconds()
 
     def _read(self) -> _Lease | None:
         try:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,3 +88,13 @@ def test_a_lost_lease_is_not_taken_back_when_it_runs_out(tmp_path: Path) -> None
     with pytest.raises(TrackwayError, match="resumed since"):
         old.renew()
     resumed.renew()
+
+
+def test_a_lease_counts_by_the_stores_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, now = WeightStore(f"memory://{tmp_path.name}"), time.time()
+    held = store.claim("run a")
+    monkeypatch.setattr("time.time", lambda: now + 7200)
+    with pytest.raises(TrackwayError, match=r"got run b besides run a \(for 1800 s more\)"):
+        store.claim("run b")
+    held.close()
+    assert fsspec.filesystem("memory").find(f"/{tmp_path.name}") == []
