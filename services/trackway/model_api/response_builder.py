@@ -2,7 +2,7 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import ClassVar
@@ -12,6 +12,7 @@ from trackway.model_api.sse import comment
 from trackway.model_api.stream_decoder import NOTHING, Delta, joined
 from trackway.wire.chat import Message
 from trackway.wire.errors import TrackwayError
+from trackway.wire.openai.response_requests import InputItem
 
 Record = Callable[[list[Delta]], None]
 """Gets each choice as one delta: once all are complete and before the client can know it. When the client has left or
@@ -35,6 +36,11 @@ class ResponseBuilder(ABC):
     def messages(self) -> list[Message]:
         """The message of each choice so far, as the client got it, with the ids of its tool calls."""
         return [reader.message for reader in self._readers]
+
+    @property
+    def items(self) -> Mapping[str, InputItem]:
+        """The items of the response by their ids, as a client sends them back; of the Responses API alone."""
+        return {}
 
     @abstractmethod
     def whole(self, deltas: Sequence[Delta]) -> str:

@@ -59,6 +59,13 @@ class InputReasoning(EchoedItem):
     content: Annotated[list[ResponseTextPart] | None, Field(fail_fast=True)] = None
 
 
+class InputItemReference(EchoedItem):
+    """An item of an earlier response, by its id; only sessions of the agent service know earlier responses."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
 def _kind(item: dict[str, JsonValue] | EchoedItem) -> str:
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
     return "message" if kind is None else str(kind)
@@ -68,12 +75,14 @@ InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[InputFunctionCall, Tag("function_call")]
     | Annotated[InputFunctionCallOutput, Tag("function_call_output")]
-    | Annotated[InputReasoning, Tag("reasoning")],
+    | Annotated[InputReasoning, Tag("reasoning")]
+    | Annotated[InputItemReference, Tag("item_reference")],
     Discriminator(_kind),
 ]
 """An item of the conversation; a message may leave out its type."""
 
 
+_REFERENCE = "item_reference"
 _KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
 
@@ -81,15 +90,14 @@ def _known_items(items: JsonValue) -> JsonValue:
     """Raise for an item of another kind, instead of a list of what each kind lacks."""
     for place, item in enumerate(items if isinstance(items, list) else []):
         kind = _kind(item) if isinstance(item, dict) else "message"
-        if kind in _KINDS:
-            continue
-        remedy = "leave it out"
-        if kind == "item_reference":
-            remedy = "send the item itself (store: false), or previous_response_id in a session"
-        got = {"param": "input", "place": place, "kinds": " or ".join(_KINDS), "kind": kind[:32], "remedy": remedy}
-        message = "{param}[{place}]: expected {kinds}, got {kind}; {remedy}"
-        raise PydanticCustomError("unsupported", message, got)
+        if kind not in (*_KINDS, _REFERENCE):
+            raise _other_kind(place, kind, "leave it out")
     return items
+
+
+def _other_kind(place: int, kind: str, remedy: str) -> PydanticCustomError:
+    got = {"param": "input", "place": place, "kinds": " or ".join(_KINDS), "kind": kind[:32], "remedy": remedy}
+    return PydanticCustomError("unsupported", "{param}[{place}]: expected {kinds}, got {kind}; {remedy}", got)
 
 
 class ResponseTool(OpenAIRequest):
@@ -175,6 +183,9 @@ class ResponsesRequest(OpenAIRequest):
         "truncation": ["disabled"],
     }
 
+    keeps_items: ClassVar[bool] = False
+    """Whether the route knows the items of its earlier responses."""
+
     model: str
     input: Annotated[
         Annotated[str, Field(min_length=1)]
@@ -216,6 +227,10 @@ class ResponsesRequest(OpenAIRequest):
 
     @model_validator(mode="after")
     def _supported(self) -> "ResponsesRequest":
+        for place, item in enumerate([] if self.keeps_items else self.input):
+            if isinstance(item, InputItemReference):
+                remedy = "send the item itself (store: false), or previous_response_id in a session"
+                raise _other_kind(place, item.type, remedy)
         if self.top_logprobs and not self.has_logprobs:
             message = "{param}: expected include=['{name}'] with it, got none; add it, or leave {param} out"
             raise PydanticCustomError("unsupported", message, {"param": "top_logprobs", "name": _LOGPROBS})

@@ -6,7 +6,7 @@ field that would change the answer and is not supported is refused, as on the ro
 
 from collections.abc import Mapping
 from functools import cache
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 from pydantic import JsonValue, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
@@ -100,6 +100,8 @@ class SessionCompletion(SessionCall, CompletionRequest):
 
 class SessionResponse(SessionCall, ResponsesRequest):
     """The next response of a conversation."""
+
+    keeps_items: ClassVar[bool] = True
 
 
 class SessionMessages(SessionCall, MessagesRequest):

@@ -27,7 +27,7 @@ class Recorded(NamedTuple):
 
 
 @dataclass(eq=False)
-class Answer:
+class CallAnswer:
     """The answer to a call, which retries of the call get too."""
 
     recorded: "asyncio.Future[Recorded | None]"
@@ -57,7 +57,7 @@ class DeliveredResponse(Response):
     def __init__(
         self,
         response: Response,
-        answer: Answer,
+        answer: CallAnswer,
         left: Callable[[], None],
         before_send: Callable[[], None] = lambda: None,
     ) -> None:

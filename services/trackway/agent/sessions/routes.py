@@ -338,7 +338,7 @@ async def _completions(body: SessionCompletion, session: Session, request: Reque
 
 async def _responses(body: SessionResponse, session: Session, request: Request) -> Response:
     earlier = session.earlier(body.previous_response_id, keep_system=body.instructions is None)
-    chat = session.formatted(response_input.chat_of(body, earlier), "text.format")
+    chat = session.formatted(response_input.chat_of(session.with_items(body), earlier), "text.format")
 
     def build(forced: ChatRequest, tokenizer: Tokenizer, prompt: list[int]) -> ResponsesBuilder:
         text = None if forced.response_format is None else body.text

@@ -21,7 +21,7 @@ from opentelemetry import trace
 
 from trackway.agent.episode import Episode
 from trackway.agent.sessions.chat_reader import ChatReader
-from trackway.agent.sessions.delivery import Answer, DeliveredResponse, Recorded, WaitingStream
+from trackway.agent.sessions.delivery import CallAnswer, DeliveredResponse, Recorded, WaitingStream
 from trackway.agent.sessions.graph import Conversation, Conversations, Place, Sampled, TokenGraph
 from trackway.agent.sessions.messages import is_auxiliary, joined_turns, meaning, text_of
 from trackway.agent.sessions.token_budget import TokenBudget
@@ -40,6 +40,7 @@ from trackway.tracing import inject, turn_span
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai.requests import ChatMessage, ChatRequest, CompletionRequest, SampledRequest
+from trackway.wire.openai.response_requests import InputItem, InputItemReference
 from trackway.wire.rollout import (
     GenerateChoice,
     GeneratePiece,
@@ -48,6 +49,7 @@ from trackway.wire.rollout import (
     Usage,
     choice_logprobs,
 )
+from trackway.wire.sessions.calls import SessionResponse
 from trackway.wire.sessions.graph import GraphNode, NodeKind
 from trackway.wire.sessions.session import FormatUse, SessionBounds
 from trackway.wire.trajectory import StopReason
@@ -90,8 +92,8 @@ class CallInProgress:
     request: Request
     stream: bool
     """Whether to send it as events."""
-    answer: Answer
-    repeats: Answer | None = None
+    answer: CallAnswer
+    repeats: CallAnswer | None = None
     """The answer to the call that it is a retry of."""
     reserved: int = 0
     """Tokens of the session's budget."""
@@ -101,7 +103,7 @@ class CallInProgress:
     @classmethod
     def begin(cls, request: Request, *, stream: bool) -> "CallInProgress":
         """A call that has not been answered."""
-        return cls(request, stream, Answer(asyncio.get_running_loop().create_future()))
+        return cls(request, stream, CallAnswer(asyncio.get_running_loop().create_future()))
 
     @property
     def is_retry(self) -> bool:
@@ -143,12 +145,14 @@ class Session:
         self._guides = formats == "guide"
         self._context = own_context()
         self._root = trace.get_current_span().get_span_context()
-        self._answers: dict[bytes, list[Answer]] = {}
+        self._answers: dict[bytes, list[CallAnswer]] = {}
         """By the body of the call: those in progress or recorded, in their order."""
         self._left: deque[bytes] = deque(maxlen=bounds.max_calls)
         """The bodies of calls whose client left before the end: their retries are generated."""
         self._responses: dict[str, list[ChatMessage]] = {}
         """The messages of each answered response, its own included, by its id."""
+        self._items: dict[str, InputItem] = {}
+        """The items of these responses, by their ids."""
         self._conversations = Conversations()
         self._turns = itertools.count()
         self._generating: set[asyncio.Task[Any]] = set()
@@ -228,6 +232,21 @@ class Session:
         messages = self._responses[response_id]
         return [message for message in messages if keep_system or message.role not in ("system", "developer")]
 
+    def with_items(self, body: SessionResponse) -> SessionResponse:
+        """The call with the items that its references name. Raises INVALID_REQUEST for one of no answered response."""
+        if isinstance(body.input, str):
+            return body
+        items: list[InputItem] = []
+        for place, item in enumerate(body.input):
+            if isinstance(item, InputItemReference):
+                if item.id not in self._items:
+                    message = f"input[{place}]: expected an item of a response of this session, got {item.id[:80]!r}"
+                    raise TrackwayError(ErrorCode.INVALID_REQUEST, f"{message}; send the item itself", param="input")
+                items.append(self._items[item.id])
+            else:
+                items.append(item)
+        return body.model_copy(update={"input": items})
+
     def score_call(self, call_id: str, score: float) -> None:
         """Note the score of an answered call; raises NOT_FOUND for an id that this session did not give."""
         if call_id not in self._sampled_nodes:
@@ -273,7 +292,7 @@ class Session:
         call: CallInProgress,
         body: str,
         first: Callable[[CallInProgress], Awaitable[Response]],
-        again: Callable[[Answer], Awaitable[Response]],
+        again: Callable[[CallAnswer], Awaitable[Response]],
         failed: Failed,
     ) -> Response:
         key = hashlib.sha256(body.encode()).digest()
@@ -313,7 +332,7 @@ class Session:
             left()
             raise
 
-    def _repeated(self, key: bytes, call: CallInProgress) -> Answer | None:
+    def _repeated(self, key: bytes, call: CallInProgress) -> CallAnswer | None:
         """The answer to the call of this body that the call is a retry of; None for another call."""
         answers = self._answers.get(key, [])
         lost = next((answer for answer in answers if answer.is_lost), None)
@@ -368,6 +387,7 @@ class Session:
                 for node, echo, delta in zip(nodes, echoes, deltas, strict=True):
                     self._continue(node, conversation, echo, delta)
                 self._responses[builder.id] = [*chat.messages, echoes[0]]
+                self._items |= builder.items
                 if not auxiliary:
                     self.conversation = self._responses[builder.id]
                 self._sampled_nodes[builder.id] = nodes
@@ -462,7 +482,7 @@ class Session:
         context = self._context.copy()
         return await respond(call.request, model, builder, jobs, stream=call.stream, record=record, context=context)
 
-    async def _chat_again(self, answer: Answer, chat: ChatRequest, build: Build, *, stream: bool) -> Response:
+    async def _chat_again(self, answer: CallAnswer, chat: ChatRequest, build: Build, *, stream: bool) -> Response:
         """The recorded answer; its new ids of tool calls continue the same nodes."""
         recorded = answer.complete
         builder = build(self._forced_chat(chat), self.tokenizer, self._prompts_again(recorded)[0])
@@ -471,13 +491,14 @@ class Session:
         def renamed() -> None:
             echoes = [_echo(message) for message in builder.messages]
             self._responses[builder.id] = [*messages, echoes[0]]
+            self._items |= builder.items
             for node, echo, delta in zip(recorded.nodes, echoes, recorded.deltas, strict=True):
                 assert recorded.conversation is not None
                 self._continue(node, recorded.conversation, echo, delta)
 
         return await self._respond_again(answer, builder, renamed, stream=stream)
 
-    async def _completion_again(self, answer: Answer, asked: CompletionRequest) -> Response:
+    async def _completion_again(self, answer: CallAnswer, asked: CompletionRequest) -> Response:
         prompts = self._prompts_again(answer.complete)[:: asked.n]
         builder = CompletionResponseBuilder(self._forced(asked), self.tokenizer, prompts)
         return await self._respond_again(answer, builder, lambda: None, stream=asked.stream)
@@ -488,7 +509,7 @@ class Session:
         return [self.graph.ids(node.parent) for node in recorded.nodes]
 
     async def _respond_again(
-        self, answer: Answer, builder: ResponseBuilder, before_send: Callable[[], None], *, stream: bool
+        self, answer: CallAnswer, builder: ResponseBuilder, before_send: Callable[[], None], *, stream: bool
     ) -> Response:
         self._sampled_nodes[builder.id] = answer.complete.nodes
         response = await respond_again(builder, answer.complete.deltas, stream=stream)

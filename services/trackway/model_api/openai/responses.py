@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pydantic import JsonValue
 
@@ -36,7 +36,13 @@ from trackway.wire.openai.response_replies import (
     ResponseStateEvent,
     ResponsesUsage,
 )
-from trackway.wire.openai.response_requests import ResponsesRequest, TextOptions
+from trackway.wire.openai.response_requests import (
+    InputFunctionCall,
+    InputItem,
+    InputMessage,
+    ResponsesRequest,
+    TextOptions,
+)
 
 _ECHOED = {
     "instructions",
@@ -69,6 +75,11 @@ class ResponsesBuilder(ResponseBuilder):
         """Of text so far."""
         self._sent = 0
         """Events so far."""
+
+    @property
+    def items(self) -> Mapping[str, InputItem]:
+        """As in ResponseBuilder."""
+        return {item.id: _sent_back(item) for item in self._output}
 
     def whole(self, deltas: Sequence[Delta]) -> str:
         """The response."""
@@ -236,6 +247,12 @@ class ResponsesBuilder(ResponseBuilder):
 
     def _without_ids(self) -> set[str]:
         return set() if self._request.return_token_ids else {"prompt_token_ids", "token_ids", "weight_versions"}
+
+
+def _sent_back(item: OutputItem) -> InputItem:
+    if isinstance(item, OutputFunctionCall):
+        return InputFunctionCall(type=item.type, call_id=item.call_id, name=item.name, arguments=item.arguments)
+    return InputMessage(role=item.role, content="".join(part.text for part in item.content))
 
 
 def _format(request: ResponsesRequest) -> dict[str, JsonValue]:

@@ -99,6 +99,24 @@ async def test_what_the_model_does_wrong_is_no_failure_of_its_agent(serving: Ser
             assert sum(sum(row.response_mask) for row in rows) == sum(len(encode(text)) for text in said[:turns])
 
 
+async def test_the_ai_sdk_which_refers_to_items_becomes_one_row(serving: Serve) -> None:
+    npm = shutil.which("npm")
+    assert npm is not None, "expected npm on the PATH, got none; install Node.js"
+    packages = ["ai@6", "@ai-sdk/openai@3", "zod@4"]
+    subprocess.run([npm, "install", "--silent", "--prefer-offline", "--prefix", NODE, *packages], check=True)
+    program = ["node", str(Path(__file__).with_name("ai_sdk_agent.cjs"))]
+    settings = ExternalSettings(command=program, environment={"NODE_PATH": str(NODE / "node_modules")})
+    async with serving(settings) as services:
+        trajectory = await services.say(COUNT, ANSWER, agent_name="external", limits=LIMITS)
+        encode = services.model.encode
+
+    assert trajectory.error is None, trajectory.error.message
+    observation = encode("\n<|im_start|>tool\n18<|im_end|>\n<|im_start|>assistant\n")
+    assert trajectory.response_ids == encode(COUNT) + observation + encode(ANSWER)
+    assert trajectory.further_rows == []
+    assert "#### 18" in trajectory.log
+
+
 async def test_an_output_type_beside_tools_guides_calls_and_the_answer_which_are_not_trained(serving: Serve) -> None:
     first, second = call("calculator", ARGUMENTS) + END, '{"count": 18}' + END
     async with serving(installed(f"{Path(__file__).with_name('output_type_sdk.py')}")) as services:

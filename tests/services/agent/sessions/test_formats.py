@@ -79,17 +79,26 @@ async def is_one_row(services: AgentServices, access: SessionAccess) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("whole_input", [True, False])
-async def test_responses_continue_by_their_input_or_by_the_previous_response(
-    services: AgentServices, whole_input: bool, stream: bool
+@pytest.mark.parametrize("by", ["items", "references", "previous_response_id"])
+@pytest.mark.parametrize("retries", [0, 1])
+async def test_responses_continue_by_items_references_or_the_previous_response(
+    services: AgentServices, by: str, stream: bool, retries: int
 ) -> None:
+    """By references as Vercel's AI SDK does."""
     access = await opened(services, COUNT, ANSWER)
-    first = await post(services, access, "responses", input="9+9?", tools=[FUNCTION], stream=stream)
+    firsts = [
+        await post(services, access, "responses", count, input="9+9?", tools=[FUNCTION], stream=stream)
+        for count in range(retries + 1)
+    ]
+    first = firsts[-1]
     [function_call] = [item for item in first["output"] if item["type"] == "function_call"]
     result = {"type": "function_call_output", "call_id": function_call["call_id"], "output": "18"}
     question = {"role": "user", "content": "9+9?"}
     more: dict[str, Any] = {"input": [question, *first["output"], result]}
-    if not whole_input:
+    if by == "references":
+        references = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+        more = {"input": [question, *references, result]}
+    elif by == "previous_response_id":
         more = {"input": [result], "previous_response_id": first["id"]}
 
     second = await post(services, access, "responses", tools=[FUNCTION], stream=stream, **more)
@@ -382,15 +391,15 @@ async def test_fields_without_effect_are_noted_in_every_format(services: AgentSe
     assert reply["temperature"] == 1.0
 
 
-async def test_an_item_that_only_names_another_is_refused_with_the_remedy(services: AgentServices) -> None:
+async def test_a_reference_to_an_unknown_item_is_refused(services: AgentServices) -> None:
     access = await opened(services)
     items = [{"role": "user", "content": "9+9?"}, {"type": "item_reference", "id": "msg_1"}]
 
     error = await refused(services, access, "responses", input=items)
 
     assert error["param"] == "input"
-    assert "input[1]: expected message or function_call or" in error["message"]
-    assert "got item_reference; send the item itself (store: false), or previous_response_id" in error["message"]
+    said = "input[1]: expected an item of a response of this session, got 'msg_1'; send the item itself"
+    assert error["message"] == said
 
 
 @pytest.mark.parametrize(
