@@ -55,6 +55,7 @@ async def lora(engine: VllmEngine) -> AsyncIterator[Misled]:
     async with started(Misled(settings)) as own:
         yield own
         await idle_of(engine)
+    assert len((await engine.http.get("/v1/models"))["data"]) == 1  # it took its adapters with it
 
 
 async def idle_of(engine: VllmEngine) -> None:

@@ -25,6 +25,7 @@ from tests.vllm.vllm_runs import (
     until,
     worst,
 )
+from trackway.rollout.engines.generation_builder import Collector
 from trackway.rollout.engines.protocol import Generation, Piece
 from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -37,6 +38,18 @@ async def refused(loading: Coroutine[object, object, None]) -> str:
         await loading
     assert raised.value.code is ErrorCode.WEIGHTS_CORRUPT
     return raised.value.message
+
+
+def assert_split(made: Generation, version: int, first: Weights) -> None:
+    """The spans end and begin where the logprobs stop to be those of the first weights."""
+    cut = made.spans[0].end
+    assert [(s.version, s.start, s.end) for s in made.spans] == [(version, 0, cut), (version + 1, cut, 300)]
+    assert 0 < cut < 300
+    off = [
+        worst(Generation(made.token_ids[:end], made.logprobs[:end], "length", []), first.model, LONG)
+        for end in (cut, cut + 1)
+    ]
+    assert off[0] < 1e-4 < off[1]
 
 
 async def listened(engine: VllmEngine) -> tuple[list[Piece], asyncio.Task[None]]:
@@ -72,24 +85,22 @@ async def test_an_update_during_a_generation_splits_it_into_spans_and_keeps_its_
         version, before = engine.version, await metrics(engine)
         await engine.load_weights(second.folder, version + 1, second.proof)
     made = await task
-    cut = made.spans[0].end
-    assert [(s.version, s.start, s.end) for s in made.spans] == [(version, 0, cut), (version + 1, cut, 300)]
-    assert 0 < cut < 300
-    old = Generation(made.token_ids[:cut], made.logprobs[:cut], "length", [])
-    assert worst(old, first.model, LONG) < 1e-4
+    assert_split(made, version, first)
     assert (await metrics(engine))["num_preemptions_total"] == before["num_preemptions_total"]
 
 
-async def test_a_stream_says_which_weights_made_which_piece(engine: VllmEngine, second: Weights) -> None:
-    version = engine.version
+async def test_a_stream_says_at_its_end_which_weights_made_which_token(
+    engine: VllmEngine, first: Weights, second: Weights
+) -> None:
+    version, collector = engine.version, Collector()
     with slowed(engine):
-        pieces, listening = await listened(engine)
-        await engine.load_weights(second.folder, version + 1, second.proof)
-    await listening
-    versions = [piece.version for piece in pieces for _ in piece.token_ids]
-    assert len(versions) == 300
-    assert versions == sorted(versions)
-    assert set(versions) == {version, version + 1}
+        stream = engine.stream(PROMPT, LONG, "a")
+        collector.add(await anext(stream))
+        await engine.load_weights(second.folder, version + 1, second.proof)  # the stream is read later
+    async for piece in stream:
+        assert piece.version == version
+        collector.add(piece)
+    assert_split(collector.generation(), version, first)
 
 
 @pytest.mark.parametrize("in_flight", [False, True], ids=["idle", "with-a-request-in-flight"])

@@ -14,13 +14,13 @@ from trackway.rollout.engines.protocol import EngineStats
 from trackway.rollout.engines.remote.connect import check_server, found, healthy, prepared
 from trackway.rollout.engines.remote.http import EngineHttp, Json
 from trackway.rollout.engines.remote.server_process import SideProcess
+from trackway.rollout.engines.remote.sglang import UNUSED_POSITIONS
 from trackway.rollout.engines.remote.vllm import safe_environment
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai.classify import ClassifyReply
 
-_SPARE_POSITIONS = 8
-"""SGLang refuses inputs slightly below its context length."""
+_UNUSED_POSITIONS = UNUSED_POSITIONS + 1  # an input leaves room for a token
 
 
 class ServerClassifier(ABC):
@@ -162,6 +162,10 @@ class _Embedding(BaseModel):
 class SglangClassifier(ServerClassifier):
     """A `Classifier` over SGLang 0.5.23's native `/classify`; the tests use a fake of the protocol."""
 
+    def __init__(self, settings: RolloutSettings, info: ClassifierInfo) -> None:
+        super().__init__(settings, info)
+        self._admission.max_len = min(self.max_len, info.max_positions - _UNUSED_POSITIONS)
+
     def _command(self, port: int) -> list[str]:
         settings = self.settings
         options = {
@@ -170,7 +174,7 @@ class SglangClassifier(ServerClassifier):
             "--host": "127.0.0.1",
             "--port": port,
             "--dtype": self.dtype,
-            "--context-length": min(self.max_len + _SPARE_POSITIONS, self.info.max_positions),
+            "--context-length": self.max_len + _UNUSED_POSITIONS,
             "--max-running-requests": settings.max_num_seqs,
             "--tp-size": settings.tensor_parallel_size,
             "--mem-fraction-static": settings.gpu_memory_utilization,

@@ -187,13 +187,6 @@ class ServerControl:
         if sent:
             await self._server.cut(sent)
 
-    async def cut_sent(self) -> None:
-        """Abort the requests that the server has: they cannot go on under the weights that are about to be loaded."""
-        for call in self._calls.sent:
-            call.end_within(CUT_GRACE_S)
-        if self._calls.sent:
-            await self._server.cut(self._calls.sent)
-
     async def load_weights(self, folder: Path, version: int, proof: WeightProof | None) -> None:
         """Load weights, all or nothing; see `Engine.load_weights`. While the KV cache sleeps, the proof is deferred."""
         async with self._lock:

@@ -64,7 +64,7 @@ class RemoteEngine(ABC):
         self.settings = settings
         self.shared = settings.engine_shared
         self.facts = ModelFacts.read(settings.model_path, settings.max_position_embeddings)
-        self.max_len = settings.max_model_len or min(self.facts.max_positions, _DEFAULT_MAX_LEN)
+        self.max_len = self._longest(settings.max_model_len or min(self.facts.max_positions, _DEFAULT_MAX_LEN))
         self.calls = Calls(settings, self.facts, self.max_len)
         self.control = ServerControl(self, self.calls, settings.model_path, self.dtype, self.max_len)
         check_server(settings)
@@ -72,6 +72,8 @@ class RemoteEngine(ABC):
         self._client: EngineHttp | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.adapters = SharedAdapters(settings)
+        self.loaded: list[str] = []
+        """Names of this engine's adapters on the server, the newest last."""
         self._merged: tempfile.TemporaryDirectory[str] | None = None
         """Base weights with adapters in them, for a server that takes no adapters."""
 
@@ -129,11 +131,15 @@ class RemoteEngine(ABC):
             async with asyncio.timeout(_GOODBYE_S):
                 await self.calls.drained()
                 await asyncio.gather(*self._tasks)
-                if self.shared and self._client is not None:
-                    with contextlib.suppress(TrackwayError):
-                        await self.adapters.free(self._client, self.unload_route)
         if self._process is not None:
             await self._process.stop()
+        elif self._client is not None:
+            with contextlib.suppress(TimeoutError, TrackwayError):
+                async with asyncio.timeout(_GOODBYE_S):
+                    if self.calls.sent:  # their callers do not read on
+                        await self.cut(self.calls.sent)
+                    for name in [*self.loaded]:
+                        await self._unload(name)
         client, self._client = self._client, None
         if client is not None:
             await client.close()
@@ -160,7 +166,7 @@ class RemoteEngine(ABC):
         ended = False
         try:
             with contextlib.suppress(TimeoutError):  # aborted, and the server sent nothing more
-                await call.within(self.control.admits.wait())
+                await call.within(self.control.admits.wait)
                 self._usable()
                 call.sent, call.held = True, self.control.held
                 async with aclosing(self._tokens(call)) as tokens, aclosing(self._pieces(call, tokens)) as pieces:
@@ -216,6 +222,10 @@ class RemoteEngine(ABC):
     def guides(self) -> bool:
         """Whether a server that this engine starts gets the tokenizer, which grammars need; True for any other."""
         return self.settings.engine_url is not None or _has_tokenizer(self.settings.model_path)
+
+    def _longest(self, wanted: int) -> int:
+        """How much of a context length the server gives to a prompt and its response."""
+        return wanted
 
     @property
     def takes_adapters(self) -> bool:
@@ -278,7 +288,7 @@ class RemoteEngine(ABC):
         version, count = self.control.version_of(call.held), 0
         while True:
             try:
-                got = await call.within(anext(tokens))
+                got = await call.within(lambda: anext(tokens))
             except StopAsyncIteration:
                 message = (
                     "expected a finish_reason, got the end of the response; check that the URL is an inference server's"
@@ -328,6 +338,16 @@ class RemoteEngine(ABC):
     def _let_go(self, call: Call) -> None:
         """Abort the request on the server in the background, ignoring failures."""
         self.in_background(self.cut([call]))
+
+    def unload_all_but(self, newest: int) -> None:
+        """Unload the other adapters in the background; SGLang answers when no request runs with one."""
+        for name in self.loaded[:-newest]:
+            self.in_background(self._unload(name))
+
+    async def _unload(self, name: str) -> None:
+        await self.http.post(self.unload_route, {"lora_name": name}, idempotent=True)
+        if name in self.loaded:
+            self.loaded.remove(name)
 
     def in_background(self, work: Coroutine[object, object, object]) -> None:
         """Do this without waiting for it, ignoring failures."""

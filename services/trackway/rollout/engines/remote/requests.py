@@ -5,7 +5,7 @@ import itertools
 import math
 import time
 import uuid
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -78,11 +78,13 @@ class Call:
         if self._waits is not None:
             self._waits.reschedule(self.ends_at)
 
-    async def within(self, what: Awaitable[T]) -> T:
+    async def within(self, what: Callable[[], Awaitable[T]]) -> T:
         """Wait for `what`; TimeoutError when the call was aborted and its grace period is over."""
+        if self.ends_at is not None and self.ends_at <= asyncio.get_running_loop().time():
+            raise TimeoutError  # even if the server has sent more
         try:
             async with asyncio.timeout_at(self.ends_at) as self._waits:
-                return await what
+                return await what()
         finally:
             self._waits = None
 

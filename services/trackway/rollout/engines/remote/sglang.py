@@ -9,7 +9,6 @@ per weights keeps old KV from new requests instead; releasing memory while a req
 import asyncio
 import time
 import uuid
-from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -31,7 +30,9 @@ from trackway.wire.rollout import TopLogprobs
 
 T = TypeVar("T")
 
-_SPARE_POSITIONS = 8  # SGLang ends a request slightly before its context length
+UNUSED_POSITIONS = 6
+"""SGLang 0.5.23 takes prompts that leave 7 positions of its context length free, and ends a response 2 before its end
+(`tp_worker.py`: `max_req_input_len`, `scheduler.py`: `init_req_max_new_tokens`)."""
 _STREAM_INTERVAL = 16  # tokens per event, after the first: events cost CPU on both sides
 _LINGER_S, _POLL_S = 10.0, 0.05
 # SGLang returns logprobs after top_p only with the candidates' ids, which need a finite top_k.
@@ -88,7 +89,6 @@ class SglangEngine(RemoteEngine):
         self.capabilities = frozenset(Capability) - lacking
         self._adapter: str | None = None
         """Name on the server of the adapter that new requests get; None for the whole weights alone."""
-        self._adapters: deque[str] = deque()
         self._whole_folder: Path | None = None
         """Folder of the whole weights on the server; None if unknown."""
 
@@ -96,6 +96,9 @@ class SglangEngine(RemoteEngine):
     def guides(self) -> bool:
         """Only if wanted: SGLang with a tokenizer detokenizes every token."""
         return self.settings.engine_url is not None or (self.settings.engine_tokenizer and super().guides)
+
+    def _longest(self, wanted: int) -> int:
+        return min(wanted, self.facts.max_positions - UNUSED_POSITIONS)
 
     def _command(self, port: int) -> list[str]:
         settings = self.settings
@@ -105,7 +108,7 @@ class SglangEngine(RemoteEngine):
             "--host": "127.0.0.1",
             "--port": port,
             "--dtype": self.dtype,
-            "--context-length": min(self.max_len + _SPARE_POSITIONS, self.facts.max_positions),
+            "--context-length": self.max_len + UNUSED_POSITIONS,
             "--max-running-requests": settings.max_num_seqs,
             "--tp-size": settings.tensor_parallel_size,
             "--mem-fraction-static": settings.gpu_memory_utilization,
@@ -215,11 +218,10 @@ class SglangEngine(RemoteEngine):
         if not reply.get("success"):
             raise TrackwayError(ErrorCode.ENGINE_FAILED, f"SGLang did not load {folder}: {reply.get('error_message')}")
         self._adapter = adapter
-        self._adapters.append(adapter)
+        self.loaded.append(adapter)
         if not self.shared:
             await self._call_weights(name)
-        while len(self._adapters) > most:  # SGLang answers when no request runs with it
-            self.in_background(self.http.post(self.unload_route, {"lora_name": self._adapters.popleft()}))
+        self.unload_all_but(most)
 
     def _model(self) -> Json:
         return {} if self._adapter is None else {"lora_path": self._adapter}
@@ -237,7 +239,7 @@ class SglangEngine(RemoteEngine):
             return
         self._whole_folder = None
         if self.takes_adapters:
-            await self.control.cut_sent()  # they would go on with their adapter on other base weights
+            await self.control.cut_short(self.calls.sent)  # they would go on with their adapter on other base weights
         body = {
             "model_path": str(folder),
             "weight_version": name,
@@ -263,7 +265,8 @@ class SglangEngine(RemoteEngine):
             **self._model(),
         }
         scored = _meta(await self.http.post("/generate", body, idempotent=True)).input_token_logprobs[1:]
-        if [token for _, token, _ in scored] != list(token_ids[1:]):
+        last = self.facts.vocab_size - 1  # SGLang 0.5.23 names this token 0, beside the logprob that is its own
+        if [token for _, token, _ in scored] != [token if token != last else 0 for token in token_ids[1:]]:
             message = f"expected input_token_logprobs of {len(token_ids) - 1} tokens, got {scored}; check engine_url"
             raise TrackwayError(ErrorCode.ENGINE_FAILED, message)
         return [float("nan") if logprob is None else logprob for logprob, _, _ in scored]

@@ -5,7 +5,6 @@ whole weights, pauses the server or releases its memory; its weights keep the ve
 confirms.
 """
 
-import contextlib
 import hashlib
 import uuid
 
@@ -43,13 +42,6 @@ class SharedAdapters:
                 f"expected at most {self._most} runs on {http.base_url} (max_loras), got {len(others)} others; wait "
                 "until one ends, or raise max_loras and the server's --max-loras (SGLang: --max-loras-per-batch)",
             )
-
-    async def free(self, http: EngineHttp, route: str) -> None:
-        """Unload this replica's adapters by this route; those that cannot be unloaded stay."""
-        for name in await shared_adapters(http):
-            if name.startswith(self.name("")):
-                with contextlib.suppress(TrackwayError):
-                    await http.post(route, {"lora_name": name}, idempotent=True)
 
 
 async def shared_adapters(http: EngineHttp) -> list[str]:

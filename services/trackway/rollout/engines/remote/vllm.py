@@ -16,7 +16,6 @@ import os
 import re
 import tempfile
 import uuid
-from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing, nullcontext
 from http import HTTPStatus
@@ -85,7 +84,6 @@ class VllmEngine(RemoteEngine):
         self._server_digests: ServerDigests | None = None
         self._adapter: str | None = None
         """Name on the server of the adapter that new requests get; None for the whole weights alone."""
-        self._loaded: deque[str] = deque()
         self._whole_folder: Path | None = None
         """Folder of the whole weights on the server; None if unknown."""
         self._from_folder = StoreReceiver(self._reload_whole)
@@ -366,11 +364,9 @@ class VllmEngine(RemoteEngine):
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or set max_lora_rank=0"
             )
             raise TrackwayError(ErrorCode.ENGINE_FAILED, message) from error
-        self._loaded.append(adapter)
+        self.loaded.append(adapter)
         self._adapter = adapter
-        while len(self._loaded) > most:  # vLLM forgets the name; requests that run keep the adapter
-            with contextlib.suppress(TrackwayError):
-                await self.http.post(self.unload_route, {"lora_name": self._loaded.popleft()}, idempotent=True)
+        self.unload_all_but(most)  # vLLM forgets the name; requests that run keep the adapter
 
     def _model(self) -> Json:
         return {} if self._adapter is None else {"model": self._adapter}
@@ -380,7 +376,7 @@ class VllmEngine(RemoteEngine):
             if folder == self._whole_folder:
                 return
             self._whole_folder = None
-            await self.control.cut_sent()  # they would go on with their adapter on other base weights
+            await self.control.cut_short(self.calls.sent)  # they would go on with their adapter on other base weights
         for receiver in self._receivers(version):
             if await receiver.load(folder, version):
                 break

@@ -77,6 +77,6 @@ async def test_a_call_that_waits_ends_in_time_when_it_is_cut() -> None:
     call = Calls(RolloutSettings(), FACTS, 50).admit([3], SamplingParams(), "r")
     asyncio.get_running_loop().call_later(0.05, call.end_within, 0.05)
     with pytest.raises(TimeoutError):
-        await call.within(asyncio.Event().wait())
+        await call.within(asyncio.Event().wait)
     with pytest.raises(TimeoutError):
-        await call.within(asyncio.Event().wait())
+        await call.within(asyncio.Event().wait)

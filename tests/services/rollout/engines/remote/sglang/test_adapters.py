@@ -10,7 +10,15 @@ import pytest
 
 from tests.services.rollout.engine_runs import until
 from tests.services.rollout.engines.remote.sglang import sglang_fake as fakes
-from tests.services.rollout.engines.remote.sglang.sglang_cases import PROMPT, answer, in_flight, params, proof, sent
+from tests.services.rollout.engines.remote.sglang.sglang_cases import (
+    LONG,
+    PROMPT,
+    answer,
+    in_flight,
+    params,
+    proof,
+    sent,
+)
 from tests.services.rollout.engines.remote.sglang.sglang_fake import Fake
 from trackway.rollout.engines.remote.sglang import SglangEngine
 from trackway.rollout.engines.remote.vllm import VllmEngine
@@ -19,6 +27,7 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import WeightSpan
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
+Starts = Callable[..., AbstractAsyncContextManager[SglangEngine]]
 
 
 @pytest.fixture
@@ -28,9 +37,7 @@ def adapter(tmp_path: Path) -> Callable[[int], Path]:
 
 
 @pytest.fixture
-async def lora(
-    starts: Callable[..., AbstractAsyncContextManager[SglangEngine]], tmp_path: Path
-) -> AsyncIterator[SglangEngine]:
+async def lora(starts: Starts, tmp_path: Path) -> AsyncIterator[SglangEngine]:
     """An engine that takes adapters."""
     async with starts(max_lora_rank=8, model_path=fakes.write_base(tmp_path / "base", 0)) as engine:
         yield engine
@@ -62,6 +69,19 @@ async def test_a_request_in_flight_keeps_its_adapter_and_only_the_last_few_stay_
     await until(lambda: sorted(fake.adapters.values()) == [3, 4, 5, 6])
 
 
+async def test_a_replica_that_stops_takes_its_adapters_with_it(
+    starts: Starts, fake: Fake, adapter: Callable[[int], Path], tmp_path: Path
+) -> None:
+    async with starts(max_lora_rank=4, model_path=fakes.write_base(tmp_path / "own-base", 0)) as engine:
+        await engine.load_weights(adapter(4), 1, proof(4))
+        await engine.load_weights(adapter(5), 2, proof(5))
+        reader = engine.stream(PROMPT, LONG, "read-slowly")
+        await anext(reader)  # and no more: the stop does not wait for this request
+        assert sorted(fake.adapters.values()) == [4, 5]
+        await engine.stop()
+        assert fake.adapters == {}
+
+
 async def test_an_adapter_that_answers_as_the_base_is_taken_back(
     lora: SglangEngine, adapter: Callable[[int], Path]
 ) -> None:
@@ -78,9 +98,11 @@ async def test_whole_weights_cut_requests_with_an_adapter_and_the_next_adapter_g
     lora: SglangEngine, fake: Fake, adapter: Callable[[int], Path], folder: Callable[[int], Path]
 ) -> None:
     await lora.load_weights(adapter(4), 1, proof(4))
-    task = await in_flight(lora, fake)
+    task, running = await in_flight(lora, fake), fake.requests[0]
     await lora.load_weights(folder(7), 2, proof(7))
     assert ((await task).finish_reason, {span.version for span in (await task).spans}) == ("abort", {1})
+    await until(lambda: running.finish is not None)
+    assert len((await task).token_ids) < len(running.output)  # the last one was generated on the new base
     assert (await lora.generate(PROMPT, params(5), "a")).token_ids == answer(7, 5)
 
     await lora.load_weights(adapter(5), 3, proof(5))
@@ -111,7 +133,7 @@ def test_a_server_is_told_of_a_longest_sequence_that_the_models_folder_does_not_
         settings = RolloutSettings(**own, max_position_embeddings=900)
         command = kind(settings)._command(1)
         assert json.loads(command[command.index(option) + 1]) == {"max_position_embeddings": 900}
-        assert kind(settings).max_len == 900
+        assert kind(settings).max_len == (894 if kind is SglangEngine else 900)
         assert option not in kind(RolloutSettings(**own))._command(1)
         with pytest.raises(ValueError, match=f"engine_args: expected no {option} with max_position_embeddings=900"):
             RolloutSettings(**own, max_position_embeddings=900, engine_args=[f"{option}={{}}"])

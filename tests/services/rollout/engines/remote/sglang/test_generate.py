@@ -18,6 +18,7 @@ from trackway.rollout.engines.remote.sglang import SglangEngine
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import WeightSpan
+from trackway.wire.weights import Probe, WeightProof
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 Folder = Callable[[int], Path]
@@ -205,6 +206,20 @@ async def test_the_response_is_bounded_by_the_length_of_the_model(starts: Starts
         assert len((await engine.generate(PROMPT, params(100), "r")).token_ids) == 7
 
 
+async def test_the_last_token_of_the_vocabulary_is_scored(engine: SglangEngine) -> None:
+    last = fakes.VOCAB - 1
+    assert await engine.score([3, last, 5]) == [fakes.logprob(0, last), fakes.logprob(0, 5)]
+    proof = WeightProof(probes=[Probe(token_ids=[3, last], positions=[1], logprobs=[fakes.logprob(0, last)])])
+    await engine.load_weights(engine.settings.model_path, 1, proof)
+
+
+async def test_a_probe_is_cut_to_what_the_server_takes(engine: SglangEngine, fake: Fake) -> None:
+    probe = Probe(token_ids=[3] * 256, positions=[1], logprobs=[fakes.logprob(0, 3)])
+    await engine.load_weights(engine.settings.model_path, 1, WeightProof(probes=[probe]))
+    [scored] = [body for body in sent(fake, "/generate") if body["sampling_params"]["max_new_tokens"] == 1]
+    assert len(scored["input_ids"]) == 249
+
+
 async def test_prompt_tokens_out_of_the_cache_are_counted_as_reused(engine: SglangEngine) -> None:
     await engine.generate(PROMPT, params(4), "r")
     await engine.generate(PROMPT + answer(0, 4) + [9], params(4), "r")
@@ -216,8 +231,8 @@ async def test_prompt_tokens_out_of_the_cache_are_counted_as_reused(engine: Sgla
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([], "expected 1 to 255 prompt tokens, got 0"),
-        ([3] * 256, "expected 1 to 255 prompt tokens, got 256"),
+        ([], "expected 1 to 249 prompt tokens, got 0"),
+        ([3] * 250, "expected 1 to 249 prompt tokens, got 250"),
         ([3, fakes.VOCAB], r"expected token ids in 0\.\.49, got 3\.\.50"),
         ([-1], r"got -1\.\.-1"),
     ],

@@ -108,7 +108,7 @@ async def test_the_side_process_is_started_with_the_settings_and_ends_with_the_e
         "model_path": str(folder(0)),
         "served_model_name": "policy",
         "dtype": "bfloat16",
-        "context_length": 108,
+        "context_length": 106,
         "max_running_requests": 8,
         "tp_size": 2,
         "mem_fraction_static": 0.3,
