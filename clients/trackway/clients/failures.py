@@ -42,11 +42,6 @@ def unreached(error: BaseException | None) -> bool:
 
 def unsent(error: BaseException | None) -> bool:
     """Whether no connection was made, so that the service has seen nothing of the request."""
-    import aiohttp  # late, as in shared_http
-
-    if isinstance(cause := error.__cause__ if error else None, aiohttp.ClientError):
-        # httpx-aiohttp turns a connection that the service closed into a ConnectTimeout too.
-        return isinstance(cause, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
     return isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
 
 
@@ -72,8 +67,7 @@ def incident_of(error: BaseException | None) -> Incident:
     """
     if isinstance(error, TrackwayError):
         return Incident.WEIGHTS_BEHIND if error.code is ErrorCode.WEIGHTS_BEHIND else Incident.RETRIED
-    cut = isinstance(error, httpx.ConnectTimeout) and not unsent(error)
-    broken = cut or (isinstance(error, httpx.TransportError) and not isinstance(error, httpx.TimeoutException))
+    broken = isinstance(error, httpx.TransportError) and not isinstance(error, httpx.TimeoutException)
     died = (
         isinstance(error, ForeignServerError)
         and (error.status >= 500 or error.status == 404)

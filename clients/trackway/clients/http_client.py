@@ -1,6 +1,7 @@
 """The process's shared HTTP client, and `run` for programs that use it."""
 
 import asyncio
+import errno
 import socket
 import ssl
 import weakref
@@ -95,6 +96,7 @@ def shared_http() -> httpx.AsyncClient:
     if client is None or client.is_closed:
         from httpx_aiohttp import AiohttpTransport  # late, with aiohttp: a third of the time to import the clients
 
+        _correct_errors()
         tls = httpx.create_ssl_context()
         session = _session(tls)
         client = _shared[loop] = _PlainClient(session, AiohttpTransport(verify=tls, client=session))
@@ -114,10 +116,17 @@ class _PlainClient(httpx.AsyncClient):
     async def send(self, request: httpx.Request, *, stream: bool = False, **_: object) -> httpx.Response:
         """The response, read to its end unless `stream` is set; raises httpx.TransportError."""
         self._check_open()
-        response = await self._plain_transport.handle_async_request(request)
+        try:
+            response = await self._plain_transport.handle_async_request(request)
+        except httpx.ConnectError as error:
+            raise _with_refusal(error) from error.__cause__
         if not stream:
             response.request = request
-            await response.aread()
+            try:
+                await response.aread()
+            except BaseException:
+                await response.aclose()
+                raise
         return response
 
     async def fetch(
@@ -140,12 +149,37 @@ class _PlainClient(httpx.AsyncClient):
         except Exception:
             from httpx_aiohttp.transport import map_aiohttp_exceptions
 
-            with map_aiohttp_exceptions():
-                raise
+            try:
+                with map_aiohttp_exceptions():
+                    raise
+            except httpx.ConnectError as error:
+                raise _with_refusal(error) from error.__cause__
 
     def _check_open(self) -> None:
         if self.is_closed:
             raise RuntimeError("expected an open HTTP client, got one that is closed")
+
+
+def _correct_errors() -> None:
+    """Let httpx-aiohttp tell apart a connection that was refused, one that broke, and one that took too long.
+
+    It makes a ConnectTimeout of each.
+    """
+    import aiohttp
+    from httpx_aiohttp.transport import AIOHTTP_EXC_MAP
+
+    AIOHTTP_EXC_MAP[aiohttp.ClientConnectionError] = httpx.NetworkError
+    AIOHTTP_EXC_MAP[aiohttp.ConnectionTimeoutError] = httpx.ConnectTimeout
+
+
+def _with_refusal(error: httpx.ConnectError) -> httpx.ConnectError:
+    """The error, which names the address that refused a connection; aiohttp says only that it cannot connect."""
+    import aiohttp
+
+    cause = error.__cause__
+    if isinstance(cause, aiohttp.ClientConnectorError) and cause.os_error.errno == errno.ECONNREFUSED:
+        return httpx.ConnectError(f"connection refused at {cause.host}:{cause.port}")
+    return error
 
 
 @lru_cache(maxsize=1024)

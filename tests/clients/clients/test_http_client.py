@@ -2,18 +2,24 @@
 
 import asyncio
 import gzip
+import socket
 import ssl
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import ExitStack, asynccontextmanager
 
 import httpx
 import pytest
 
-from trackway.clients import close_shared_http, shared_http
-from trackway.clients.failures import unsent
+from trackway.clients import CallPolicy, close_shared_http, shared_http
+from trackway.clients.base import ServiceClient
+from trackway.clients.failures import incident_of, unsent
 from trackway.clients.http_client import WholeResponse, fetch
+from trackway.wire.errors import TrackwayError
+from trackway.wire.tracing import Incident
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
+
+Call = Callable[..., Awaitable[WholeResponse]]
 
 
 @asynccontextmanager
@@ -34,8 +40,13 @@ async def server(answer: bytes) -> AsyncGenerator[str]:
         await close_shared_http()
 
 
-async def fetched(url: str) -> WholeResponse:
-    return await fetch(shared_http(), "GET", url, {"accept": "*/*"}, None, connect_s=5.0, read_s=5.0)
+async def fetched(url: str, connect_s: float = 5.0) -> WholeResponse:
+    return await fetch(shared_http(), "GET", url, {"accept": "*/*"}, None, connect_s=connect_s, read_s=5.0)
+
+
+async def sent(url: str, connect_s: float = 5.0) -> WholeResponse:
+    response = await shared_http().get(url, timeout=httpx.Timeout(5.0, connect=connect_s))
+    return WholeResponse.of(response)
 
 
 async def test_a_whole_response_has_its_content_decoded_and_its_headers_by_any_case() -> None:
@@ -47,20 +58,57 @@ async def test_a_whole_response_has_its_content_decoded_and_its_headers_by_any_c
     assert (response.text, response.headers.get("retry-after")) == ('{"said": "18"}', "3")
 
 
-async def test_a_response_that_is_cut_is_an_error_of_its_transport_that_was_sent() -> None:
-    async with server(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{") as url:
-        with pytest.raises(httpx.TransportError) as cut:
-            await fetched(url)
-    assert not unsent(cut.value)
+CALLS = {"fetch": fetched, "send": sent}
 
 
-async def test_a_refused_connection_is_an_error_of_its_transport_that_was_not_sent() -> None:
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"])
+async def test_a_connection_that_breaks_is_no_timeout(call: Call, answer: bytes) -> None:
+    async with server(answer) as url:
+        with pytest.raises(httpx.NetworkError) as broken:
+            await call(url)
+    assert (unsent(broken.value), incident_of(broken.value)) == (False, Incident.REPLICA_LOST)
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+async def test_a_refused_connection_names_the_address(call: Call) -> None:
     async with server(b"") as url:
         pass
-    with pytest.raises(httpx.TransportError) as refused:
-        await fetched(url)
+    with pytest.raises(httpx.ConnectError) as refused:
+        await call(url)
     await close_shared_http()
-    assert unsent(refused.value)
+    assert f"{refused.value}" == f"connection refused at {httpx.URL(url).netloc.decode()}"
+    assert (unsent(refused.value), incident_of(refused.value)) == (True, Incident.REPLICA_LOST)
+
+
+async def test_an_error_of_a_client_says_that_the_connection_was_refused() -> None:
+    async with server(b"") as url:
+        pass
+    client = ServiceClient(url, policy=CallPolicy.question(5.0))
+    with pytest.raises(TrackwayError) as refused:
+        await client.send("GET", "/ready")
+    await close_shared_http()
+    address = httpx.URL(url).netloc.decode()
+    said = f"GET {url}/ready: no answer after 1 attempts (ConnectError: connection refused at {address}); check"
+    assert refused.value.message.startswith(said)
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+async def test_a_connection_that_nothing_accepts_is_a_timeout(call: Call) -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(0)
+        address = listening.getsockname()
+        with ExitStack() as waiting:  # they fill the queue of connections
+            for _ in range(4):
+                connection = waiting.enter_context(socket.socket())
+                connection.setblocking(False)
+                connection.connect_ex(address)
+            url = f"http://127.0.0.1:{address[1]}"
+            with pytest.raises(httpx.ConnectTimeout) as late:
+                await call(url, 0.1)
+    await close_shared_http()
+    assert (unsent(late.value), incident_of(late.value)) == (True, Incident.RETRIED)
 
 
 async def test_certificates_are_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:

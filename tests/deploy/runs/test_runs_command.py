@@ -109,6 +109,16 @@ def test_why_prints_each_wait_below_the_one_that_it_causes() -> None:
     ]
 
 
+@pytest.mark.parametrize("state", [RunState.STARTING, RunState.RESTARTING])
+def test_why_says_that_a_run_is_starting(state: RunState) -> None:
+    info = RunInfo(run="a", state=state, total_steps=9)
+
+    assert list(reasons(info, 101.0)) == [
+        f"run a is {state}, after step 0 of 9",
+        "  its process is starting; imports alone take seconds",
+    ]
+
+
 def test_why_says_where_a_run_stands_that_waits_for_nothing(outputs: Path) -> None:
     def why(name: str, *words: str) -> str:
         result = CliRunner().invoke(app, ["why", name, *words, "--outputs", str(outputs)], catch_exceptions=False)
@@ -117,7 +127,7 @@ def test_why_says_where_a_run_stands_that_waits_for_nothing(outputs: Path) -> No
     assert why("old") == "run old is finished, after step 4 of 4\n"
     assert why("inner").splitlines() == [
         "run inner is running, after step 1 of 4",
-        "  it has waited for nothing for seconds",
+        "  it waits for nothing; a wait is shown after two seconds",
     ]
     assert json.loads(why("old", "--json")) == {
         "run": "old",

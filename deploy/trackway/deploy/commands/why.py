@@ -37,15 +37,17 @@ def why(
 
 def reasons(info: "RunInfo", now_s: float) -> Iterator[str]:
     """The run's state, and a line for each wait, below the wait that it causes; `now_s` is in seconds since 1970."""
-    from trackway.wire.trainer import ENDED
+    from trackway.wire.trainer import ENDED, RunState
 
     yield f"run {info.run} is {info.state}, after step {info.step} of {info.total_steps}" + (
         f": {info.message}" if info.message else ""
     )
     if info.waits:
         yield from _lines(info.waits, now_s, "  ")
+    elif info.state in (RunState.STARTING, RunState.RESTARTING):
+        yield "  its process is starting; imports alone take seconds"
     elif info.state not in ENDED:
-        yield "  it has waited for nothing for seconds"
+        yield "  it waits for nothing; a wait is shown after two seconds"
 
 
 def _lines(waits: "Sequence[Wait]", now_s: float, indent: str) -> Iterator[str]:
