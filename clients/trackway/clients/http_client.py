@@ -166,7 +166,7 @@ def _correct_errors() -> None:
     It makes a ConnectTimeout of each.
     """
     import aiohttp
-    from httpx_aiohttp.transport import AIOHTTP_EXC_MAP
+    from httpx_aiohttp.transport import AIOHTTP_EXC_MAP  # pyright: ignore[reportUnknownVariableType]
 
     AIOHTTP_EXC_MAP[aiohttp.ClientConnectionError] = httpx.NetworkError
     AIOHTTP_EXC_MAP[aiohttp.ConnectionTimeoutError] = httpx.ConnectTimeout
