@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.vllm.vllm_runs import EOS, MARKS, PROMPT, Weights, tokenizer, worst
-from trackway.agent.parser import HermesParser
+from trackway.chat.tool_formats import Hermes
 from trackway.model_api.grammars import grammar_of
 from trackway.rollout.engines.protocol import Capability
 from trackway.rollout.engines.remote.vllm import VllmEngine
@@ -72,7 +72,7 @@ async def test_an_answer_beside_tools_is_a_call_of_one_of_them_or_has_the_schema
             "parallel_tool_calls": False,
         }
     )
-    params = guided().model_copy(update={"structured_outputs": grammar_of(asked)})
+    params = guided().model_copy(update={"structured_outputs": grammar_of(asked, Hermes())})
     found: set[str] = set()
     for seed in range(24):
         made = await engine.generate(PROMPT, params.model_copy(update={"seed": seed}), "a")
@@ -83,7 +83,7 @@ async def test_an_answer_beside_tools_is_a_call_of_one_of_them_or_has_the_schema
             assert set(answer) == {"count", "colour"} and answer["colour"] in ("red", "blue")
             found.add("answer")
             continue
-        parsed = HermesParser().parse(text)
+        parsed = Hermes().parse(text)
         [call] = parsed.calls
         assert (parsed.content, call.error) == ("", None)
         assert call.arguments in ([{"colour": "red"}, {"colour": "blue"}] if call.name == "paint" else [{}])

@@ -6,21 +6,24 @@ To add a loop, subclass `AgentLoop`, decorate it with `@register("name")`, and n
 from trackway.agent.context import AgentContext
 from trackway.agent.episode import Episode
 from trackway.agent.loop import AgentLoop, register
-from trackway.agent.parser import ToolParser, register_parser
 from trackway.agent.sessions.external import ExternalAgent
 from trackway.agent.single_turn import SingleTurnAgent
 from trackway.agent.tool_agent import ToolAgent
 from trackway.agent.toolbox import Toolbox
+from trackway.chat.tool_calls import ParsedCall
+from trackway.chat.tool_format import Parsed, ToolFormat, register_tool_format
 
 __all__ = [
     "AgentContext",
     "AgentLoop",
     "Episode",
     "ExternalAgent",
+    "Parsed",
+    "ParsedCall",
     "SingleTurnAgent",
     "ToolAgent",
-    "ToolParser",
+    "ToolFormat",
     "Toolbox",
     "register",
-    "register_parser",
+    "register_tool_format",
 ]

@@ -1,4 +1,4 @@
-"""The services of an agent loop: four clients, the tokenizer, the call parser, the tool catalog."""
+"""The services of an agent loop: four clients, the tokenizer, the tool catalog."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 import httpx
 
 from trackway.agent.catalog import ToolCatalog
-from trackway.agent.parser import ToolParser, tool_parser
 from trackway.agent.sessions.store import Sessions
 from trackway.agent.settings import AgentSettings
 from trackway.clients import RewardClient, RolloutClient, ToolsClient, TrainerClient
@@ -27,7 +26,6 @@ class AgentContext:
     """Gets the sessions that a run trains on."""
     catalog: ToolCatalog
     tokens: "ChatTokens"
-    parser: ToolParser
     sessions: Sessions
 
     @classmethod
@@ -47,7 +45,6 @@ class AgentContext:
             reward=RewardClient(settings.url("reward"), http, settings.reward_policy, settings.token, direct, batches),
             trainer=TrainerClient(settings.url("trainer"), http, settings.trainer_policy, settings.token),
             catalog=ToolCatalog(tools, settings.tools_refresh_s),
-            tokens=ChatTokens.load(settings.model_path, settings.chat_template_kwargs),
-            parser=tool_parser(settings.tool_parser),
+            tokens=ChatTokens.load(settings.model_path, settings.chat_template_kwargs, settings.tool_parser),
             sessions=Sessions(settings),
         )

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pydantic import JsonValue
+
 from trackway.clients import Deadline
 from trackway.wire.agent import GroupRequest, Limits, Sample
 from trackway.wire.chat import Message
@@ -39,6 +41,8 @@ class Episode:
     deadline: Deadline
     own_params: SamplingParams | None = None
     """Sampling parameters instead of the request's."""
+    parameters: dict[str, JsonValue] = field(default_factory=dict[str, JsonValue])
+    """The JSON schema of each offered tool's parameters, by the tool's name."""
     prompt_ids: list[int] = field(default_factory=list)
     response_ids: list[int] = field(default_factory=list)
     response_mask: list[int] = field(default_factory=list)

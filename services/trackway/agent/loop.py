@@ -112,6 +112,7 @@ class AgentLoop(ABC):
         except TooLong as error:
             raise episode.prompt_too_long(error.at_least) from error
         episode.add_prompt(ids)
+        episode.parameters = {schema.function.name: schema.function.parameters for schema in schemas}
         if len(episode.prompt_ids) < len(ids):
             side = episode.limits.prompt_truncation
             add_incident(Incident.PROMPT_CUT, tokens=len(ids), kept=len(episode.prompt_ids), side=side)

@@ -118,8 +118,9 @@ class AgentSettings(OwnCodeSettings):
     """Folder or Hugging Face id of the tokenizer; it must be that of the rollout service's model."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Variables of the chat template, e.g. `{"enable_thinking": false}`; verl's `data.apply_chat_template_kwargs`."""
-    tool_parser: str = "hermes"
-    """Parser of tool calls in the model's text, by the name given to `register_parser`."""
+    tool_parser: str | None = None
+    """Format of tool calls in the model's text: `hermes`, `qwen3_coder`, `llama3_json`, `mistral`, `pythonic`, or the
+    name given to `register_tool_format`. By default the one that the model's chat template writes, else `hermes`."""
     agent_loop_config_path: Path | None = None
     """verl's YAML list of own agent loops, each with `name`, `_target_` and arguments of its class."""
     max_concurrent_trajectories: int = Field(default=1024, ge=1)

@@ -17,11 +17,12 @@ from cachetools import LRUCache, cached
 from pydantic import JsonValue
 from pydantic_core import from_json, to_json
 
-from trackway.agent.fast_tokenizer import FastTokenizer
 from trackway.chat.encoding import chars_per_token, check_chars, encode_within
 from trackway.chat.offload import offload
-from trackway.chat.template_support import REJECTIONS, TemplateSupport, ids_after_answer, template_support
+from trackway.chat.template_support import REJECTIONS, TemplateSupport, ids_after_answer
 from trackway.chat.templates import template_message
+from trackway.chat.tokenizer import ChatTokenizer
+from trackway.chat.tool_format import ToolFormat
 from trackway.wire.chat import Message, ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
 
@@ -46,13 +47,16 @@ class ChatTokens:
     """A tokenizer with its chat template."""
 
     def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", template_kwargs: Mapping[str, JsonValue] | None = None
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        template_kwargs: Mapping[str, JsonValue] | None = None,
+        tool_parser: str | None = None,
     ) -> None:
         if tokenizer.chat_template is None:
             name = tokenizer.name_or_path
             raise ValueError(f"{name}: expected a tokenizer with a chat template, got none; add one to its folder")
         self._tokenizer = tokenizer
-        self.fast = FastTokenizer(tokenizer)
+        self.fast = ChatTokenizer(tokenizer, tool_parser, template_kwargs)
         """The same tokenizer, without the time that transformers takes around it."""
         self._template_kwargs: dict[str, Any] = dict(template_kwargs or {})
         self._most_chars = chars_per_token(tokenizer.get_vocab(), tokenizer.unk_token_id)
@@ -61,18 +65,24 @@ class ChatTokens:
         self._behind = cached(LRUCache(_CACHE_CHARS, _weight), lock=Lock())(self._render_behind)
 
     @classmethod
-    def load(cls, model_path: str, template_kwargs: Mapping[str, JsonValue] | None = None) -> Self:
+    def load(
+        cls,
+        model_path: str,
+        template_kwargs: Mapping[str, JsonValue] | None = None,
+        tool_parser: str | None = None,
+    ) -> Self:
         """The tokenizer of a model folder or Hugging Face name.
 
         Raises:
             ValueError: it has no chat template.
+            TrackwayError: `invalid_request` for an unknown `tool_parser`.
             OSError: the tokenizer is missing.
         """
         from transformers import AutoTokenizer
 
         # Texts come one by one; handing each to a pool of threads doubles its cost.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        return cls(AutoTokenizer.from_pretrained(model_path), template_kwargs)
+        return cls(AutoTokenizer.from_pretrained(model_path), template_kwargs, tool_parser)
 
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
@@ -151,10 +161,15 @@ class ChatTokens:
         """The decoded text without special tokens; `<tool_call>` is not a special token."""
         return await offload(len(ids), self._decode, list(ids), True)
 
-    @cached_property
+    @property
     def support(self) -> TemplateSupport:
         """What the chat template shows of tools."""
-        return template_support(self.fast, self._template_kwargs)
+        return self.fast.support
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        """How the model writes tool calls."""
+        return self.fast.tool_format
 
     @cached_property
     def _added(self) -> frozenset[int]:

@@ -12,10 +12,10 @@ from trackway.agent.catalog import ToolSet
 from trackway.agent.episode import Episode
 from trackway.agent.loop import AgentLoop, Stopwatch, register
 from trackway.agent.observations import Observation, truncated
-from trackway.agent.parser import Parsed
 from trackway.agent.toolbox import Toolbox, rejected
 from trackway.chat.tool_calls import ParsedCall
-from trackway.tracing import turn_span
+from trackway.chat.tool_format import Parsed
+from trackway.tracing import add_event, turn_span
 from trackway.wire.agent import Limits
 from trackway.wire.chat import FunctionCall, Message, ToolCall
 from trackway.wire.trajectory import StopReason, Turn
@@ -52,7 +52,11 @@ class ToolAgent(AgentLoop):
         """Generate one assistant turn, append it to `episode.turns`, and return its text and tool calls."""
         start, spent = len(episode.response_ids), episode.timings.generate_sequences
         finish_reason = await self.generate(episode)
-        parsed = self.services.parser.parse(await self.services.tokens.turn_text(episode.response_ids[start:]))
+        tokens = self.services.tokens
+        text = await tokens.turn_text(episode.response_ids[start:])
+        parsed = tokens.tool_format.parse(text, episode.parameters)
+        if parsed.unclosed is not None:
+            parsed = _with_unclosed(parsed, parsed.unclosed, is_cut=finish_reason == "length")
         index = len(episode.turns)
         episode.turns.append(
             Turn(
@@ -123,7 +127,7 @@ def reason_to_stop(episode: Episode, parsed: Parsed, tools: ToolSet) -> StopReas
     """The stop reason after a turn, by verl's rules and `on_bad_call`; None to run the tools."""
     turn = episode.turns[-1]
     max_turns, max_rounds = episode.limits.max_assistant_turns, episode.limits.max_user_turns
-    if turn.finish_reason == "length" and (parsed.unclosed or not parsed.calls):
+    if turn.finish_reason == "length" and (parsed.unclosed is not None or not parsed.calls):
         return StopReason.MAX_RESPONSE
     if not parsed.calls:
         return StopReason.ANSWERED
@@ -136,6 +140,14 @@ def reason_to_stop(episode: Episode, parsed: Parsed, tools: ToolSet) -> StopReas
     if episode.limits.on_bad_call == "end" and any(rejected(call, tools) is not None for call in parsed.calls):
         return StopReason.BAD_CALL
     return None
+
+
+def _with_unclosed(parsed: Parsed, unclosed: ParsedCall, *, is_cut: bool) -> Parsed:
+    """A call cut by the limit is text. The model itself left another one open: a malformed call."""
+    if not is_cut:
+        return parsed._replace(calls=[*parsed.calls, unclosed])
+    add_event("unclosed_call", tool=unclosed.name)
+    return parsed._replace(content="\n".join(filter(None, (parsed.content, unclosed.raw))))
 
 
 def _outcome(turn: Turn, asked: int) -> dict[str, JsonValue]:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 from jinja2 import TemplateError
 from pydantic import JsonValue
 
+from trackway.chat.tool_format import ToolFormat
+
 _ANSWER = "trackway stands here for what the model wrote"
 _RESULT = "trackway stands here for what the tool returned"
 _TOOL = "trackway_stands_here"
@@ -66,6 +68,41 @@ def template_support(tokenizer: Renders, variables: Mapping[str, JsonValue] | No
         _reason("the schemas of tools", _TOOL, lambda: render([_QUESTION], [_SCHEMA])),
         _reason("the results of tools", _RESULT, lambda: render([_QUESTION, answer, _TOOL_MESSAGE], None)),
     )
+
+
+class WrittenCall(NamedTuple):
+    """A tool call as a chat template writes it."""
+
+    text: str
+    name: str
+    arguments: dict[str, JsonValue]
+
+    def is_read_by(self, tool_format: ToolFormat) -> bool:
+        """Whether the format reads back this one call."""
+        return [(call.name, call.arguments) for call in tool_format.parse(self.text).calls] == [
+            (self.name, self.arguments)
+        ]
+
+
+def written_call(tokenizer: Renders, variables: Mapping[str, JsonValue] | None = None) -> WrittenCall | None:
+    """The text of an assistant turn that is one call; None when the template writes none."""
+
+    def render(messages: Sequence[Mapping[str, Any]], *, ends_open: bool) -> str:
+        options = {"add_generation_prompt": ends_open, "tokenize": False, **(variables or {})}
+        return str(tokenizer.apply_chat_template([*messages], None, **options))
+
+    arguments: dict[str, JsonValue] = {"text": _RESULT}
+    call = {"id": "call00000", "type": "function", "function": {"name": _TOOL, "arguments": arguments}}
+    try:
+        before = render([_QUESTION], ends_open=True)
+        answered = render([_QUESTION, {"role": "assistant", "content": _ANSWER}], ends_open=False)
+        called = render([_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}], ends_open=False)
+    except REJECTIONS:
+        return None
+    end = answered.partition(_ANSWER)[2]
+    shared = next((place for place, (a, b) in enumerate(zip(before, called, strict=False)) if a != b), len(before))
+    text = called[shared:].removesuffix(end)
+    return WrittenCall(text, _TOOL, arguments) if _TOOL in text else None
 
 
 def ids_after_answer(

@@ -1,16 +1,17 @@
-"""Tool calls in the model's text, as Hermes, Qwen2.5 and Qwen3 write them.
-
-`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; a malformed call carries the reason.
-"""
+"""Tool calls in the model's text: JSON, between tags or alone. A malformed call carries the reason."""
 
 import json
 import re
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pydantic import JsonValue
 from pydantic_core import from_json
 
 BEGIN, END = "<tool_call>", "</tool_call>"
+_WANTED = '{"name": "<function>", "arguments": {...}}'
+_CUT = re.compile(r"[\w.+\\-]*\s*")
+"""What may stand between the place of a JSON error and the end of a text that was cut there."""
 _NAME = re.compile(r'"name"\s*:\s*"([^"\\]{1,256})"')
 
 
@@ -23,6 +24,29 @@ class ParsedCall:
     raw: str = ""
     """The arguments as JSON, or the text of a malformed call."""
     error: str | None = None
+
+
+class JsonPrefix(NamedTuple):
+    """The JSON value with which a text begins, and the text behind it."""
+
+    value: JsonValue
+    behind: str
+    error: str = ""
+    """Why it is no JSON."""
+    is_cut: bool = False
+    """Whether the text ended within it."""
+
+
+def json_prefix(text: str) -> JsonPrefix:
+    """Read the value at the start of a text."""
+    try:
+        value, end = _DECODER.raw_decode(text)
+        return JsonPrefix(_strict(value), text[end:])
+    except json.JSONDecodeError as error:
+        is_cut = error.msg.startswith("Unterminated string") or _CUT.fullmatch(text, error.pos) is not None
+        return JsonPrefix(None, "", str(error), is_cut)
+    except (ValueError, RecursionError) as error:
+        return JsonPrefix(None, "", str(error))
 
 
 def blocks_in(text: str, begin: str, end: str) -> tuple[list[str], str, str | None]:
@@ -47,13 +71,13 @@ def blocks_in(text: str, begin: str, end: str) -> tuple[list[str], str, str | No
 def read_call(block: str) -> ParsedCall:
     """Parse the call between the tags."""
     try:
-        call = _json(block)
+        call = read_json(block)
     except (ValueError, RecursionError) as error:
-        return _malformed(_name_in(block), block, str(error))
+        return malformed_json(block, str(error), f"{_WANTED} in {BEGIN}...{END}")
     name = call.get("name") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(name, str):
-        return _malformed("", block, "no name")
-    return _with_arguments(name, call.get("arguments", {}), block)
+        return malformed(block, f"{_WANTED} in {BEGIN}...{END}")
+    return with_arguments(name, call.get("arguments", {}), block)
 
 
 def unclosed_call(text: str) -> ParsedCall:
@@ -62,23 +86,31 @@ def unclosed_call(text: str) -> ParsedCall:
     return ParsedCall(name=_name_in(text), raw=text, error=error)
 
 
-def _with_arguments(name: str, arguments: JsonValue, block: str) -> ParsedCall:
+def with_arguments(name: str, arguments: JsonValue, block: str) -> ParsedCall:
+    """The call with these arguments, which may be JSON in a string."""
     try:
-        read = _json(arguments) if isinstance(arguments, str) else arguments
+        read = read_json(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError) as error:
-        return _malformed(name, block, str(error))
+        return malformed_arguments(name, block, str(error))
     if not isinstance(read, dict):
-        return _malformed(name, block, f"expected an object, got {type(read).__name__}")
+        return malformed_arguments(name, block, f"expected an object, got {type(read).__name__}")
     return ParsedCall(name, read, _ENCODER.encode(read))
 
 
-def _malformed(name: str, block: str, reason: str) -> ParsedCall:
-    if name:
-        error = f"Invalid JSON in arguments for '{name}': {reason}"
-    else:
-        wanted = '{"name": "<function>", "arguments": {...}}'
-        error = f"Invalid tool call: expected {wanted} in {BEGIN}...{END}, got {block.strip()!r}"
-    return ParsedCall(name=name, raw=block, error=error)
+def malformed_arguments(name: str, block: str, reason: str) -> ParsedCall:
+    """The error for a call whose function is known."""
+    return ParsedCall(name=name, raw=block, error=f"Invalid JSON in arguments for '{name}': {reason}")
+
+
+def malformed(block: str, wanted: str = _WANTED) -> ParsedCall:
+    """The error for a call without a function."""
+    return ParsedCall(name="", raw=block, error=f"Invalid tool call: expected {wanted}, got {block.strip()!r}")
+
+
+def malformed_json(block: str, reason: str, wanted: str = _WANTED) -> ParsedCall:
+    """The error for a call that is no JSON."""
+    name = _name_in(block)
+    return malformed_arguments(name, block, reason) if name else malformed(block, wanted)
 
 
 def _name_in(block: str) -> str:
@@ -86,12 +118,15 @@ def _name_in(block: str) -> str:
     return match.group(1) if match else ""
 
 
-def _json(text: str) -> JsonValue:
+def read_json(text: str) -> JsonValue:
     """Strict JSON that a service accepts: rejects NaN, infinite numbers, lone surrogates, and nesting above 201.
 
     Raises ValueError, RecursionError.
     """
-    value: JsonValue = _DECODER.decode(text)
+    return _strict(_DECODER.decode(text))
+
+
+def _strict(value: JsonValue) -> JsonValue:
     from_json(_ENCODER.encode(value).encode(), allow_inf_nan=False)
     return value
 

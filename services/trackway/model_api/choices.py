@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
+from trackway.chat.tokenizer import ChatTokenizer
 from trackway.model_api.generator import FinishReason, Generates
 from trackway.model_api.grammars import grammar_of
 from trackway.model_api.stream_decoder import Delta, Reader, WholeEnd, joined
-from trackway.model_api.tokenizer import Tokenizer
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai.requests import SampledRequest
 from trackway.wire.rollout import GenerateRequest, SamplingParams
@@ -34,7 +34,7 @@ class Job:
 
 
 def jobs_of(
-    name: str, prompts: Sequence[list[int]], request: SampledRequest, max_tokens: int, tokenizer: Tokenizer
+    name: str, prompts: Sequence[list[int]], request: SampledRequest, max_tokens: int, tokenizer: ChatTokenizer
 ) -> list[Job]:
     """`n` choices per prompt, numbered consecutively; their request ids derive from the response's id."""
     greedy = request.top_p == 0  # no engine takes 0: it would keep no token
@@ -46,7 +46,7 @@ def jobs_of(
         stop_token_ids=request.stop_token_ids,
         ignore_eos=request.ignore_eos,
         logprobs=request.most_likely,
-        structured_outputs=grammar_of(request),
+        structured_outputs=grammar_of(request, tokenizer.tool_format),
         seed=request.seed,
     )
     requests = [

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from pydantic import JsonValue, ValidationError
 
-from trackway.chat.tool_calls import BEGIN, END
+from trackway.chat.tool_format import ToolFormat
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai.requests import ChatRequest, ChatTool, SampledRequest
 from trackway.wire.rollout import StructuredOutputs
@@ -23,7 +23,7 @@ _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _VALUES = ("enum", "const", "default", "examples")
 
 
-def grammar_of(request: SampledRequest) -> StructuredOutputs | None:
+def grammar_of(request: SampledRequest, tool_format: ToolFormat) -> StructuredOutputs | None:
     """The grammar of a choice. Beside tools it begins with a call, or is JSON of the format.
 
     Raises INVALID_REQUEST for schemas beyond the bounds, or with keywords that such a grammar would drop.
@@ -43,7 +43,7 @@ def grammar_of(request: SampledRequest) -> StructuredOutputs | None:
         raise TrackwayError(ErrorCode.INVALID_REQUEST, message, param="response_format")
     calls: dict[str, JsonValue] = {
         "type": "tags_with_separator",
-        "tags": [_call(tool) for tool in request.tools],
+        "tags": [_call(tool, tool_format) for tool in request.tools],
         "separator": "\n",
         "at_least_one": True,
         "stop_after_first": not request.parallel_tool_calls,
@@ -59,16 +59,11 @@ def _beyond_bounds(param: str, error: ValidationError, why: str = "") -> Trackwa
     return TrackwayError(ErrorCode.INVALID_REQUEST, f"{param}: {error.errors()[0]['msg']}{why}", param=param)
 
 
-def _call(tool: ChatTool) -> dict[str, JsonValue]:
+def _call(tool: ChatTool, tool_format: ToolFormat) -> dict[str, JsonValue]:
     """A call of the tool in the model's format."""
     parameters = tool.function.get("parameters")
     schema = {"type": "object", **(parameters if isinstance(parameters, dict) else {})}
-    return {
-        "type": "tag",
-        "begin": f'{BEGIN}\n{{"name": {json.dumps(tool.name)}, "arguments": ',
-        "content": {"type": "json_schema", "json_schema": schema},
-        "end": f"}}\n{END}",
-    }
+    return tool_format.grammar(tool.name, schema)
 
 
 def _keywords(schema: JsonValue) -> Iterator[str]:

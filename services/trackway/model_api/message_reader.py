@@ -4,9 +4,10 @@ import secrets
 import string
 from typing import NamedTuple
 
+from trackway.chat.call_reader import ToolCallReader
+from trackway.chat.tool_format import ToolFormat
 from trackway.model_api.prompts import forced_prefix
 from trackway.model_api.stream_decoder import Delta
-from trackway.model_api.tool_calls import ToolCallReader
 from trackway.wire.chat import FunctionCall, Message, ToolCall
 from trackway.wire.openai.replies import ChoiceEnd
 from trackway.wire.openai.requests import ChatRequest
@@ -34,11 +35,13 @@ class MessageParts(NamedTuple):
 class MessageReader:
     """The state of one choice."""
 
-    def __init__(self, request: ChatRequest | None) -> None:
+    def __init__(self, request: ChatRequest | None = None, tool_format: ToolFormat | None = None) -> None:
         """Without a request, or without tools in it, all text is content."""
         self._reader: ToolCallReader | None = None
-        if request is not None and request.offers_tools:
-            self._reader = ToolCallReader(forced_prefix(request), not request.parallel_tool_calls)
+        if request is not None and tool_format is not None and request.offers_tools:
+            parameters = {tool.name: tool.function.get("parameters") for tool in request.tools}
+            prefix = forced_prefix(request, tool_format)
+            self._reader = ToolCallReader(tool_format, prefix, not request.parallel_tool_calls, parameters)
         self._content: list[str] = []
         self._calls: list[ToolCall] = []
 

@@ -1,6 +1,5 @@
 """Prompts as token ids: text by the tokenizer, messages by the chat template."""
 
-import json
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -8,16 +7,16 @@ from pydantic import JsonValue
 
 from trackway.chat.encoding import TooLong, chars_per_token, check_chars, encode_within
 from trackway.chat.offload import offload
-from trackway.chat.template_support import REJECTIONS, TemplateSupport, template_support
+from trackway.chat.template_support import REJECTIONS
 from trackway.chat.templates import template_call
-from trackway.chat.tool_calls import BEGIN
-from trackway.model_api.tokenizer import Tokenizer
+from trackway.chat.tokenizer import ChatTokenizer
+from trackway.chat.tool_format import ToolFormat
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai.classify import ClassifyRequest
 from trackway.wire.openai.requests import ChatMessage, ChatRequest, ChatTool, CompletionRequest, NamedTool
 
 
-async def completion_prompts(tokenizer: Tokenizer, request: CompletionRequest, max_tokens: int) -> list[list[int]]:
+async def completion_prompts(tokenizer: ChatTokenizer, request: CompletionRequest, max_tokens: int) -> list[list[int]]:
     """Each prompt's ids, in order; raises INVALID_REQUEST for an empty text or more than `max_tokens`."""
     special = request.add_special_tokens
     try:
@@ -26,7 +25,7 @@ async def completion_prompts(tokenizer: Tokenizer, request: CompletionRequest, m
         raise _too_long("prompt", error, max_tokens) from error
 
 
-async def text_ids(tokenizer: Tokenizer, prompt: str | list[int], special: bool, max_tokens: int) -> list[int]:
+async def text_ids(tokenizer: ChatTokenizer, prompt: str | list[int], special: bool, max_tokens: int) -> list[int]:
     """The ids of a prompt, which may be given as ids; raises TooLong, and INVALID_REQUEST for an empty text."""
     if isinstance(prompt, list):
         return prompt
@@ -42,14 +41,14 @@ def _too_long(param: str, error: TooLong, max_tokens: int) -> TrackwayError:
     return TrackwayError(ErrorCode.INVALID_REQUEST, message, param=param)
 
 
-def forced_prefix(request: ChatRequest) -> str:
+def forced_prefix(request: ChatRequest, tool_format: ToolFormat) -> str:
     """The start of the response that forces a tool call, or the call of a certain tool."""
     if isinstance(request.tool_choice, NamedTool):
-        return f'{BEGIN}\n{{"name": {json.dumps(request.tool_choice.function.name)}, "arguments":'
-    return BEGIN if request.tool_choice == "required" else ""
+        return tool_format.opening(request.tool_choice.function.name)
+    return tool_format.opening(None) if request.tool_choice == "required" else ""
 
 
-async def chat_prompt(tokenizer: Tokenizer, request: ChatRequest, max_tokens: int) -> list[int]:
+async def chat_prompt(tokenizer: ChatTokenizer, request: ChatRequest, max_tokens: int) -> list[int]:
     """The ids of the conversation and its tools, including the generation prompt.
 
     Raises INVALID_REQUEST for more than `max_tokens`, or if the chat template rejects it.
@@ -60,13 +59,13 @@ async def chat_prompt(tokenizer: Tokenizer, request: ChatRequest, max_tokens: in
         raise _too_long("messages", error, max_tokens) from error
 
 
-async def chat_ids(tokenizer: Tokenizer, request: ChatRequest, max_tokens: int) -> list[int]:
+async def chat_ids(tokenizer: ChatTokenizer, request: ChatRequest, max_tokens: int) -> list[int]:
     """The same, for callers with bounds of their own: more than `max_tokens` raise TooLong."""
     size = _checked_size(tokenizer, request.messages, max_tokens, "use /v1/completions")
     return await offload(size + 1000 * len(request.tools), _rendered, tokenizer, request, max_tokens)
 
 
-async def conversation_ids(tokenizer: Tokenizer, request: ClassifyRequest, max_tokens: int) -> list[int]:
+async def conversation_ids(tokenizer: ChatTokenizer, request: ClassifyRequest, max_tokens: int) -> list[int]:
     """The ids of a whole conversation, without a generation prompt; raises INVALID_REQUEST as `chat_prompt`."""
     messages = request.messages or []
     try:
@@ -76,7 +75,7 @@ async def conversation_ids(tokenizer: Tokenizer, request: ClassifyRequest, max_t
         raise _too_long("messages", error, max_tokens) from error
 
 
-async def input_ids(tokenizer: Tokenizer, request: ClassifyRequest, max_tokens: int) -> list[list[int]]:
+async def input_ids(tokenizer: ChatTokenizer, request: ClassifyRequest, max_tokens: int) -> list[list[int]]:
     """The ids of each input, in order; raises INVALID_REQUEST as `completion_prompts`."""
     special = request.add_special_tokens is not False
     try:
@@ -95,7 +94,7 @@ def _chars(message: ChatMessage) -> int:
     return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
 
 
-def _checked_size(tokenizer: Tokenizer, messages: Sequence[ChatMessage], max_tokens: int, remedy: str) -> int:
+def _checked_size(tokenizer: ChatTokenizer, messages: Sequence[ChatMessage], max_tokens: int, remedy: str) -> int:
     """The size of the work to render messages; raises TooLong, and INVALID_REQUEST without a chat template."""
     if tokenizer.chat_template is None:
         message = f"messages: expected a model with a chat template, got one without; {remedy}"
@@ -105,23 +104,23 @@ def _checked_size(tokenizer: Tokenizer, messages: Sequence[ChatMessage], max_tok
     return chars + 1000 * len(messages)
 
 
-def _rendered(tokenizer: Tokenizer, request: ChatRequest, max_tokens: int) -> list[int]:
+def _rendered(tokenizer: ChatTokenizer, request: ChatRequest, max_tokens: int) -> list[int]:
     tools = [_template_tool(tool) for tool in request.tools] if request.offers_tools else []
-    if tools and (lacks := _support(tokenizer).lacks):
+    if tools and (lacks := tokenizer.support.lacks):
         raise TrackwayError(ErrorCode.INVALID_REQUEST, lacks, param="tools")
     text = _text_of(tokenizer, request.messages, tools, template_variables(request), ends_open=True)
-    return _encode(tokenizer, text + forced_prefix(request), False, max_tokens)
+    return _encode(tokenizer, text + forced_prefix(request, tokenizer.tool_format), False, max_tokens)
 
 
 def _whole(
-    tokenizer: Tokenizer, request: ClassifyRequest, messages: Sequence[ChatMessage], max_tokens: int
+    tokenizer: ChatTokenizer, request: ClassifyRequest, messages: Sequence[ChatMessage], max_tokens: int
 ) -> list[int]:
     text = _text_of(tokenizer, messages, [], request.chat_template_kwargs, ends_open=False)
     return _encode(tokenizer, text, bool(request.add_special_tokens), max_tokens)
 
 
 def _text_of(
-    tokenizer: Tokenizer,
+    tokenizer: ChatTokenizer,
     messages: Sequence[ChatMessage],
     tools: list[dict[str, JsonValue]],
     variables: dict[str, JsonValue],
@@ -129,7 +128,7 @@ def _text_of(
     ends_open: bool,
 ) -> str:
     """The rendered messages, with a generation prompt if it `ends_open`."""
-    if any(message.role == "tool" for message in messages) and (lacks := _support(tokenizer).lacks_results):
+    if any(message.role == "tool" for message in messages) and (lacks := tokenizer.support.lacks_results):
         raise TrackwayError(ErrorCode.INVALID_REQUEST, lacks, param="messages")
     try:
         return tokenizer.apply_chat_template(
@@ -150,7 +149,7 @@ def template_variables(request: ChatRequest) -> dict[str, JsonValue]:
     return {**({} if effort is None else {"reasoning_effort": effort}), **request.chat_template_kwargs}
 
 
-def _encode(tokenizer: Tokenizer, text: str, special: bool, max_tokens: int) -> list[int]:
+def _encode(tokenizer: ChatTokenizer, text: str, special: bool, max_tokens: int) -> list[int]:
     def encode(part: str) -> Sequence[int]:
         return tokenizer.encode(part, add_special_tokens=special)
 
@@ -158,13 +157,8 @@ def _encode(tokenizer: Tokenizer, text: str, special: bool, max_tokens: int) -> 
 
 
 @lru_cache(maxsize=4)
-def _most_chars(tokenizer: Tokenizer) -> int | None:
+def _most_chars(tokenizer: ChatTokenizer) -> int | None:
     return chars_per_token(tokenizer.get_vocab(), tokenizer.unk_token_id)
-
-
-@lru_cache(maxsize=4)
-def _support(tokenizer: Tokenizer) -> TemplateSupport:
-    return template_support(tokenizer)
 
 
 def _template_tool(tool: ChatTool) -> dict[str, JsonValue]:

@@ -1,18 +1,8 @@
-"""Finds markers (stop strings, tool call tags) in streamed text."""
+"""Finds stop strings in streamed text."""
 
 from collections.abc import Sequence
 
-
-def begun(text: str, marks: Sequence[str]) -> int:
-    """Number of characters at the end of `text` that may start a marker."""
-    longest = 0
-    for mark in marks:
-        place = text.find(mark[0], max(0, len(text) - len(mark) + 1))
-        while place >= 0 and not mark.startswith(text[place:]):
-            place = text.find(mark[0], place + 1)
-        if place >= 0:
-            longest = max(longest, len(text) - place)
-    return longest
+from trackway.chat.call_reader import begun
 
 
 class StopStrings:

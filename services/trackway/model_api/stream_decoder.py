@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from trackway.chat.tokenizer import ChatTokenizer
 from trackway.model_api.stop_strings import StopStrings
-from trackway.model_api.tokenizer import Tokenizer
-from trackway.wire.openai.requests import SampledRequest
+from trackway.wire.openai.requests import ChatRequest, SampledRequest
 from trackway.wire.rollout import TopLogprobs
 from trackway.wire.trajectory import WeightSpan
 
@@ -115,11 +115,12 @@ class Detokenizer:
 class Reader:
     """The state of one choice."""
 
-    def __init__(self, tokenizer: Tokenizer, request: SampledRequest) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, request: SampledRequest) -> None:
         self._ends = set() if request.include_stop_str_in_output else set(request.stop_token_ids)
         if not request.ignore_eos and tokenizer.eos_token_id is not None:
             self._ends.add(tokenizer.eos_token_id)
-        skip = request.skip_special_tokens
+        calls = isinstance(request, ChatRequest) and request.offers_tools and tokenizer.tool_format.special
+        skip = request.skip_special_tokens and not calls
         self._detokenizer = Detokenizer(lambda ids: tokenizer.decode(ids, skip_special_tokens=skip))
         self._stops = StopStrings(request.stop, request.include_stop_str_in_output)
         self.has_stops = bool(request.stop)

@@ -61,7 +61,7 @@ def create_app(
     settings = settings or RolloutSettings()
     if engine is None and is_classifier(settings.model_path):
         return classifier_app(settings, tracing)
-    text = TokenText(settings.model_path)
+    text = TokenText(settings.model_path, settings.tool_parser)
     engine = engine or open_engine(settings)
     store = WeightStore(settings.weights_url) if settings.weights_url else None
     service = _service(settings, engine, text, store)

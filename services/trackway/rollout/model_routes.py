@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Request, Response
 from pydantic import JsonValue
 
+from trackway.chat.tokenizer import ChatTokenizer
 from trackway.model_api.anthropic import message_input
 from trackway.model_api.anthropic.errors import AnthropicRoute
 from trackway.model_api.anthropic.messages import MessagesResponseBuilder
@@ -18,7 +19,6 @@ from trackway.model_api.openai.responses import ResponsesBuilder
 from trackway.model_api.prompts import chat_prompt, completion_prompts, most_tokens
 from trackway.model_api.respond import respond
 from trackway.model_api.response_builder import ResponseBuilder
-from trackway.model_api.tokenizer import Tokenizer
 from trackway.rollout.service import RolloutService
 from trackway.rollout.tokenizer import TokenText
 from trackway.wire.anthropic.replies import CountTokensReply, MessagesReply
@@ -44,7 +44,7 @@ MESSAGES_ALONE: dict[str, JsonValue] = {
 }
 MESSAGES: dict[str, JsonValue] = {**MESSAGES_ALONE, "max_tokens": 64}
 
-BuilderOf = Callable[[Tokenizer, list[int]], ResponseBuilder]
+BuilderOf = Callable[[ChatTokenizer, list[int]], ResponseBuilder]
 """The builder of the response to a prompt."""
 
 
@@ -99,7 +99,7 @@ def model_routes(service: RolloutService, text: TokenText) -> list[APIRouter]:
     async def messages(body: Annotated[MessagesRequest, Body(examples=[MESSAGES])], request: Request) -> Response:
         """The next message of a conversation, for Anthropic's clients."""
         chat = message_input.chat_of(body)
-        return await converse(request, chat, lambda _, prompt: MessagesResponseBuilder(body, chat, prompt))
+        return await converse(request, chat, lambda *made: MessagesResponseBuilder(body, chat, *made))
 
     @anthropic.post("/v1/messages/count_tokens")
     async def count_tokens(body: Annotated[CountTokensRequest, Body(examples=[MESSAGES_ALONE])]) -> CountTokensReply:

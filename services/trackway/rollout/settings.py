@@ -41,6 +41,9 @@ class RolloutSettings(ServiceSettings):
     """Python interpreter of the environment with vLLM or SGLang, whose pinned dependencies conflict with Trackway's."""
     engine_args: list[str] = Field(default_factory=list)
     """Extra command-line arguments of the server that the replica starts."""
+    tool_parser: str | None = None
+    """Format of tool calls on the chat routes: `hermes`, `qwen3_coder`, `llama3_json`, `mistral` or `pythonic`. By
+    default the one that the model's chat template writes, else `hermes`."""
     engine_tokenizer: bool = False
     """Start SGLang with the model's tokenizer, which `response_format` needs; it then detokenizes every token. vLLM
     always has it if the model folder does."""

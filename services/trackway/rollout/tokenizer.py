@@ -3,18 +3,18 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
-from trackway.model_api.tokenizer import Tokenizer
+from trackway.chat.tokenizer import ChatTokenizer
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 
 class TokenText:
     """The tokenizer of a model folder."""
 
-    def __init__(self, model_path: Path) -> None:
+    def __init__(self, model_path: Path, tool_parser: str | None = None) -> None:
         self.model_path = model_path
-        self._tokenizer: Tokenizer | None = None
+        self._tool_parser = tool_parser
+        self._tokenizer: ChatTokenizer | None = None
         self._loading = asyncio.Lock()
 
     async def decode(self, token_ids: Sequence[int]) -> str:
@@ -22,7 +22,7 @@ class TokenText:
         tokenizer = await self.tokenizer()
         return tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
-    async def required(self) -> Tokenizer:
+    async def required(self) -> ChatTokenizer:
         """The tokenizer itself; raises INTERNAL when the folder has none."""
         try:
             return await self.tokenizer()
@@ -32,17 +32,17 @@ class TokenText:
             remedy = "add one, or send token ids to /inference/v1/generate"
             raise TrackwayError(ErrorCode.INTERNAL, message + remedy) from error
 
-    async def tokenizer(self) -> Tokenizer:
+    async def tokenizer(self) -> ChatTokenizer:
         """The tokenizer itself, loaded once; raises what transformers raises when the folder has none."""
         if self._tokenizer is None:
             async with self._loading:
                 if self._tokenizer is None:
-                    self._tokenizer = await asyncio.to_thread(_load_tokenizer, self.model_path)
+                    self._tokenizer = await asyncio.to_thread(_load_tokenizer, self.model_path, self._tool_parser)
         return self._tokenizer
 
 
-def _load_tokenizer(model_path: Path) -> Tokenizer:
+def _load_tokenizer(model_path: Path, tool_parser: str | None) -> ChatTokenizer:
     # The import takes seconds, and not every replica needs it.
     from transformers import AutoTokenizer
 
-    return cast(Tokenizer, AutoTokenizer.from_pretrained(model_path, local_files_only=True))
+    return ChatTokenizer(AutoTokenizer.from_pretrained(model_path, local_files_only=True), tool_parser)

@@ -13,6 +13,7 @@ from types import ModuleType
 STAND_INS = {
     "verl.experimental.agent_loop": "trackway.agent.verl.interface",
     "verl.experimental.agent_loop.agent_loop": "trackway.agent.verl.interface",
+    "verl.experimental.agent_loop.tool_parser": "trackway.agent.verl.interface",
     "verl.tools.base_tool": "trackway.tools.verl.interface",
     "verl.tools.function_tool": "trackway.tools",
     "verl.tools.schemas": "trackway.tools.verl.interface",

@@ -16,7 +16,7 @@ from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs.project import configured, project_file
 from trackway.deploy.runs.standalone import prepare, resumes_with
 from trackway.system.user_error import UserError
-from trackway.trainer.config import RunConfig
+from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.trainer import RunState
@@ -144,7 +144,17 @@ def test_the_services_of_a_project_get_its_modules_loops_tools_and_its_scorer(pr
     agent, tools = (serve_config.args_of(services.serve_config, service) for service in ("agent", "tools"))
     assert (agent["agent_loop_config_path"], agent["tool_parser"]) == (f"{project}/loops.yaml", "mine")
     assert (tools["tool_config_path"], tools["function_tool_path"]) == (f"{project}/tools.yaml", f"{project}/tools.py")
-    assert "modules" not in serve_config.args_of(services.serve_config, "rollout")
+    rollout = serve_config.args_of(services.serve_config, "rollout")
+    assert "modules" not in rollout and "tool_parser" not in rollout
+
+
+def test_a_built_in_tool_format_reaches_agent_and_rollout() -> None:
+    config = compose(["actor_rollout_ref.rollout.multi_turn.format=mistral", "actor_rollout_ref.model.path=x"])
+
+    services = services_for(config, 0, serve_config.load(UpSettings.read().config))
+
+    got = [serve_config.args_of(services.serve_config, service)["tool_parser"] for service in ("agent", "rollout")]
+    assert got == ["mistral", "mistral"]
 
 
 def test_a_project_folder_that_does_not_exist_is_missing_here(project: Path) -> None:
@@ -165,7 +175,7 @@ def test_a_project_folder_that_does_not_exist_is_missing_here(project: Path) -> 
         ({"my_agent.py": "", "rewards.py": "x = 1"}, "which has none, got 'compute_score'; correct the name"),
         ({"my_agent.py": "", "rewards.py": "\nimport nothing_of_the_kind"}, "rewards.py:2)"),
         ({"my_agent.py": ""}, "agent_loop_config_path: expected a YAML file, got "),
-        ({"my_agent.py": "", "loops.yaml": "[]"}, "tool_parser: expected one of ['hermes'], got 'mine'"),
+        ({"my_agent.py": "", "loops.yaml": "[]"}, "tool_parser: expected one of ['hermes', 'llama3'"),
     ],
 )
 def test_a_dry_run_names_what_cannot_be_loaded(

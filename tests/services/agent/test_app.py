@@ -226,6 +226,6 @@ async def test_no_more_trajectories_run_at_once_than_the_settings_allow(
 
 def test_an_unknown_parser_is_refused_at_the_start(settings: AgentSettings) -> None:
     with pytest.raises(TrackwayError) as caught:
-        create_app(settings.model_copy(update={"tool_parser": "pythonic"}))
+        create_app(settings.model_copy(update={"tool_parser": "nope"}))
 
     assert caught.value.code is ErrorCode.INVALID_REQUEST

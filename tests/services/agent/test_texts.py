@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from tests.services.agent.agent_services import AgentServices, call, open_services
 from tests.services.agent.replaceable import answers
 from tests.services.agent.scripted_model import END
-from trackway.agent.fast_tokenizer import FastTokenizer
 from trackway.agent.settings import AgentSettings
+from trackway.chat.tokenizer import ChatTokenizer
 from trackway.tracing import TracingSettings
 
 pytestmark = pytest.mark.anyio
@@ -51,7 +51,7 @@ def decodes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(owner, "decode", counting)
 
     counted(next(base for base in PreTrainedTokenizerFast.__mro__ if "decode" in vars(base)))
-    counted(FastTokenizer)
+    counted(ChatTokenizer)
     return counts
 
 

@@ -1,5 +1,6 @@
 """Agent loops written for verl run without verl, and their trajectories and traces are like those of our own."""
 
+import importlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from trackway.agent.loop import agents
 from trackway.agent.settings import AgentSettings
 from trackway.agent.verl.loading import load_loops
 from trackway.serving.own_code import OwnCodeError
+from trackway.serving.stand_ins import offer_stand_ins
+from trackway.wire.chat import FunctionCall, FunctionSchema, ToolSchema
 from trackway.wire.errors import ErrorCode
 from trackway.wire.trajectory import StopReason
 
@@ -175,3 +178,26 @@ def test_a_wrong_file_is_told_with_its_entry(
 def test_a_missing_file_is_told(settings: AgentSettings, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"agent_loop_config_path: expected a YAML file, got '.*gone.yaml'"):
         load_loops(settings.model_copy(update={"agent_loop_config_path": tmp_path / "gone.yaml"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", 'So. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'),
+        ("qwen3_coder", "So. <tool_call><function=add><parameter=a>1</parameter></function></tool_call>"),
+    ],
+)
+async def test_verls_tool_parser_reads_by_the_format_of_that_name(
+    tokenizer: PreTrainedTokenizerFast, name: str, text: str
+) -> None:
+    offer_stand_ins()
+    module = importlib.import_module("verl.experimental.agent_loop.tool_parser")
+    schema = FunctionSchema(name="add", parameters={"properties": {"a": {"type": "integer"}}})
+
+    parser = module.ToolParser.get_tool_parser(name, tokenizer)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+
+    expected = ("So.", [FunctionCall(name="add", arguments='{"a": 1}')])
+    assert await parser.extract_tool_calls(ids, [ToolSchema(function=schema)]) == expected
+    assert await parser.extract_tool_calls(ids, [ToolSchema(function=schema).model_dump()]) == expected
+    assert await parser.extract_tool_calls(ids[:-1]) == ("So.", [])

@@ -1,12 +1,13 @@
 """The tiny model's tokenizer."""
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
+from trackway.chat.tokenizer import ChatTokenizer
 from trackway.deploy.bundled import TINY_MODEL
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerBase:
+def tokenizer() -> ChatTokenizer:
     """The tiny model's tokenizer."""
-    return AutoTokenizer.from_pretrained(TINY_MODEL)
+    return ChatTokenizer(AutoTokenizer.from_pretrained(TINY_MODEL))

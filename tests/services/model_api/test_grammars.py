@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from trackway.chat.tool_formats import Hermes
 from trackway.model_api.grammars import grammar_of
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai.requests import ChatRequest, CompletionRequest
@@ -28,7 +29,7 @@ def chat(**fields: Any) -> ChatRequest:
 
 
 def tag_of(request: ChatRequest) -> dict[str, Any]:
-    grammar = grammar_of(request)
+    grammar = grammar_of(request, Hermes())
     assert grammar is not None and grammar.structural_tag is not None
     return json.loads(grammar.structural_tag)
 
@@ -60,12 +61,12 @@ def test_any_object_may_be_the_answer() -> None:
 
 def test_without_tools_it_is_the_answers_alone_and_a_forced_call_has_none() -> None:
     for fields in ({"tools": None}, {"tool_choice": "none"}):
-        grammar = grammar_of(chat(**fields))
+        grammar = grammar_of(chat(**fields), Hermes())
         assert grammar is not None and (grammar.json_schema, grammar.structural_tag) == (PLAN, None)
     named = {"type": "function", "function": {"name": "add"}}
-    assert [grammar_of(chat(tool_choice=choice)) for choice in ("required", named)] == [None, None]
-    assert grammar_of(chat(response_format=None)) is None
-    assert grammar_of(CompletionRequest(model="any", prompt="a")) is None
+    assert [grammar_of(chat(tool_choice=choice), Hermes()) for choice in ("required", named)] == [None, None]
+    assert grammar_of(chat(response_format=None), Hermes()) is None
+    assert grammar_of(CompletionRequest(model="any", prompt="a"), Hermes()) is None
 
 
 @pytest.mark.parametrize(
@@ -81,5 +82,5 @@ def test_without_tools_it_is_the_answers_alone_and_a_forced_call_has_none() -> N
 def test_an_answers_schema_that_it_would_not_hold_is_refused_by_name(schema: dict[str, Any], dropped: str) -> None:
     asked = chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
     with pytest.raises(TrackwayError, match=f"expected a JSON schema without {dropped} beside tools") as raised:
-        grammar_of(asked)
+        grammar_of(asked, Hermes())
     assert (raised.value.code, raised.value.detail["param"]) == (ErrorCode.INVALID_REQUEST, "response_format")

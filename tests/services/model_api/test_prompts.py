@@ -1,15 +1,15 @@
 """What of a request reaches the chat template."""
 
-import copy
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from pydantic import JsonValue
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from tests.services.chat.families import FAMILIES
+from trackway.chat.tokenizer import ChatTokenizer
+from trackway.deploy.bundled import TINY_MODEL
 from trackway.model_api.prompts import chat_prompt
-from trackway.model_api.tokenizer import Tokenizer
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai.requests import ChatRequest
 
@@ -25,13 +25,13 @@ pytestmark = pytest.mark.anyio
     ],
 )
 async def test_the_reasoning_effort_is_a_variable_of_the_chat_template(
-    tokenizer: PreTrainedTokenizerBase, fields: dict[str, JsonValue], text: str
+    tokenizer: ChatTokenizer, fields: dict[str, JsonValue], text: str
 ) -> None:
-    special = copy.deepcopy(tokenizer)
+    special = AutoTokenizer.from_pretrained(TINY_MODEL)
     special.chat_template = "{{ reasoning_effort or 'unset' }}"
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
-    ids = await chat_prompt(special, ChatRequest.model_validate(body), 99)  # pyright: ignore[reportArgumentType]
-    assert tokenizer.decode(ids) == text
+    ids = await chat_prompt(ChatTokenizer(special), ChatRequest.model_validate(body), 99)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,6 @@ async def test_a_template_without_tools_is_named_instead_of_dropping_them(
     body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
 
     with pytest.raises(TrackwayError, match="expected a chat template that shows tools and their results") as caught:
-        await chat_prompt(cast(Tokenizer, FAMILIES["phi3"].tokenizer()), ChatRequest.model_validate(body), 99)
+        await chat_prompt(ChatTokenizer(FAMILIES["phi3"].tokenizer()), ChatRequest.model_validate(body), 99)
 
     assert (caught.value.code, caught.value.detail) == (ErrorCode.INVALID_REQUEST, {"param": param})

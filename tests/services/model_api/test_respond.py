@@ -8,9 +8,9 @@ from dataclasses import replace
 import httpx
 import pytest
 from fastapi import FastAPI, Request, Response
-from transformers import PreTrainedTokenizerBase
 
 from tests.services.model_api.scripted_model import ScriptedModel, Tokens
+from trackway.chat.tokenizer import ChatTokenizer
 from trackway.model_api.anthropic import message_input
 from trackway.model_api.anthropic.messages import MessagesResponseBuilder
 from trackway.model_api.choices import jobs_of
@@ -58,19 +58,19 @@ def contents(text: str) -> tuple[str, list[tuple[str, str]]]:
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_recorded_answer_can_be_given_again_without_a_generation(
-    tokenizer: PreTrainedTokenizerBase, stream: bool, again: bool
+    tokenizer: ChatTokenizer, stream: bool, again: bool
 ) -> None:
     says = tokenizer.encode(TEXT, add_special_tokens=False)
     model, builders, recorded = ScriptedModel(says), list[ChatResponseBuilder](), list[Delta]()
 
     def builder(stream: bool) -> ChatResponseBuilder:
         request = ChatRequest.model_validate({**BODY, "stream": stream})
-        builders.append(ChatResponseBuilder(request, tokenizer, [7, 8]))  # pyright: ignore[reportArgumentType]
+        builders.append(ChatResponseBuilder(request, tokenizer, [7, 8]))
         return builders[-1]
 
     async def first(request: Request) -> Response:
         body = ChatRequest.model_validate({**BODY, "stream": stream})
-        jobs = jobs_of("name", [[7, 8]], body, 99, tokenizer)  # pyright: ignore[reportArgumentType]
+        jobs = jobs_of("name", [[7, 8]], body, 99, tokenizer)
         return await respond(request, model, builder(stream), jobs, stream=stream, record=recorded.extend)
 
     async def second(request: Request) -> Response:
@@ -87,7 +87,7 @@ async def test_a_recorded_answer_can_be_given_again_without_a_generation(
     assert (message.content, [call.function.name for call in message.tool_calls or []]) == (*said[:1], ["add"])
 
 
-async def test_a_stream_shows_weight_versions_once_they_are_final(tokenizer: PreTrainedTokenizerBase) -> None:
+async def test_a_stream_shows_weight_versions_once_they_are_final(tokenizer: ChatTokenizer) -> None:
     class Corrected(ScriptedModel):
         async def stream(self, request: GenerateRequest) -> AsyncGenerator[Tokens]:
             spans = [WeightSpan(version=5, start=0, end=1), WeightSpan(version=6, start=1, end=len(self.says))]
@@ -99,8 +99,8 @@ async def test_a_stream_shows_weight_versions_once_they_are_final(tokenizer: Pre
 
     async def handle(http: Request) -> Response:
         request = ChatRequest.model_validate({**BODY, "stream": True, "return_token_ids": True})
-        jobs = jobs_of("name", [[7]], request, 99, tokenizer)  # pyright: ignore[reportArgumentType]
-        builder = ChatResponseBuilder(request, tokenizer, [7])  # pyright: ignore[reportArgumentType]
+        jobs = jobs_of("name", [[7]], request, 99, tokenizer)
+        builder = ChatResponseBuilder(request, tokenizer, [7])
         return await respond(http, model, builder, jobs, stream=True, record=recorded.extend)
 
     lines = (await answered(handle, stream=True)).splitlines()
@@ -111,15 +111,15 @@ async def test_a_stream_shows_weight_versions_once_they_are_final(tokenizer: Pre
     assert [span.model_dump() for span in recorded[0].spans] == final
 
 
-async def test_an_answer_is_recorded_before_the_client_can_see_its_end(tokenizer: PreTrainedTokenizerBase) -> None:
+async def test_an_answer_is_recorded_before_the_client_can_see_its_end(tokenizer: ChatTokenizer) -> None:
     model = ScriptedModel(tokenizer.encode(TEXT, add_special_tokens=False))
     request = ChatRequest.model_validate({**BODY, "stream": True})
     recorded = list[Delta]()
     seen = list[tuple[bool, bool]]()
 
     async def handle(http: Request) -> Response:
-        builder = ChatResponseBuilder(request, tokenizer, [7])  # pyright: ignore[reportArgumentType]
-        jobs = jobs_of("name", [[7]], request, 99, tokenizer)  # pyright: ignore[reportArgumentType]
+        builder = ChatResponseBuilder(request, tokenizer, [7])
+        jobs = jobs_of("name", [[7]], request, 99, tokenizer)
         response = await respond(http, model, builder, jobs, stream=True, record=recorded.extend)
         lines = response.body_iterator  # pyright: ignore[reportAttributeAccessIssue]
         seen.extend([('"finish_reason":"tool_calls"' in line, bool(recorded)) async for line in lines])
@@ -150,7 +150,7 @@ PING = 'event: ping\ndata: {"type":"ping"}\n\n'
 
 @pytest.mark.parametrize(("is_anthropic", "later"), [(False, COMMENT), (True, PING)])
 async def test_a_stream_that_waits_sends_what_keeps_its_connection_open(
-    tokenizer: PreTrainedTokenizerBase, is_anthropic: bool, later: str
+    tokenizer: ChatTokenizer, is_anthropic: bool, later: str
 ) -> None:
     model = SlowModel(tokenizer.encode("ok<|im_end|>", add_special_tokens=False))
     body = MessagesRequest.model_validate(MESSAGES)
@@ -158,10 +158,10 @@ async def test_a_stream_that_waits_sends_what_keeps_its_connection_open(
     lines: list[str] = []
 
     async def handle(http: Request) -> Response:
-        builder: ResponseBuilder = ChatResponseBuilder(chat, tokenizer, [7])  # pyright: ignore[reportArgumentType]
+        builder: ResponseBuilder = ChatResponseBuilder(chat, tokenizer, [7])
         if is_anthropic:
-            builder = MessagesResponseBuilder(body, chat, [7])
-        jobs = jobs_of("name", [[7]], chat, 99, tokenizer)  # pyright: ignore[reportArgumentType]
+            builder = MessagesResponseBuilder(body, chat, tokenizer, [7])
+        jobs = jobs_of("name", [[7]], chat, 99, tokenizer)
         response = await respond(http, model, builder, jobs, stream=True, keep_alive_s=0.01)
         async for line in response.body_iterator:  # pyright: ignore[reportAttributeAccessIssue]
             waits = line in (COMMENT, later) and lines[-1:] == [line]

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from trackway.chat.tool_formats import tool_format
 from trackway.clients import run
 from trackway.deploy.checks.findings import Findings
 from trackway.deploy.config import serve_config
@@ -79,13 +80,13 @@ def _is_missing(error: BaseException) -> bool:
 def _agents(args: dict[str, Any]) -> dict[str, bool]:
     """Each agent, and whether it offers tools."""
     from trackway.agent.loop import agents
-    from trackway.agent.parser import tool_parser
     from trackway.agent.settings import AgentSettings
     from trackway.agent.verl.loading import load_loops
 
     settings = AgentSettings(**{"model_path": "", **args})
     load_loops(settings)
-    tool_parser(settings.tool_parser)
+    if settings.tool_parser is not None:
+        tool_format(settings.tool_parser)
     return {loop.name: loop.offers_tools for loop in agents()}
 
 

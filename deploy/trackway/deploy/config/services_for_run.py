@@ -3,7 +3,7 @@
 rollout.name, tensor_model_parallel_size, ...     ->  the rollout service's engine, replicas and GPUs
 multi_turn.tool_config_path, function_tool_path   ->  the tool server's tools
 trackway.modules, code_path                       ->  what the agent, tools and reward services import
-agent.agent_loop_config_path, multi_turn.format   ->  the agent service's loops and parser
+agent.agent_loop_config_path, multi_turn.format   ->  the agent service's loops and tool format
 data.apply_chat_template_kwargs                   ->  the agent service's chat template
 custom_reward_function                            ->  the reward service's scorer
 reward.reward_model                               ->  a service of its own, which scores or which that scorer asks
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
+from trackway.chat.tool_formats import BUILT_IN
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.engine_python import SERVERS, engine_python, runs_already
 from trackway.deploy.config.serve_config import Replicas
@@ -342,6 +343,9 @@ def _set_agent(config: RunConfig, services: RunServices) -> None:
     if config.data.apply_chat_template_kwargs:
         args["chat_template_kwargs"] = config.data.apply_chat_template_kwargs
     services.serve_config = serve_config.with_options(services.serve_config, "agent", args)
+    if rollout.multi_turn.format in BUILT_IN:  # the rollout service loads no code of a project
+        parser = {"tool_parser": rollout.multi_turn.format}
+        services.serve_config = serve_config.with_options(services.serve_config, "rollout", parser)
 
 
 def _set_modules(config: RunConfig, services: RunServices) -> None:

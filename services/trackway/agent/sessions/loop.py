@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from trackway.agent.context import AgentContext
 from trackway.agent.episode import Episode
@@ -10,7 +10,6 @@ from trackway.agent.loop import AgentLoop
 from trackway.agent.sessions.messages import plain_message
 from trackway.agent.sessions.rows import GraphRow, training_rows
 from trackway.agent.sessions.session import Session
-from trackway.agent.tool_agent import assistant_message
 from trackway.agent.toolbox import Toolbox
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -58,7 +57,7 @@ class SessionAgent(AgentLoop):
     async def _take(self, session: Session, episode: Episode) -> None:
         session.graph.settle()
         paths = training_rows(session.graph.nodes)
-        rows = [await self._row(path) for path in paths]
+        rows = [await self._row(path, session.messages) for path in paths]
         if rows:
             first, *episode.further_rows = rows
             episode.prompt_ids, episode.turns = first.prompt_ids, first.turns
@@ -75,24 +74,26 @@ class SessionAgent(AgentLoop):
             by_turn = [0.0 if node.guided else node.reward or 0.0 for node in turns]
             episode.reward = Reward(score=sum(scores.values()), components=components, turn_scores=by_turn)
 
-    async def _row(self, row: GraphRow) -> TokenRow:
+    async def _row(self, row: GraphRow, messages: Mapping[int, Message]) -> TokenRow:
         return TokenRow(
             prompt_ids=row.prompt_ids,
             response_ids=row.response_ids,
             response_mask=row.response_mask,
             response_logprobs=row.response_logprobs,
             weight_versions=row.weight_versions,
-            turns=await self._turns(row),
+            turns=await self._turns(row, messages),
         )
 
-    async def _turns(self, row: GraphRow) -> list[Turn]:
+    async def _turns(self, row: GraphRow, given: Mapping[int, Message]) -> list[Turn]:
         """The model's messages in a row, with the text between them as what answered them."""
         tokens, turns = self.services.tokens, list[Turn]()
         for place, (node, start, end) in enumerate(row.turns):
-            parsed = self.services.parser.parse(node.forced + await tokens.turn_text(node.ids))
+            said = given.get(node.id)
+            if said is None:  # a text completion
+                said = Message(role="assistant", content=await tokens.turn_text(node.ids))
             behind = row.turns[place + 1].start if place + 1 < len(row.turns) else end
             answer = await tokens.text(row.response_ids[end:behind])
-            messages = [assistant_message(parsed, node.call)]
+            messages = [said]
             messages += [Message(role="tool", content=answer)] if answer else []
             turns.append(
                 Turn(

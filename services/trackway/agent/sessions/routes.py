@@ -16,6 +16,7 @@ from trackway.agent.sessions.messages import canonical
 from trackway.agent.sessions.passing_on import PassedOnRoute, session_of_request
 from trackway.agent.sessions.session import Session
 from trackway.agent.sessions.store import Sessions, session_of
+from trackway.chat.tokenizer import ChatTokenizer
 from trackway.model_api.anthropic import message_input
 from trackway.model_api.anthropic.errors import AnthropicRoute
 from trackway.model_api.anthropic.messages import MessagesResponseBuilder
@@ -23,7 +24,6 @@ from trackway.model_api.openai import response_input
 from trackway.model_api.openai.chat import ChatResponseBuilder
 from trackway.model_api.openai.errors import OpenAIRoute
 from trackway.model_api.openai.responses import ResponsesBuilder
-from trackway.model_api.tokenizer import Tokenizer
 from trackway.serving import ServiceRouter
 from trackway.serving.auth import RawHeaders, presented_key
 from trackway.serving.tokens import Caller
@@ -340,7 +340,7 @@ async def _responses(body: SessionResponse, session: Session, request: Request) 
     earlier = session.earlier(body.previous_response_id, keep_system=body.instructions is None)
     chat = session.formatted(response_input.chat_of(session.with_items(body), earlier), "text.format")
 
-    def build(forced: ChatRequest, tokenizer: Tokenizer, prompt: list[int]) -> ResponsesBuilder:
+    def build(forced: ChatRequest, tokenizer: ChatTokenizer, prompt: list[int]) -> ResponsesBuilder:
         text = None if forced.response_format is None else body.text
         used = {"temperature": forced.temperature, "top_p": forced.top_p, "text": text}
         return ResponsesBuilder(body.model_copy(update=used), forced, tokenizer, prompt)
@@ -351,8 +351,8 @@ async def _responses(body: SessionResponse, session: Session, request: Request) 
 async def _messages(body: SessionMessages, session: Session, request: Request) -> Response:
     chat = session.formatted(message_input.chat_of(body), "output_config.format")
 
-    def build(forced: ChatRequest, _: Tokenizer, prompt: list[int]) -> MessagesResponseBuilder:
-        return MessagesResponseBuilder(body, forced, prompt)
+    def build(forced: ChatRequest, tokenizer: ChatTokenizer, prompt: list[int]) -> MessagesResponseBuilder:
+        return MessagesResponseBuilder(body, forced, tokenizer, prompt)
 
     return await session.answer(request, chat, build, _said("messages", session, body), stream=body.stream)
 

@@ -26,6 +26,7 @@ from trackway.agent.sessions.graph import Conversation, Conversations, Place, Sa
 from trackway.agent.sessions.messages import is_auxiliary, joined_turns, meaning, text_of
 from trackway.agent.sessions.token_budget import TokenBudget
 from trackway.chat.encoding import TooLong
+from trackway.chat.tokenizer import ChatTokenizer
 from trackway.model_api.choices import jobs_of, while_connected
 from trackway.model_api.openai.completions import CompletionResponseBuilder
 from trackway.model_api.prompts import chat_ids, forced_prefix, template_form, text_ids
@@ -33,7 +34,6 @@ from trackway.model_api.respond import KEEP_ALIVE_S, respond, respond_again
 from trackway.model_api.response_builder import ResponseBuilder
 from trackway.model_api.sse import Failed
 from trackway.model_api.stream_decoder import Delta
-from trackway.model_api.tokenizer import Tokenizer
 from trackway.serving.auth import RawHeaders
 from trackway.serving.user_code import own_context
 from trackway.tracing import inject, turn_span
@@ -57,7 +57,7 @@ from trackway.wire.trajectory import StopReason
 if TYPE_CHECKING:
     from trackway.agent.loop import AgentLoop
 
-Build = Callable[[ChatRequest, Tokenizer, list[int]], ResponseBuilder]
+Build = Callable[[ChatRequest, ChatTokenizer, list[int]], ResponseBuilder]
 """Makes the builder of a response in the format of the route, for a prompt of these ids."""
 
 _OF_THE_CALL = ("max_tokens", "stop_token_ids", "logprobs", "structured_outputs")
@@ -128,6 +128,8 @@ class Session:
         self.graph = TokenGraph()
         self.chats = ChatReader()
         """Reads its chat calls."""
+        self.messages: dict[int, Message] = {}
+        """The message of each sampled node of a chat, as the client got it."""
         self.attributes: dict[str, str] = {}
         self.ignored_fields: set[str] = set()
         self.limit: StopReason | None = None
@@ -165,7 +167,7 @@ class Session:
         """Retries and token counts."""
 
     @property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> ChatTokenizer:
         """The model's tokenizer."""
         return self._loop.services.tokens.fast
 
@@ -379,9 +381,11 @@ class Session:
             if not call.recorded:
                 return
             context = self.graph.context(place, number, placed.new, auxiliary)
-            forced = forced_prefix(chat)
+            forced = forced_prefix(chat, self.tokenizer.tool_format)
             guided = chat.is_guided
             nodes = [self.graph.sampled(context, number, _sampled(delta, guided), forced) for delta in deltas]
+            for node, message in zip(nodes, builder.messages, strict=True):
+                self.messages[node.id] = message
             if all(delta.finish_reason for delta in deltas):
                 echoes = [_echo(message) for message in builder.messages]
                 for node, echo, delta in zip(nodes, echoes, deltas, strict=True):
@@ -528,7 +532,7 @@ class Session:
         tokens, written = self._loop.services.tokens, self.graph.nodes[place.parent].ids
         messages = [template_form(message) for message in chat.messages[place.known :]]
         ids = await tokens.following(messages, written, chat.chat_template_kwargs)
-        prefix = forced_prefix(chat)
+        prefix = forced_prefix(chat, self.tokenizer.tool_format)
         return [*ids, *(self.tokenizer.encode(prefix, add_special_tokens=False) if prefix else [])]
 
     def _most_tokens(self, prompts: Sequence[Placed], asked: int | None) -> int:

@@ -49,7 +49,8 @@ class VerlAgentLoop(AgentLoop):
 
     async def converse(self, episode: Episode, toolbox: Toolbox) -> StopReason:
         """Run the loop and take over its output."""
-        config, data = _configs(episode, self.services.tokens.template_kwargs)
+        tokens = self.services.tokens
+        config, data = _configs(episode, tokens.template_kwargs, tokens.tool_format.name)
         with ExitStack() as turns:
             model = Model(self, episode, turns)
             loop = self.loop_class(
@@ -250,7 +251,7 @@ def _columns(episode: Episode) -> dict[str, Any]:
     }
 
 
-def _configs(episode: Episode, template_kwargs: Mapping[str, Any]) -> tuple[Config, Config]:
+def _configs(episode: Episode, template_kwargs: Mapping[str, Any], tool_format: str) -> tuple[Config, Config]:
     """verl's configuration and its section `data`, with the keys that concern a trajectory."""
     limits, params = episode.limits, episode.request.sampling_params
     data = Config(
@@ -259,6 +260,7 @@ def _configs(episode: Episode, template_kwargs: Mapping[str, Any]) -> tuple[Conf
         apply_chat_template_kwargs=dict(template_kwargs),
     )
     multi_turn = Config(
+        format=tool_format,
         max_assistant_turns=limits.max_assistant_turns,
         max_user_turns=limits.max_user_turns,
         max_parallel_calls=limits.max_parallel_calls,

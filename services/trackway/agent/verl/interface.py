@@ -14,7 +14,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from pydantic import BaseModel, Field
 
 from trackway.chat.template_support import ids_after_answer
+from trackway.chat.tool_format import ToolFormat
+from trackway.chat.tool_formats import tool_format
 from trackway.serving.own_code import Declared
+from trackway.wire.chat import FunctionCall
 
 Loop = TypeVar("Loop", bound=type)
 Messages = Sequence[Mapping[str, Any]]
@@ -82,6 +85,31 @@ class DictConfigWrap(NamedTuple):
     """A configuration as the constructor gets it."""
 
     config: Config
+
+
+class ToolParser:
+    """verl's parser of tool calls (tool_parser.py) over the format of that name; malformed calls are dropped."""
+
+    def __init__(self, tokenizer: Any, tool_format: ToolFormat) -> None:
+        self.tokenizer = tokenizer
+        self._format = tool_format
+
+    @classmethod
+    def get_tool_parser(cls, name: str, tokenizer: Any) -> "ToolParser":
+        """The parser of `multi_turn.format`. TrackwayError for an unknown name."""
+        return cls(tokenizer, tool_format(name))
+
+    async def extract_tool_calls(
+        self, responses_ids: Sequence[int], tools: Sequence[Any] | None = None
+    ) -> tuple[str, list[FunctionCall]]:
+        """The text outside the calls, and the calls."""
+        text = await asyncio.to_thread(self.tokenizer.decode, [*responses_ids])
+        functions = [tool.function if hasattr(tool, "function") else tool["function"] for tool in tools or ()]
+        known = [function if isinstance(function, Mapping) else function.model_dump() for function in functions]
+        parsed = self._format.parse(str(text), {function["name"]: function.get("parameters") for function in known})
+        return parsed.content, [
+            FunctionCall(name=call.name, arguments=call.raw) for call in parsed.calls if call.error is None
+        ]
 
 
 class MergeResult(NamedTuple):

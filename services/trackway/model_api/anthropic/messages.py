@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator, Sequence
 
+from trackway.chat.tokenizer import ChatTokenizer
 from trackway.model_api.anthropic.errors import anthropic_error
 from trackway.model_api.message_reader import MessageReader
 from trackway.model_api.response_builder import ResponseBuilder
@@ -40,8 +41,10 @@ class MessagesResponseBuilder(ResponseBuilder):
 
     prefix = "msg_"
 
-    def __init__(self, request: MessagesRequest, chat: ChatRequest, prompt: list[int]) -> None:
-        super().__init__([prompt], [MessageReader(chat)])
+    def __init__(
+        self, request: MessagesRequest, chat: ChatRequest, tokenizer: ChatTokenizer, prompt: list[int]
+    ) -> None:
+        super().__init__([prompt], [MessageReader(chat, tokenizer.tool_format)])
         self._request = request
         self._content: list[ContentBlock] = []
         self._in_text = False

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from trackway.chat.tokenizer import ChatTokenizer
 from trackway.model_api.message_reader import MessageReader
 from trackway.model_api.openai.chunks import ChunkedResponseBuilder, Head
 from trackway.model_api.stream_decoder import Delta
-from trackway.model_api.tokenizer import Tokenizer
 from trackway.wire.openai.replies import (
     ChatChoice,
     ChatChunk,
@@ -24,8 +24,9 @@ class ChatResponseBuilder(ChunkedResponseBuilder):
 
     prefix = "chatcmpl-"
 
-    def __init__(self, request: ChatRequest, tokenizer: Tokenizer, prompt: list[int]) -> None:
-        super().__init__(request, tokenizer, [prompt], [MessageReader(request) for _ in range(request.n)])
+    def __init__(self, request: ChatRequest, tokenizer: ChatTokenizer, prompt: list[int]) -> None:
+        readers = [MessageReader(request, tokenizer.tool_format) for _ in range(request.n)]
+        super().__init__(request, tokenizer, [prompt], readers)
         self._request = request
 
     def whole(self, deltas: Sequence[Delta]) -> str:

@@ -6,13 +6,13 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import NotRequired, TypedDict
 
+from trackway.chat.tokenizer import ChatTokenizer
 from trackway.model_api.message_reader import MessageReader
 from trackway.model_api.openai.errors import openai_body
 from trackway.model_api.openai.logprobs import LogprobWriter
 from trackway.model_api.response_builder import ResponseBuilder
 from trackway.model_api.sse import event
 from trackway.model_api.stream_decoder import Delta
-from trackway.model_api.tokenizer import Tokenizer
 from trackway.wire.errors import TrackwayError
 from trackway.wire.openai.replies import OpenAIReply
 from trackway.wire.openai.requests import SampledRequest
@@ -42,7 +42,7 @@ class ChunkedResponseBuilder(ResponseBuilder):
     def __init__(
         self,
         request: SampledRequest,
-        tokenizer: Tokenizer,
+        tokenizer: ChatTokenizer,
         prompts: Sequence[list[int]],
         readers: Sequence[MessageReader],
     ) -> None:

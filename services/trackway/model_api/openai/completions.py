@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from trackway.chat.tokenizer import ChatTokenizer
 from trackway.model_api.message_reader import MessageReader
 from trackway.model_api.openai.chunks import ChunkedResponseBuilder, Head
 from trackway.model_api.stream_decoder import Delta
-from trackway.model_api.tokenizer import Tokenizer
 from trackway.wire.openai.replies import Completion, CompletionChoice
 from trackway.wire.openai.requests import CompletionRequest
 
@@ -15,8 +15,8 @@ class CompletionResponseBuilder(ChunkedResponseBuilder):
 
     prefix = "cmpl-"
 
-    def __init__(self, request: CompletionRequest, tokenizer: Tokenizer, prompts: Sequence[list[int]]) -> None:
-        super().__init__(request, tokenizer, prompts, [MessageReader(None) for _ in range(len(prompts) * request.n)])
+    def __init__(self, request: CompletionRequest, tokenizer: ChatTokenizer, prompts: Sequence[list[int]]) -> None:
+        super().__init__(request, tokenizer, prompts, [MessageReader() for _ in range(len(prompts) * request.n)])
         self._request = request
 
     def whole(self, deltas: Sequence[Delta]) -> str:

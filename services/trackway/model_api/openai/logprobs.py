@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
+from trackway.chat.tokenizer import ChatTokenizer
 from trackway.model_api.stream_decoder import Delta
-from trackway.model_api.tokenizer import Tokenizer
 from trackway.wire.openai.replies import ChatLogprob, CompletionLogprobs, TopLogprob
 from trackway.wire.rollout import TopLogprobs
 
@@ -16,7 +16,7 @@ class _Named(NamedTuple):
 class LogprobWriter:
     """Names tokens by their text, or by `token_id:17`."""
 
-    def __init__(self, tokenizer: Tokenizer, as_token_ids: bool) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, as_token_ids: bool) -> None:
         self._tokenizer, self._as_token_ids = tokenizer, as_token_ids
         self._named: dict[int, _Named] = {}
 

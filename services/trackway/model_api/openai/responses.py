@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pydantic import JsonValue
 
+from trackway.chat.tokenizer import ChatTokenizer
 from trackway.model_api.message_reader import MessageReader
 from trackway.model_api.openai.errors import openai_body
 from trackway.model_api.openai.logprobs import LogprobWriter
 from trackway.model_api.response_builder import ResponseBuilder
 from trackway.model_api.sse import event
 from trackway.model_api.stream_decoder import Delta, by_token, joined
-from trackway.model_api.tokenizer import Tokenizer
 from trackway.wire.chat import ToolCall
 from trackway.wire.errors import TrackwayError
 from trackway.wire.openai.replies import ChatLogprob
@@ -60,8 +60,10 @@ class ResponsesBuilder(ResponseBuilder):
 
     prefix = "resp_"
 
-    def __init__(self, request: ResponsesRequest, chat: ChatRequest, tokenizer: Tokenizer, prompt: list[int]) -> None:
-        super().__init__([prompt], [MessageReader(chat)])
+    def __init__(
+        self, request: ResponsesRequest, chat: ChatRequest, tokenizer: ChatTokenizer, prompt: list[int]
+    ) -> None:
+        super().__init__([prompt], [MessageReader(chat, tokenizer.tool_format)])
         self._request = request
         self._created_at = float(int(time.time()))
         self._output: list[OutputItem] = []

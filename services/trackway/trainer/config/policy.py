@@ -397,8 +397,8 @@ class MultiTurnConfig(Section):
     tool_config_path: str | None = None
     """verl's YAML file of tools for the tool server; null leaves them to the deployment."""
     format: str | None = None
-    """Format of the model's tool calls: `hermes`, or the name of an own `@register_parser`; null leaves it to the
-    deployment."""
+    """Format of the model's tool calls: `hermes`, `qwen3_coder`, `llama3_json`, `mistral`, `pythonic`, or the name of
+    an own `@register_tool_format`; null leaves it to the deployment, which takes what the chat template writes."""
     function_tool_path: str | None = None
     """Python file with `@function_tool` functions for the tool server; null leaves them to the deployment."""
 

@@ -1,9 +1,16 @@
-"""A Hugging Face tokenizer without the Python around its Rust code, which costs much of the time for a short text."""
+"""A model's tokenizer with its chat template and its format of tool calls."""
 
 import inspect
+import logging
+from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue
+
+from trackway.chat.template_support import TemplateSupport, template_support, written_call
+from trackway.chat.tool_format import ToolFormat, registered
+from trackway.chat.tool_formats import Hermes, tool_format
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -15,12 +22,28 @@ _PYTHON = ("encode", "_encode_plus", "decode", "_decode")
 _ALIASED = frozenset({"reasoning_content", "thinking", "reasoning"})
 """Fields of messages that transformers repeats under each other's names."""
 
+logger = logging.getLogger("trackway.chat")
 
-class FastTokenizer:
-    """Gives what the tokenizer gives; the tokenizer must not be changed afterwards."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+class ChatTokenizer:
+    """Gives what the tokenizer gives, without the Python around its Rust code, which costs much for a short text.
+
+    The tokenizer must not be changed afterwards.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        tool_parser: str | None = None,
+        template_kwargs: Mapping[str, JsonValue] | None = None,
+    ) -> None:
+        """`tool_parser` names the format of tool calls; by default the one that the chat template writes.
+
+        Raises:
+            TrackwayError: `invalid_request` for an unknown format.
+        """
         self._tokenizer = tokenizer
+        self._template_kwargs = template_kwargs
         self._rust = _rust_alone(tokenizer)
         if self._rust is not None:  # as each call of transformers does
             self._rust.no_truncation()
@@ -33,6 +56,22 @@ class FastTokenizer:
         eos, unk = tokenizer.eos_token_id, tokenizer.unk_token_id
         self.eos_token_id = eos if isinstance(eos, int) else None
         self.unk_token_id = unk if isinstance(unk, int) else None
+        self.tool_format: ToolFormat = tool_format(tool_parser) if tool_parser else self._written_format()
+
+    @cached_property
+    def support(self) -> TemplateSupport:
+        """What the chat template shows of tools."""
+        return template_support(self, self._template_kwargs)
+
+    def _written_format(self) -> ToolFormat:
+        """The format that reads back the call that the chat template writes; Hermes' if none does."""
+        written = written_call(self, self._template_kwargs) if self.chat_template is not None else None
+        for kind in dict.fromkeys(registered().values()):
+            if written is not None and written.is_read_by(kind()):
+                logger.info("tool_parser: %s, which the chat template writes", kind.name)
+                return kind()
+        logger.info("tool_parser: %s, as the chat template writes no call of a known format", Hermes.name)
+        return Hermes()
 
     def get_vocab(self) -> dict[str, int]:
         """Every token with its id."""

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from tests.services.agent.scripted_model import CHATML, byte_tokenizer
-from trackway.agent.fast_tokenizer import FastTokenizer
+from trackway.chat.tokenizer import ChatTokenizer
 
 TEXTS = ["", "a", "é ☺", "<|im_start|>user\nHi <|im_end|>\n", "  two  spaces . "]
 
@@ -30,7 +30,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def test_ids_and_texts_are_those_of_transformers(
     tokenizer: PreTrainedTokenizerFast, text: str, *, special: bool
 ) -> None:
-    fast = FastTokenizer(tokenizer)
+    fast = ChatTokenizer(tokenizer)
 
     ids = fast.encode(text, add_special_tokens=special)
 
@@ -49,7 +49,7 @@ def test_a_tokenizer_that_changes_what_transformers_does_is_asked_itself() -> No
     shouting = Shouting(tokenizer_object=plain.backend_tokenizer)
     ids = plain.encode("hello", add_special_tokens=False)
 
-    assert FastTokenizer(shouting).decode(ids, skip_special_tokens=True) == "HELLO"
+    assert ChatTokenizer(shouting).decode(ids, skip_special_tokens=True) == "HELLO"
 
 
 CALL: dict[str, JsonValue] = {"name": "add", "arguments": {"a": 1}}
@@ -81,12 +81,12 @@ def test_the_template_shows_what_transformers_lets_it_show(
         (None, {"chat_template": "another: {{ messages | length }}"}),
     ):
         options: dict[str, Any] = {"add_generation_prompt": open_end, "tokenize": False, **variables}
-        shown = FastTokenizer(tokenizer).apply_chat_template(conversation, tools, **options)
+        shown = ChatTokenizer(tokenizer).apply_chat_template(conversation, tools, **options)
         assert shown == tokenizer.apply_chat_template(conversation, tools=tools, **options)  # pyright: ignore[reportArgumentType]
 
 
 def test_plain_messages_are_rendered_without_the_python_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    fast = FastTokenizer(byte_tokenizer(CHATML))
+    fast = ChatTokenizer(byte_tokenizer(CHATML))
     monkeypatch.setattr(chat_template_utils, "render_jinja_template", None)
     shown = fast.apply_chat_template(CONVERSATIONS["plain"], None, add_generation_prompt=True, tokenize=False)
     assert shown.endswith("<|im_start|>assistant\n")
@@ -94,8 +94,8 @@ def test_plain_messages_are_rendered_without_the_python_of_transformers(monkeypa
 
 def test_the_errors_of_a_template_are_the_same() -> None:
     tokenizer = byte_tokenizer("{{ raise_exception('no tools') }}")
-    for asked in (FastTokenizer(tokenizer), tokenizer):
+    for asked in (ChatTokenizer(tokenizer), tokenizer):
         with pytest.raises(TemplateError, match=r"^no tools$"):
             asked.apply_chat_template(CONVERSATIONS["plain"], None, add_generation_prompt=True, tokenize=False)  # pyright: ignore
     with pytest.raises(ValueError, match="empty conversation"):
-        FastTokenizer(tokenizer).apply_chat_template([], None, add_generation_prompt=True, tokenize=False)
+        ChatTokenizer(tokenizer).apply_chat_template([], None, add_generation_prompt=True, tokenize=False)

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from trackway.model_api.tool_calls import ToolCallReader
+from trackway.chat.call_reader import ToolCallReader
+from trackway.chat.tool_formats import Hermes
 from trackway.wire.chat import FunctionCall
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -17,7 +18,7 @@ MULTIPLIED = FunctionCall(name="mul", arguments='{"b": "é"}')
 
 def read(text: str, size: int, prefix: str = "", only_one: bool = False) -> tuple[str, list[FunctionCall]]:
     """Content and calls of the text in pieces of `size` characters."""
-    reader = ToolCallReader(prefix, only_one)
+    reader = ToolCallReader(Hermes(), prefix, only_one)
     parts = [part for place in range(0, len(text), size) for part in reader.push(text[place : place + size])]
     parts += reader.rest()
     calls = [part for part in parts if isinstance(part, FunctionCall)]
@@ -57,7 +58,7 @@ def test_only_the_first_call_is_kept_when_one_was_asked_for(size: int) -> None:
 
 
 def test_text_comes_before_the_end_of_the_answer() -> None:
-    reader = ToolCallReader("", False)
+    reader = ToolCallReader(Hermes())
     assert [reader.push(piece) for piece in ("one", " <to", "ol", f"ing {ADD}")] == [
         ["one"],
         [],
@@ -74,7 +75,7 @@ CPU_S = 3.0
 
 def pushed(pieces: list[str]) -> list[str | FunctionCall]:
     """The parts of all pieces; fails as soon as they have taken CPU_S seconds of the process."""
-    reader = ToolCallReader("", False)
+    reader = ToolCallReader(Hermes())
     parts: list[str | FunctionCall] = []
     begun = time.process_time()
     for number, piece in enumerate(pieces):
