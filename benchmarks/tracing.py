@@ -2,7 +2,9 @@
 
     .venv/bin/python benchmarks/tracing.py caller             ours, @mlflow.trace (async), weave.op (with .venv-weave)
     .venv/bin/python benchmarks/tracing.py store [--postgres] spans per second into MLflow
+    .venv/bin/python benchmarks/tracing.py delivery           CPU of MLflow's server for a trajectory with its feedback
     .venv/bin/python benchmarks/tracing.py run                seconds of a training step: traced not at all, some, all
+    .venv/bin/python benchmarks/tracing.py complete           what of a run that traces everything MLflow has at its end
 
 Two shared cores: wall and CPU are given side by side, contenders take turns, and medians are compared.
 """
@@ -204,6 +206,13 @@ def main() -> None:
     run.add_argument("--rounds", type=int, default=4)
     run.add_argument("--modes", default="off,sampled,all,away", help="the first is what the others are compared with")
     run.add_argument("--engine", choices=["torch", "sim"], default="torch", help="where the tokens come from")
+    delivery = parts.add_parser("delivery")
+    complete = parts.add_parser("complete")
+    for part, steps in ((delivery, 4), (complete, 100)):
+        part.add_argument("--steps", type=int, default=steps)
+        part.add_argument("--prompts", type=int, default=12, help="of a step")
+        part.add_argument("--rollouts", type=int, default=8, help="of a prompt")
+    complete.add_argument("--burners", type=int, default=0, help="processes that take the cores meanwhile")
     hidden = parts.add_parser("_caller")
     hidden.add_argument("contender")
     hidden.add_argument("url")
@@ -212,6 +221,16 @@ def main() -> None:
         from tracing_run import measure
 
         measure(given.rounds, given.modes.split(","), given.engine)
+        return
+    if given.part == "delivery":
+        from tracing_delivery import measure as measure_delivery
+
+        measure_delivery(given.steps, given.prompts, given.rollouts)
+        return
+    if given.part == "complete":
+        from tracing_complete import measure as measure_complete
+
+        measure_complete(given.steps, given.prompts, given.rollouts, given.burners)
         return
     chosen: dict[str, Callable[[], None]] = {
         "caller": caller,

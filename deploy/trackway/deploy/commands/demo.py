@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 
 from trackway.deploy.commands.options import DEMO_MEMORY_GB, DEMO_OUTPUTS, Wait, json_of, up_settings
-from trackway.deploy.commands.run_output import report_losses
+from trackway.deploy.commands.run_output import report_losses, wait_for_delivery
 from trackway.deploy.terminal.console import board, print_json, run_bar, stderr, stdout
 from trackway.system.user_error import UserError
 
@@ -86,7 +86,7 @@ def _train_here(seed: int, outputs: Path, overrides: list[str], keep: bool, as_j
     model = str(settings.model_path.resolve())
     demo = Demo(deployment, seed, deployment.outputs / "data", model, overrides)
     try:
-        _train(demo, clock, f"run `trackway up --outputs {outputs}`, then", as_json)
+        _train(demo, clock, f"run `trackway up --outputs {outputs}`, then", as_json, keep)
     finally:
         if not keep:
             with board(as_json) as shown:
@@ -109,11 +109,17 @@ def _train_attached(
     clock = PhaseTimes(time.monotonic())
     with board(as_json) as shown:
         wait_for(deployment, wait, shown.report, "/ready", Ready)
-    _train(Demo(deployment, seed, data_dir, model_path, overrides), clock, "repeat this command or run:", as_json)
+    _train(
+        Demo(deployment, seed, data_dir, model_path, overrides),
+        clock,
+        "repeat this command or run:",
+        as_json,
+        keep=True,
+    )
 
 
-def _train(demo: "Demo", clock: "PhaseTimes", to_resume: str, as_json: bool) -> None:
-    """Start or resume the run, follow it, and print its summary."""
+def _train(demo: "Demo", clock: "PhaseTimes", to_resume: str, as_json: bool, keep: bool) -> None:
+    """Start or resume the run, follow it, and print its summary. `keep`: the services run on afterwards."""
     from trackway.deploy.runs.demo import summarise
 
     deployment = demo.deployment
@@ -128,6 +134,7 @@ def _train(demo: "Demo", clock: "PhaseTimes", to_resume: str, as_json: bool) -> 
         stderr.print(f"checkpoint saved; to resume, {escape(resume)}", soft_wrap=True)
         raise
     clock.trained = time.monotonic()
+    info = wait_for_delivery(info, deployment, as_json, stopping=not keep)
     summary, notes = summarise(deployment, info, clock)
     if as_json:
         print_json(summary)

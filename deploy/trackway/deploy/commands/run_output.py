@@ -1,15 +1,17 @@
 """What commands print about a run: its plan with all problems, its end, and what was lost of it."""
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import typer
 from rich.markup import escape
 
-from trackway.deploy.terminal.console import print_json, stderr, stdout
+from trackway.deploy.terminal.console import DeliveryBar, delivery_bar, print_json, stderr, stdout
 
 if TYPE_CHECKING:
     from trackway.deploy.checks.run import Checked, Subject
     from trackway.deploy.deployment.record import Deployment
+    from trackway.deploy.runs.delivery import Unsent
     from trackway.wire.trainer import RunInfo
 
 
@@ -27,6 +29,35 @@ def print_plan(subject: "Subject", checked: "Checked", preflight: bool, as_json:
         wide(stdout).print(plan_of(subject, checked))
     if checked.findings.wrong or (preflight and not checked.findings.starts_here):
         raise typer.Exit(2)
+
+
+def wait_for_delivery(info: "RunInfo", deployment: "Deployment", quiet: bool, stopping: bool) -> "RunInfo":
+    """Wait with a progress bar until backends have what the run recorded; returns the run with its counts of then.
+
+    Ctrl-C ends the wait, and says what is left and how to send it. `stopping`: the services stop after this command.
+    """
+    from trackway.deploy.runs.delivery import unsent_of
+    from trackway.deploy.runs.delivery import wait_for_delivery as wait
+
+    left = unsent_of(info)
+
+    def show(unsent: "Unsent", bar: DeliveryBar) -> None:
+        nonlocal left
+        left = unsent
+        bar.show(unsent.total, str(unsent))
+
+    with suppress(KeyboardInterrupt), delivery_bar(quiet) as bar:
+        info = wait(deployment, info, lambda unsent: show(unsent, bar))
+    if left.total:
+        stderr.print(f"[yellow]not sent:[/] {left}; {_how_to_send(deployment, stopping)}", soft_wrap=True)
+    return info
+
+
+def _how_to_send(deployment: "Deployment", stopping: bool) -> str:
+    """How what is left of a run gets to its backends, in words."""
+    if stopping:
+        return f"kept on disk; to send it: trackway up --outputs {escape(str(deployment.outputs))}"
+    return "kept on disk; the running services send it once the backends accept it (trackway status)"
 
 
 def report_losses(info: "RunInfo", deployment: "Deployment") -> None:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from trackway.deploy.commands.run_output import print_end, print_plan
+from trackway.deploy.commands.run_output import print_end, print_plan, wait_for_delivery
 from trackway.deploy.terminal.console import board, run_bar, stderr
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def _train(run: "StandaloneRun", keep: bool, skip_damaged: bool, as_json: bool) 
     try:
         with run_bar(as_json) as bar:
             info = run.train(deployment, bar.show, skip_damaged)
+        info = wait_for_delivery(info, deployment, as_json, stopping=not keep and run.running is None)
     except KeyboardInterrupt:
         stderr.print("checkpoint saved; repeat this command to resume")
         raise

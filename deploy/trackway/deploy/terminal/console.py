@@ -172,3 +172,35 @@ def print_json(value: "BaseModel | Mapping[str, object] | list[object]") -> None
     text = to_json(value, indent=2, inf_nan_mode=NON_FINITE, fallback=str)
     sys.stdout.write(text.decode() + "\n")
     sys.stdout.flush()  # `serve` and `ui` go on
+
+
+class DeliveryBar:
+    """The progress of what is sent to backends after a run."""
+
+    def __init__(self, progress: Progress | None, quiet: bool) -> None:
+        self._progress = progress
+        self._quiet = quiet
+        self._task = None if progress is None else progress.add_task("sending", total=None)
+        self._most = 0
+        self._shown = ""
+
+    def show(self, total: int, what: str) -> None:
+        """Show that `total` things are left, `what` in words. Without a terminal, print the first and the last."""
+        self._most = max(self._most, total)
+        if self._progress is not None and self._task is not None:
+            done = self._most - total
+            self._progress.update(self._task, description=f"sending {what}", completed=done, total=self._most or None)
+        elif not self._quiet and self._most and (not self._shown or not total) and what != self._shown:
+            stderr.print(f"waiting until the backends have {what}" if total else "the backends have everything")
+            self._shown = what
+
+
+@contextmanager
+def delivery_bar(quiet: bool) -> Iterator[DeliveryBar]:
+    """A bar for the duration of the block; prints nothing with `quiet`."""
+    if quiet or not stderr.is_terminal:
+        yield DeliveryBar(None, quiet)
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=stderr, transient=True) as progress:
+        yield DeliveryBar(progress, quiet)

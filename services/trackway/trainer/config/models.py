@@ -354,8 +354,9 @@ class TrackwayConfig(Section):
     """MLflow tracking server; None takes the trainer service's, and MLflow is off if that is unset."""
     feedback: bool = True
     """Record reward, advantage and training status (`fate`) on each trace, in MLflow and in Weave."""
-    feedback_deadline_s: float = Field(default=120.0, gt=0)
-    """Seconds a trace may be missing from a reachable MLflow before its feedback is dropped."""
+    feedback_deadline_s: float = Field(default=3600.0, gt=0)
+    """Seconds a trace may be missing from a reachable MLflow before its feedback is dropped. Longer than a backlog of
+    traces takes."""
     sleep_timeout_s: float = Field(default=600.0, gt=0)
     """Time limit in seconds for engines that share the learner's GPUs to release their memory, and to allocate it again
     and load the new weights."""

@@ -28,6 +28,9 @@ logger = logging.getLogger("trackway.trainer")
 MAX_BYTES = 64 * 1024 * 1024
 """Largest queue on disk, per run and backend: feedback on about 300,000 trajectories."""
 
+MISSES = 3
+"""Files in a row without an arrived trace before the queue pauses."""
+
 _LINE = TypeAdapter(Assessment)
 
 
@@ -70,6 +73,10 @@ class FeedbackQueue:
         """A heap; None until the folder has been listed."""
         self._bytes = 0
         """The size of these files, and of the one that is being sent."""
+        self._misses = 0
+        """Files in a row none of whose traces had arrived."""
+        self._resume_at = 0.0
+        """No file is sent before this time, on time.monotonic."""
         self._dropped = 0
 
     def push(self, assessments: Sequence[Assessment]) -> None:
@@ -128,7 +135,7 @@ class FeedbackQueue:
             files = self._listed()
         if not files:
             return None
-        if files[0].due > time.monotonic():
+        if max(files[0].due, self._resume_at) > time.monotonic():
             raise Later("the traces of some feedback have not arrived")
         return heapq.heappop(files)
 
@@ -143,11 +150,20 @@ class FeedbackQueue:
             (self._folder / file.name).unlink(missing_ok=True)
         with self._guard:
             self._bytes -= file.size
-            if sent.left:
+            if not sent.left:
+                self._note(False)
+            else:
                 is_missing = bool(sent.reason) and not sent.is_away
+                self._note(is_missing and sent.left == before)
                 failures = file.failures + 1 if is_missing else 0
                 due = time.monotonic() + BACKOFF.pause_s(failures) if is_missing else file.due
                 self._add(self._listed(), _File(due, name, size, failures))
+
+    def _note(self, is_miss: bool) -> None:
+        """Pause after some misses in a row: the traces of later files have probably not arrived either."""
+        self._misses = self._misses + 1 if is_miss else 0
+        if self._misses >= MISSES:
+            self._resume_at = time.monotonic() + BACKOFF.pause_s(self._misses - MISSES + 1)
 
     def _listed(self) -> list[_File]:
         if self._files is None:

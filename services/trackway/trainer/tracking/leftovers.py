@@ -71,7 +71,7 @@ class Leftovers:
             for delivery in left_by(RunFolder(self._outputs / info.run), info, self._settings):
                 try:
                     while not self._is_stopping and delivery.advance():
-                        pass
+                        failures = 0
                 finally:
                     delivery.close()
             self._due.pop(info.run, None)

@@ -161,3 +161,21 @@ def test_a_sender_that_fails_leaves_its_file_queued(folder: Path):
         queue.send(fail)
 
     assert sent_by(queue) == [[FIRST]]
+
+
+def test_a_backlog_of_traces_pauses_the_queue(folder: Path):
+    queue = FeedbackQueue(folder)
+    for _ in range(20):
+        queue.push([FIRST])
+    requests = 0
+
+    def missing(assessments: list[Assessment]) -> Sent:
+        nonlocal requests
+        requests += 1
+        return Sent(assessments, reason="its trace has not arrived")
+
+    with pytest.raises(Later):
+        while queue.send(missing):
+            pass
+
+    assert (requests, queue.waiting) == (3, 40)

@@ -1,0 +1,110 @@
+"""What a command waits for after its run, and when it ends the wait."""
+
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from trackway.deploy.commands import run_output
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.runs import delivery
+from trackway.deploy.runs.delivery import Unsent, wait_for_delivery
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.trainer import BackendSummary, RunInfo, RunState, TraceSummary
+
+HERE = Deployment(
+    base_url="http://127.0.0.1:1",
+    dashboard_url="",
+    mlflow_uri="",
+    outputs=Path("outputs"),
+    serve_config={"applications": [{"name": "agent"}]},
+)
+
+
+def waiting(feedback: int = 0, rows: int = 0) -> RunInfo:
+    mlflow = BackendSummary(backend="mlflow", feedback_waiting=feedback, rows_waiting=rows)
+    return RunInfo(run="r", state=RunState.FINISHED, tracking=[mlflow], traces=TraceSummary(spans_waiting=7))
+
+
+class Services:
+    """A trainer that gives these states of a run in turn, and services with these numbers of waiting spans."""
+
+    def __init__(self, infos: list[RunInfo], spans: list[int]) -> None:
+        self._infos, self._spans = infos, spans
+
+    async def run(self, name: str) -> RunInfo:
+        info = self._infos.pop(0) if len(self._infos) > 1 else self._infos[0]
+        if info.message:
+            raise TrackwayError(ErrorCode.UNAVAILABLE, info.message)
+        return info
+
+    async def open(self) -> None:
+        """As of a query of the services."""
+
+    def summary(self) -> TraceSummary:
+        return TraceSummary(spans_waiting=self._spans.pop(0) if len(self._spans) > 1 else self._spans[0])
+
+
+@pytest.fixture
+def after(monkeypatch: pytest.MonkeyPatch):
+    """Makes the services; a wait without progress ends after 0.2 s."""
+    monkeypatch.setattr(delivery, "_POLL_S", 0.01)
+    monkeypatch.setattr(delivery, "STALLED_S", 0.2)
+
+    def scripted(infos: list[RunInfo], spans: list[int]) -> None:
+        services = Services(infos, spans)
+        monkeypatch.setattr(delivery, "TrainerClient", lambda url: services)
+        monkeypatch.setattr(delivery, "SpanAccounts", lambda urls, own: services)
+
+    return scripted
+
+
+def test_the_wait_ends_when_backends_have_everything(after):
+    after([waiting(4, 2), waiting(4), waiting(1), waiting()], [9, 5, 0])
+    seen: list[Unsent] = []
+
+    info = wait_for_delivery(HERE, waiting(), seen.append)
+
+    assert seen == [Unsent(9, 4, 2), Unsent(5, 4, 0), Unsent(0, 1, 0), Unsent()]
+    assert info.traces is not None and info.traces.spans_waiting == 0
+
+
+def test_a_wait_without_progress_ends_with_what_is_left(after):
+    after([waiting(4)], [3])
+    began = time.monotonic()
+
+    info = wait_for_delivery(HERE, waiting(), lambda unsent: None)
+
+    assert 0.2 <= time.monotonic() - began < 10
+    assert delivery.unsent_of(info) == Unsent(3, 4, 0)
+
+
+def test_spans_of_attached_services_are_not_waited_for(after):
+    after([waiting()], [3])
+    seen: list[Unsent] = []
+
+    wait_for_delivery(HERE.model_copy(update={"attached": True}), waiting(), seen.append)
+
+    assert seen == [Unsent()]
+
+
+def test_a_trainer_that_is_gone_ends_the_wait(after):
+    gone = RunInfo(run="r", state=RunState.FINISHED, message="connection refused")
+    after([gone], [3])
+
+    assert wait_for_delivery(HERE, waiting(2), lambda unsent: None) == waiting(2)
+
+
+def test_ctrl_c_says_what_is_left_and_how_to_send_it(after, monkeypatch: pytest.MonkeyPatch):
+    after([waiting(4, 1)], [1200])
+    monkeypatch.setattr(run_output.DeliveryBar, "show", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    console = Console(record=True, width=200)
+    monkeypatch.setattr(run_output, "stderr", console)
+
+    run_output.wait_for_delivery(waiting(4, 1), HERE, quiet=True, stopping=True)
+
+    assert console.export_text() == (
+        "not sent: 1,200 spans, 4 values of feedback, 1 row of metrics; kept on disk; to send it: "
+        "trackway up --outputs outputs\n"
+    )
