@@ -107,6 +107,7 @@ def test_spans_of_four_kinds_join_the_tree_over_headers(recorder: Recorder) -> N
     assert {format(span.get_span_context().trace_id, "032x") for span in spans.values()} == {trajectory.trace_id}
     assert parents["chat tiny"] == parents["execute_tool calculator"] == parents["reward"] == turn
     assert (spans["chat tiny"].attributes or {})["agentic.weight_version"] == "4"
+    assert (spans["chat tiny"].attributes or {})["mlflow.llm.cost"] == "{}"
     assert "gen_ai.output.type" not in (spans["chat tiny"].attributes or {})
     assert (spans["execute_tool calculator"].attributes or {})["mlflow.spanInputs"] == '{"expression": "2+2"}'
 

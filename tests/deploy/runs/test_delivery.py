@@ -39,11 +39,8 @@ class Services:
             raise TrackwayError(ErrorCode.UNAVAILABLE, info.message)
         return info
 
-    async def open(self) -> None:
-        """As of a query of the services."""
-
-    def summary(self) -> TraceSummary:
-        return TraceSummary(spans_waiting=self._spans.pop(0) if len(self._spans) > 1 else self._spans[0])
+    def spans_waiting(self, deployment: Deployment) -> int:
+        return self._spans.pop(0) if len(self._spans) > 1 else self._spans[0]
 
 
 @pytest.fixture
@@ -55,7 +52,7 @@ def after(monkeypatch: pytest.MonkeyPatch):
     def scripted(infos: list[RunInfo], spans: list[int]) -> None:
         services = Services(infos, spans)
         monkeypatch.setattr(delivery, "TrainerClient", lambda url: services)
-        monkeypatch.setattr(delivery, "SpanAccounts", lambda urls, own: services)
+        monkeypatch.setattr(delivery, "spans_waiting", services.spans_waiting)
 
     return scripted
 

@@ -23,7 +23,7 @@ from trackway.system.user_error import UserError
 from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectory_dump import write_trajectories
-from trackway.wire.trainer import MetricsRow, RunInfo, RunState
+from trackway.wire.trainer import BackendSummary, MetricsRow, RunInfo, RunState
 from trackway.wire.trajectory import StopReason, Tags, Trajectory
 
 pytestmark = pytest.mark.slow  # five real services
@@ -203,7 +203,9 @@ def test_the_summary_counts_what_the_volume_or_else_the_trainer_shows(
     info, clock = made_run(folder), PhaseTimes(time.monotonic())
 
     near, [no_mlflow] = summarise(there, info, clock)
-    far, [not_here] = summarise(there, info.model_copy(update={"folder": "/nowhere"}), clock)
+    lost = BackendSummary(backend="mlflow", feedback_lost=5, lost_because="no room on disk")
+    away = info.model_copy(update={"folder": "/nowhere", "tracking": [lost]})
+    far, [not_here] = summarise(there, away, clock)
 
     assert (near.trajectories, near.traced, near.complete_traces, near.failed_trajectories) == (3, 3, None, 0)
     assert (far.trajectories, far.traced, far.complete_traces, far.failed_trajectories) == (8, 0, None, 2)
@@ -213,6 +215,7 @@ def test_the_summary_counts_what_the_volume_or_else_the_trainer_shows(
     assert {(summary.accuracy_before, summary.accuracy_after, summary.steps) for summary in (near, far)} == {
         (0.25, 0.75, 2)
     }
+    assert (near.undelivered, far.undelivered) == ([], ["5 values of feedback lost for MLflow: no room on disk"])
     assert demo.sentence(far) == (
         "accuracy on held-out problems 0.25 -> 0.75 in 2 steps; 8 trajectories, 2 failed; 0 traced"
     )

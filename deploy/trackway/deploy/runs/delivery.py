@@ -3,16 +3,14 @@
 Everything that waits is on disk. The services send the spans, and the trainer service sends the rest of an ended run.
 """
 
-import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from trackway.clients import TrainerClient, run
 from trackway.deploy.deployment.record import Deployment
-from trackway.trainer.traces.span_counts import SpanAccounts
+from trackway.deploy.local.last_spans import spans_waiting
 from trackway.wire.errors import TrackwayError
-from trackway.wire.health import SpanCounts
 from trackway.wire.trainer import RunInfo
 
 STALLED_S = 60.0
@@ -47,7 +45,25 @@ def wait_for_delivery(deployment: Deployment, info: RunInfo, show: Callable[[Uns
 
     Ctrl-C is raised again. A trainer that does not answer ends the wait.
     """
-    return run(_wait(deployment, info, show))
+    client, is_counted = TrainerClient(deployment.url("trainer")), not deployment.attached
+    fewest, since = -1, time.monotonic()
+    while True:
+        try:
+            info = run(client.run(info.run))
+        except TrackwayError:
+            return info
+        spans = spans_waiting(deployment) if is_counted and info.traces is not None else 0
+        if is_counted and info.traces is not None:
+            size = info.traces.spool_bytes if spans else 0
+            counts = info.traces.model_copy(update={"spans_waiting": spans, "spool_bytes": size})
+            info = info.model_copy(update={"traces": counts})
+        unsent = replace(unsent_of(info), spans=spans)
+        show(unsent)
+        if fewest < 0 or unsent.total < fewest:
+            fewest, since = unsent.total, time.monotonic()
+        if not unsent.total or time.monotonic() - since > STALLED_S:
+            return info
+        time.sleep(_POLL_S)
 
 
 def unsent_of(info: RunInfo) -> Unsent:
@@ -55,29 +71,3 @@ def unsent_of(info: RunInfo) -> Unsent:
     feedback = sum(summary.feedback_waiting for summary in info.tracking)
     rows = sum(summary.rows_waiting + summary.end_waiting for summary in info.tracking)
     return Unsent(info.traces.spans_waiting if info.traces else 0, feedback, rows)
-
-
-async def _wait(deployment: Deployment, info: RunInfo, show: Callable[[Unsent], None]) -> RunInfo:
-    services: Sequence[str] = () if deployment.attached or info.traces is None else deployment.services
-    accounts = SpanAccounts({name: deployment.url(name) for name in services}, SpanCounts)
-    client = TrainerClient(deployment.url("trainer"))
-    least, moved_at = -1, time.monotonic()
-    while True:
-        try:
-            info = await client.run(info.run)
-        except TrackwayError:
-            return info
-        if services and info.traces is not None:
-            await accounts.open()
-            counts = accounts.summary()
-            current = {"spans_waiting": counts.spans_waiting, "spool_bytes": counts.spool_bytes}
-            info = info.model_copy(update={"traces": info.traces.model_copy(update=current)})
-        unsent = unsent_of(info)
-        if not services:
-            unsent = replace(unsent, spans=0)
-        show(unsent)
-        if least < 0 or unsent.total < least:
-            least, moved_at = unsent.total, time.monotonic()
-        if not unsent.total or time.monotonic() - moved_at > STALLED_S:
-            return info
-        await asyncio.sleep(_POLL_S)

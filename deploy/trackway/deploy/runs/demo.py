@@ -28,6 +28,7 @@ from trackway.deploy.deployment.attach import folder_here
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs import launch, plot
+from trackway.deploy.runs.losses import trace_losses, tracking_losses
 from trackway.deploy.runs.standalone import SERVER_START_S, changed_since, model_of, services_here
 from trackway.system import atomic_write
 from trackway.system.user_error import UserError
@@ -71,6 +72,8 @@ class Summary(BaseModel):
     mlflow_uri: str
     experiment_id: str
     run_id: str
+    undelivered: list[str]
+    """What backends lack of the run's traces, feedback and metrics: a sentence for each kind, with its number."""
 
 
 @dataclass
@@ -121,6 +124,7 @@ class RunOutput:
             mlflow_uri=mlflow_uri,
             experiment_id=info.experiment_id or "",
             run_id=info.run_id or "",
+            undelivered=[*trace_losses(info, None), *tracking_losses(info)],
         )
 
 
