@@ -48,9 +48,23 @@ def wait_for_delivery(info: "RunInfo", deployment: "Deployment", quiet: bool, st
 
     with suppress(KeyboardInterrupt), delivery_bar(quiet) as bar:
         info = wait(deployment, info, lambda unsent: show(unsent, bar))
+    _report_unsent(left, deployment, stopping)
+    return info
+
+
+def report_unsent(run: str, deployment: "Deployment", stopping: bool) -> None:
+    """Print what backends lack of a stopped run, and how to send it; nothing if the trainer does not answer."""
+    from trackway.deploy.runs.delivery import unsent_of
+    from trackway.deploy.runs.launch import info_of
+    from trackway.wire.errors import TrackwayError
+
+    with suppress(TrackwayError):
+        _report_unsent(unsent_of(info_of(deployment, run)), deployment, stopping)
+
+
+def _report_unsent(left: "Unsent", deployment: "Deployment", stopping: bool) -> None:
     if left.total:
         stderr.print(f"[yellow]not sent:[/] {left}; {_how_to_send(deployment, stopping)}", soft_wrap=True)
-    return info
 
 
 def _how_to_send(deployment: "Deployment", stopping: bool) -> str:

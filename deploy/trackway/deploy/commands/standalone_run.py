@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from trackway.deploy.commands.run_output import print_end, print_plan, wait_for_delivery
+from trackway.deploy.commands.run_output import print_end, print_plan, report_unsent, wait_for_delivery
 from trackway.deploy.terminal.console import board, run_bar, stderr
 
 if TYPE_CHECKING:
@@ -36,13 +36,15 @@ def train_standalone(
 def _train(run: "StandaloneRun", keep: bool, skip_damaged: bool, as_json: bool) -> None:
     with board(as_json) as shown:
         deployment = run.bring_up(shown.report)
+    stopping = not keep and run.running is None
     stderr.print(f"services  {deployment.address}   MLflow  {deployment.mlflow_uri}", soft_wrap=True)
     try:
         with run_bar(as_json) as bar:
             info = run.train(deployment, bar.show, skip_damaged)
-        info = wait_for_delivery(info, deployment, as_json, stopping=not keep and run.running is None)
+        info = wait_for_delivery(info, deployment, as_json, stopping)
     except KeyboardInterrupt:
         stderr.print("checkpoint saved; repeat this command to resume")
+        report_unsent(run.config.trainer.experiment_name, deployment, stopping)
         raise
     finally:
         if not keep:
