@@ -77,6 +77,8 @@ class ScriptedAgent:
     """The next streams break after this many lines."""
     holding_at: int | None = None
     """Groups of this step and later wait until `released`."""
+    late_s: float = 0.0
+    """Groups of every second row are answered so much later."""
     requests: list[GroupRequest] = field(default_factory=list)
     agents: Sequence[str] = ("single_turn_agent", "tool_agent")
     """The agent loops that it says it has."""
@@ -117,6 +119,7 @@ class ScriptedAgent:
             yield GroupWaits(waits=self.waits).model_dump_json() + "\n"
         while held and not self.released.is_set():
             await asyncio.sleep(0.02)
+        await asyncio.sleep(self.late_s * (int(request.sample.index) % 2))
         for sent, rollout_n in enumerate(request.rollout_numbers()):
             if sent == breaks_after:
                 raise ConnectionResetError("scripted break")
@@ -194,7 +197,7 @@ def scripted() -> Callable[[GroupRequest, int], Trajectory]:
 
 
 @pytest.fixture(scope="session")
-def new_agent() -> Callable[[], ScriptedAgent]:
+def new_agent() -> Callable[..., ScriptedAgent]:
     """Makes a scripted agent."""
     return ScriptedAgent
 

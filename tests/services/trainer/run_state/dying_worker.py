@@ -41,8 +41,12 @@ class Moment(NamedTuple):
 MOMENTS = {
     "in the first validation": Moment(Rollouts, "collect"),
     "in a rollout": Moment(GroupScheduler, "take"),
+    "before groups are resumed": Moment(GroupScheduler, "_resume"),
+    "after groups are submitted": Moment(GroupScheduler, "submit", 2, after=True),
     "with all rollouts there": Moment(training, "write_trajectories", 2, after=True),
     "in an update": Moment(optimizer, "step", 2, after=True),
+    "after groups are used": Moment(GroupScheduler, "used", 2, after=True),
+    "after a snapshot of the groups": Moment(GroupScheduler, "snapshot", after=True),
     "before a publication": Moment(Publisher, "publish", 2),
     "in a publication": Moment(WeightStore, "prune", 3),
     "in a validation": Moment(Rollouts, "collect"),

@@ -4,7 +4,7 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +28,12 @@ MOMENTS = [
     "after a row, its checkpoint damaged",
     *("in a validation", "in a row", "while an old checkpoint is removed", "after a row"),
 ]
+OF_GROUPS = [
+    *("before groups are resumed", "after groups are submitted", "after groups are used"),
+    "after a snapshot of the groups",
+]
+BEHIND = 2
+"""Most versions between a group's submission and its training in the overlapped run."""
 OLD_DRAFT = ".state.json.0123456789ab.tmp"
 CLOCK = ("timing_", "fully_async/", "perf/time", "perf/throughput", "perf/cpu_memory", "perf/max_memory")
 
@@ -52,6 +58,16 @@ class Run(NamedTuple):
         return [(step, [trajectory.tags.sample_index for trajectory in trained]) for step, trained in files.items()]
 
     @property
+    def named(self) -> list[tuple[int, list[tuple[int, int | str, int]]]]:
+        """Each step and its rollouts: the step that they were asked for in, their prompt and their number."""
+        folder = self.folder.path / "trajectories"
+        files = {row.step: read_trajectories(folder / f"step_{row.step}.parquet") for row in self.folder.rows()[1:]}
+        return [
+            (step, [(t.tags.step, t.tags.sample_index, t.tags.rollout_n) for t in trained])
+            for step, trained in files.items()
+        ]
+
+    @property
     def asked(self) -> dict[tuple[int, bool], set[int | str]]:
         """What the agents were asked for in each step, again and again or once."""
         asked: dict[tuple[int, bool], set[int | str]] = {}
@@ -66,14 +82,14 @@ class Run(NamedTuple):
 
 @pytest.fixture(scope="module")
 def run_of(tiny_model: Path, sample, serving, new_agent, tmp_path_factory) -> Callable[..., Run]:
-    def run(*moments: str) -> Run:
+    def run(*moments: str, overrides: Sequence[str] = (), late_s: float = 0.0) -> Run:
         place = tmp_path_factory.mktemp("killed")
         write_rows(place / "train.parquet", [sample(index) for index in range(10)])
         write_rows(place / "val.parquet", [sample(index) for index in range(2)])
-        folder, agent = RunFolder(place / "outputs" / "run"), new_agent()
+        folder, agent = RunFolder(place / "outputs" / "run"), new_agent(late_s=late_s)
         with serving(agent.app()) as url:
             urls = ServiceUrls(agent_url=url, tools_url="http://127.0.0.1:9", weights_url=str(place / "weights"))
-            folder.create(config(tiny_model, place), urls)
+            folder.create(config(tiny_model, place, overrides), urls)
             (folder.path / OLD_DRAFT).touch()
             os.utime(folder.path / OLD_DRAFT, (0, 0))
             command = [sys.executable, str(Path(__file__).with_name("dying_worker.py")), str(folder.path), *moments]
@@ -90,7 +106,7 @@ def killed(run_of: Callable[..., Run]) -> Run:
     return run_of(*MOMENTS)
 
 
-def config(model: Path, place: Path) -> RunConfig:
+def config(model: Path, place: Path, overrides: Sequence[str]) -> RunConfig:
     return compose(
         [
             f"actor_rollout_ref.model.path={model}",
@@ -106,6 +122,7 @@ def config(model: Path, place: Path) -> RunConfig:
             "trainer.max_actor_ckpt_to_keep=2",
             "trainer.test_freq=2",
             "trainer.logger=[tensorboard]",
+            *overrides,
         ]
     )
 
@@ -124,6 +141,32 @@ def test_a_run_killed_at_any_moment_neither_loses_nor_repeats_a_batch(run_of: Ca
     [damaged] = [name for name in kept if name.startswith("damaged_")]
     newest = {f"global_step_{STEPS - 1}", f"global_step_{STEPS}"}
     assert kept == {*newest, damaged, "latest_checkpointed_iteration.txt"}
+
+
+def test_an_overlapped_run_killed_at_any_moment_trains_every_prompt_once(run_of: Callable[..., Run]):
+    steps = 20
+    ahead = [
+        f"async_training.staleness_threshold={BEHIND - 0.5}",
+        f"trainer.total_training_steps={steps}",
+        "trainer.save_freq=2",
+    ]
+    moments = sorted([*OF_GROUPS, *MOMENTS], key=lambda moment: "damaged" in moment)  # with another checkpoint there
+    killed, undisturbed = run_of(*moments, overrides=ahead, late_s=0.2), run_of(overrides=ahead, late_s=0.2)
+
+    assert (killed.folder.info().state, killed.folder.info().step) == (RunState.FINISHED, steps)
+    assert [step for step, _ in killed.rows] == list(range(steps + 1))
+    assert killed.asked == undisturbed.asked
+    for run in (killed, undisturbed):
+        names = [name for _, trained in run.named for name in trained]
+        asked = {(step, index) for (step, validation), asked in run.asked.items() if not validation for index in asked}
+        assert len(names) == len(set(names)) == 2 * 2 * steps
+        assert {(step, index) for step, index, _ in names} <= asked
+        assert any(row["rollouts/running"] for _, row in run.rows[1:])
+        for step, row in run.rows[1:]:
+            counts = {name: row[f"rollouts/{name}"] for name in run.folder.info().rollout_states}
+            assert counts.pop("submitted") == sum(counts.values())
+            assert counts["used"] == 2 * 2 * step
+            assert row["training/off_policy/trajectory_staleness/max"] <= BEHIND
 
 
 def test_tensorboard_shows_every_row_of_a_killed_run_once(killed: Run):
