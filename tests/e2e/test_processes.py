@@ -1,14 +1,29 @@
 """The processes of a deployment: which there are, and which go first."""
 
+from pathlib import Path
+
 import psutil
 import pytest
 
 from trackway.deploy.deployment.record import Deployment
+from trackway.tracing.local_mlflow.mlflow_server import NICENESS
 
 pytestmark = pytest.mark.slow
 
 SERVICES = {"rollout", "tools", "reward", "agent", "trainer"}
 DISPENSABLE = ("log_monitor", "autoscaler/_private/monitor", "util.client.server", "ray-dashboard-NodeHead")
+LISTENING = (
+    "gcs_server",
+    "raylet/raylet",
+    "ray-dashboard-ServeHead",
+    "dashboard/dashboard.py",
+    "ray::DashboardAgent",
+    "ray::RuntimeEnvAgent",
+    "ray::ServeController",
+    "ray::ProxyActor",
+    "ray::ServeReplica",
+    "mlflow",
+)
 
 
 def family(deployment: Deployment, name: str) -> list[psutil.Process]:
@@ -27,10 +42,30 @@ def test_services_go_before_the_local_mlflow(deployment: Deployment):
     }
     assert niceness == dict.fromkeys(SERVICES, 0)
     [_, server] = family(deployment, "mlflow")
-    assert server.nice() == 10
+    assert server.nice() == NICENESS
 
 
 def test_ray_runs_nothing_that_only_its_dashboard_needs(deployment: Deployment):
     commands = [" ".join(process.cmdline()) for process in family(deployment, "ray")]
     assert [command for command in commands if any(part in command for part in DISPENSABLE)] == []
     assert sum(command.startswith("ray-dashboard-") for command in commands) == 1  # Serve's REST API
+
+
+def listeners(deployment: Deployment) -> dict[str, set[str]]:
+    """The addresses on which each kind of process listens for TCP."""
+    found: dict[str, set[str]] = {}
+    for process in [*family(deployment, "ray"), *family(deployment, "mlflow")]:
+        command = " ".join(process.cmdline())
+        name = next((name for name in LISTENING if name in command), command)
+        for connection in process.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN:
+                found.setdefault(name, set()).add(connection.laddr.ip.removeprefix("::ffff:"))
+    return found
+
+
+def test_everything_listens_on_loopback_and_is_documented(deployment: Deployment):
+    found = listeners(deployment)
+    assert {name: addresses for name, addresses in found.items() if addresses != {"127.0.0.1"}} == {}
+    page = Path("docs/guides/security.md").read_text()
+    assert [name for name in found if f"`{name}`" not in page] == []
+    assert found.keys() >= {"gcs_server", "raylet/raylet", "ray::ProxyActor", "ray::ServeReplica", "mlflow"}

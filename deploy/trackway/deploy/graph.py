@@ -30,6 +30,7 @@ from trackway.deploy.serve.fan_out import (
     to_each_replica_of,
     to_replicas_of,
 )
+from trackway.deploy.serve.grpc_port import keep_on_loopback
 from trackway.deploy.serve.probe_socket import ProbeSocket
 from trackway.deploy.serve.replica_metrics import ReplicaMetrics, metrics_route
 from trackway.deploy.sigterm import end_at_sigterm
@@ -65,6 +66,7 @@ class Replica:
 
     def __init__(self, service: ServiceName, settings: ServiceSettings) -> None:
         end_at_sigterm()
+        keep_on_loopback()
         if service == "trainer" and ray.is_initialized():
             _hand_over_launcher()
         module = importlib.import_module(f"trackway.{service}.app")

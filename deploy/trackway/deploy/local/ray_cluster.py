@@ -62,6 +62,8 @@ _LEAN = {
 
 def _environment(token: str) -> dict[str, str]:
     return {
+        # Else Ray replaces the loopback address of the node by a public one, on which all its servers listen.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": token,
         "RAY_agent_register_timeout_ms": "240000",
