@@ -5,7 +5,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from trackway.rollout.engines.torch.core import EngineCore
 from trackway.rollout.engines.torch.engine import TorchEngine
@@ -33,6 +43,9 @@ _CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3-tied": lambda: Qwen3Config(**_SIZES, num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=True),
     "qwen2": lambda: Qwen2Config(**_SIZES, num_attention_heads=4, num_key_value_heads=2),
     "llama": lambda: LlamaConfig(**_SIZES, num_attention_heads=4, num_key_value_heads=1, attention_bias=True),
+    "mistral": lambda: MistralConfig(**_SIZES, num_attention_heads=4, num_key_value_heads=2, sliding_window=512),
+    "phi3": lambda: Phi3Config(**_SIZES, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0),
+    "gemma": lambda: GemmaConfig(**_SIZES, num_attention_heads=6, num_key_value_heads=1),
 }
 FAMILIES = tuple(_CONFIGS)
 

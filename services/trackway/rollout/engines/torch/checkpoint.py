@@ -15,6 +15,10 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 LM_HEAD = "lm_head.weight"
 EMBED = "model.embed_tokens.weight"
 
+QKV = "self_attn.qkv_proj.weight"
+GATE_UP = "mlp.gate_up_proj.weight"
+"""Names of fused matrices in checkpoints of Phi-3."""
+
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -40,15 +44,16 @@ def expected_shapes(config: DecoderConfig) -> Shapes:
     q, kv = config.num_heads * dim, config.num_kv_heads * dim
     layer: Shapes = {
         "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (q, hidden),
-        "self_attn.k_proj.weight": (kv, hidden),
-        "self_attn.v_proj.weight": (kv, hidden),
         "self_attn.o_proj.weight": (hidden, q),
         "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (config.intermediate_size, hidden),
-        "mlp.up_proj.weight": (config.intermediate_size, hidden),
         "mlp.down_proj.weight": (hidden, config.intermediate_size),
     }
+    matrices = {
+        QKV: {f"self_attn.{name}_proj.weight": (size, hidden) for name, size in (("q", q), ("k", kv), ("v", kv))},
+        GATE_UP: {f"mlp.{name}_proj.weight": (config.intermediate_size, hidden) for name in ("gate", "up")},
+    }
+    for fused, parts in matrices.items():
+        layer |= {fused: (sum(rows for rows, _ in parts.values()), hidden)} if config.fused else parts
     if config.qkv_bias:
         layer |= {f"self_attn.{name}_proj.bias": (size,) for name, size in (("q", q), ("k", kv), ("v", kv))}
     if config.o_bias:
@@ -124,12 +129,12 @@ def _layer(tensors: dict[str, Tensor], prefix: str, config: DecoderConfig) -> La
 
     return LayerWeights(
         input_norm=get("input_layernorm.weight"),
-        qkv=qkv("weight"),
+        qkv=get(QKV) if config.fused else qkv("weight"),
         qkv_bias=qkv("bias") if config.qkv_bias else None,
         qk_norm=qk_norm() if config.qk_norm else None,
         o=get("self_attn.o_proj.weight"),
         o_bias=get("self_attn.o_proj.bias") if config.o_bias else None,
         mlp_norm=get("post_attention_layernorm.weight"),
-        gate_up=torch.cat((get("mlp.gate_proj.weight"), get("mlp.up_proj.weight"))),
+        gate_up=get(GATE_UP) if config.fused else torch.cat((get("mlp.gate_proj.weight"), get("mlp.up_proj.weight"))),
         down=get("mlp.down_proj.weight"),
     )

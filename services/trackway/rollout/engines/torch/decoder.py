@@ -116,9 +116,11 @@ class Decoder:
 
     def __init__(self, config: DecoderConfig, max_len: int, device: torch.device, dtype: torch.dtype) -> None:
         self.config, self.max_len, self.device, self.dtype = config, max_len, device, dtype
+        self._activation = _gelu_tanh if config.gemma else F.silu
         self._heads = config.num_heads + config.num_kv_heads
         self._cos, self._sin = rope_tables(config, max_len, device, dtype)
-        self._norm = RmsNorm(config.norm_eps, config.hidden_size, device, dtype)
+        norm = OffsetRmsNorm if config.gemma else RmsNorm
+        self._norm = norm(config.norm_eps, config.hidden_size, device, dtype)
         self._head_norm = RmsNorm(config.norm_eps, config.head_dim, device, dtype)
 
     def cache(self, slots: int) -> KVCache:
@@ -146,6 +148,8 @@ class Decoder:
         """[tokens, hidden], or only the tokens in `keep`: other outputs of the last layer are unused."""
         cos, sin = self._cos[layout.positions], self._sin[layout.positions]
         x = F.embedding(layout.token_ids, weights.embed)
+        if self.config.gemma:
+            x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype)  # rounded to the type, as it was trained
         for index, (layer, kv) in enumerate(zip(weights.layers, cache.data, strict=True)):
             q = self._project(layer, self._norm(x, layer.input_norm), kv, layout, cos, sin)
             if keep is not None and index == self.config.num_layers - 1:
@@ -153,7 +157,7 @@ class Decoder:
             else:
                 attended = self._attend(q, kv, layout, last_only=False)
             x = torch.addmm(x if layer.o_bias is None else x + layer.o_bias, attended, layer.o.t())
-            x = torch.addmm(x, _gated(layer, self._norm(x, layer.mlp_norm)), layer.down.t())
+            x = torch.addmm(x, _gated(layer, self._norm(x, layer.mlp_norm), self._activation), layer.down.t())
         return self._norm(x, weights.norm)
 
     def _project(
@@ -200,6 +204,14 @@ class RmsNorm:
         return torch.addcdiv(self._zero, x * weight, length.hypot_(self._floor), value=self._root)
 
 
+class OffsetRmsNorm(RmsNorm):
+    """x / rms(x) * (1 + weight), with the product in float32: Gemma's."""
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Normalize over the last axis."""
+        return F.rms_norm(x.float(), x.shape[-1:], weight.float() + 1.0, self._eps).to(x.dtype)
+
+
 def rope_tables(
     config: DecoderConfig, positions: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -234,6 +246,10 @@ def _attend_many(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, l
     return out[0].transpose(0, 1).flatten(1)
 
 
-def _gated(layer: LayerWeights, x: Tensor) -> Tensor:
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _gated(layer: LayerWeights, x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     gate, up = F.linear(x, layer.gate_up).chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return activation(gate) * up

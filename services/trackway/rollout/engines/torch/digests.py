@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from trackway.rollout.engines.torch.checkpoint import EMBED, LM_HEAD
+from trackway.rollout.engines.torch.checkpoint import EMBED, GATE_UP, LM_HEAD, QKV
 from trackway.rollout.engines.torch.decoder import DecoderWeights, LayerWeights
 from trackway.rollout.engines.torch.model_config import DecoderConfig
 from trackway.wire.weights import TensorDigest
@@ -44,8 +44,10 @@ def unfused(weights: DecoderWeights, config: DecoderConfig) -> Iterator[tuple[st
 def _layer(layer: LayerWeights, config: DecoderConfig) -> Iterator[tuple[str, Tensor]]:
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     yield "input_layernorm.weight", layer.input_norm
+    if config.fused:
+        yield from ((QKV, layer.qkv), (GATE_UP, layer.gate_up))
     for kind, fused in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
-        if fused is not None:
+        if fused is not None and not config.fused:
             for name, part in zip(("q", "k", "v"), fused.split((q, kv, kv)), strict=True):
                 yield f"self_attn.{name}_proj.{kind}", part
     if layer.qk_norm is not None:
@@ -56,7 +58,7 @@ def _layer(layer: LayerWeights, config: DecoderConfig) -> Iterator[tuple[str, Te
     if layer.o_bias is not None:
         yield "self_attn.o_proj.bias", layer.o_bias
     yield "post_attention_layernorm.weight", layer.mlp_norm
-    for name, part in zip(("gate", "up"), layer.gate_up.chunk(2), strict=True):
+    for name, part in zip(("gate", "up"), layer.gate_up.chunk(2), strict=True) if not config.fused else ():
         yield f"mlp.{name}_proj.weight", part
     yield "mlp.down_proj.weight", layer.down
 

@@ -1,7 +1,9 @@
 """The shape of a decoder, read from a Hugging Face folder without importing transformers.
 
-Qwen2, Qwen3 and Llama are one decoder with three switches: bias on q/k/v, bias on o, and a norm on q and k.
-Unimplemented features that would change the result (other activations, scaled rotary, sliding windows) are rejected.
+Qwen2, Qwen3, Llama, Mistral, Phi-3 and Gemma are one decoder with switches: bias on q/k/v, bias on o, a norm on q and
+k, fused checkpoints (Phi-3), and Gemma's activation, scaled embedding and norms around 1. Unimplemented features that
+would change the result (other activations, scaled rotary, Gemma 2's soft caps) are rejected. A sliding window over all
+layers bounds the length of sequences instead: up to it, attention is whole.
 """
 
 import json
@@ -13,12 +15,19 @@ from pydantic import BaseModel, ConfigDict
 
 from trackway.wire.errors import ErrorCode, TrackwayError
 
-_FAMILIES = {"qwen2", "qwen3", "llama"}
+_ACTIVATIONS = {
+    **dict.fromkeys(("qwen2", "qwen3", "llama", "mistral", "phi3"), ("silu",)),
+    "gemma": ("gelu_pytorch_tanh", "gelu"),  # its first configurations say gelu and mean the approximation
+}
+"""The activations of each model type."""
+_WINDOWED = {"mistral", "phi3"}
+"""Model types whose `sliding_window` is that of every layer."""
 
 
 class _Rope(BaseModel):
     rope_theta: float = 10000.0
     rope_type: str = "default"
+    partial_rotary_factor: float = 1.0
 
 
 class _ConfigFile(BaseModel):
@@ -39,7 +48,9 @@ class _ConfigFile(BaseModel):
     hidden_act: str = "silu"
     attention_bias: bool = False
     mlp_bias: bool = False
-    tie_word_embeddings: bool = False
+    tie_word_embeddings: bool | None = None
+    partial_rotary_factor: float = 1.0
+    sliding_window: int | None = None
     use_sliding_window: bool = False
     layer_types: list[str] | None = None
     rope_parameters: _Rope | None = None
@@ -69,6 +80,10 @@ class DecoderConfig:
     qkv_bias: bool
     o_bias: bool
     qk_norm: bool
+    fused: bool
+    """Whether checkpoints hold q/k/v, and gate and up, as one matrix each."""
+    gemma: bool
+    """Whether it has Gemma's activation, scaled embedding, and norms whose weights are offsets from 1."""
     tied: bool
     eos_token_ids: frozenset[int]
 
@@ -86,15 +101,22 @@ class DecoderConfig:
             num_heads=file.num_attention_heads,
             num_kv_heads=file.num_key_value_heads or file.num_attention_heads,
             head_dim=file.head_dim or file.hidden_size // file.num_attention_heads,
-            max_positions=file.max_position_embeddings,
+            max_positions=_longest(file),
             norm_eps=file.rms_norm_eps,
             rope_theta=rope.rope_theta,
             qkv_bias=file.attention_bias or file.model_type == "qwen2",
             o_bias=file.attention_bias and file.model_type != "qwen2",
             qk_norm=file.model_type == "qwen3",
-            tied=file.tie_word_embeddings,
+            fused=file.model_type == "phi3",
+            gemma=file.model_type == "gemma",
+            tied=file.model_type == "gemma" if file.tie_word_embeddings is None else file.tie_word_embeddings,
             eos_token_ids=_eos_ids(folder, file),
         )
+
+
+def _longest(file: _ConfigFile) -> int:
+    window = file.sliding_window if file.model_type in _WINDOWED else None
+    return file.max_position_embeddings if window is None else min(file.max_position_embeddings, window)
 
 
 def _text(path: Path) -> str:
@@ -108,19 +130,25 @@ def _text(path: Path) -> str:
 
 def _refuse_unsupported(file: _ConfigFile, folder: Path) -> None:
     rope_type = file.rope_parameters.rope_type if file.rope_parameters else "default"
+    rotated = min(
+        file.partial_rotary_factor, file.rope_parameters.partial_rotary_factor if file.rope_parameters else 1.0
+    )
+    layers = {"full_attention", "sliding_attention"} if file.model_type in _WINDOWED else {"full_attention"}
+    activations = _ACTIVATIONS.get(file.model_type)
     supported = {
-        f"model_type {file.model_type}": file.model_type in _FAMILIES,
-        f"hidden_act {file.hidden_act}": file.hidden_act == "silu",
+        f"model_type {file.model_type}": activations is not None,
+        f"hidden_act {file.hidden_act}": activations is None or file.hidden_act in activations,
+        f"partial_rotary_factor {rotated}": rotated == 1.0,
         f"rope_type {rope_type}": rope_type == "default" and not file.rope_scaling,
         "mlp_bias": not file.mlp_bias,
-        "sliding windows": not file.use_sliding_window and set(file.layer_types or []) <= {"full_attention"},
+        "sliding windows": not file.use_sliding_window and set(file.layer_types or []) <= layers,
     }
     refused = [name for name, ok in supported.items() if not ok]
     if refused:
         raise TrackwayError(
             ErrorCode.INVALID_REQUEST,
-            f"expected a plain decoder of {sorted(_FAMILIES)}, got {', '.join(refused)} in {folder}; "
-            "the embedded engine cannot run it: choose another engine",
+            f"expected a model_type of {sorted(_ACTIVATIONS)} for the embedded engine, got {', '.join(refused)} in "
+            f"{folder}; run this model with engine: vllm or sglang",
         )
 
 

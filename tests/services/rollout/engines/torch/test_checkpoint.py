@@ -7,8 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.services.rollout.rollout_models import FAMILIES
 from trackway.rollout.engines.torch.checkpoint import LM_HEAD, read_weights
 from trackway.rollout.engines.torch.decoder import DecoderWeights
+from trackway.rollout.engines.torch.digests import unfused
 from trackway.rollout.engines.torch.model_config import DecoderConfig
 from trackway.wire.errors import ErrorCode, TrackwayError
 
@@ -89,3 +91,38 @@ def test_the_stop_ids_of_the_generation_config_come_first(model_path: Path, tmp_
     assert DecoderConfig.read(tmp_path).eos_token_ids == {2}
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
     assert DecoderConfig.read(tmp_path).eos_token_ids == {7, 8}
+
+
+def test_a_sliding_window_bounds_the_length_of_sequences(folders: Folders) -> None:
+    assert [DecoderConfig.read(folders(family)).max_positions for family in ("mistral", "phi3")] == [512, 1024]
+
+
+@pytest.mark.parametrize(
+    ("family", "old", "new", "said"),
+    [
+        ("phi3", '"partial_rotary_factor": 1.0', '"partial_rotary_factor": 0.75', "partial_rotary_factor 0.75"),
+        ("gemma", '"model_type": "gemma"', '"model_type": "gemma2"', "model_type gemma2"),
+        ("gemma", '"gelu_pytorch_tanh"', '"silu"', "hidden_act silu"),
+        ("mistral", '"mistral"', '"mixtral"', "model_type mixtral"),
+    ],
+)
+def test_a_refused_model_is_told_the_engines_that_run_it(
+    folders: Folders, tmp_path: Path, family: str, old: str, new: str, said: str
+) -> None:
+    text = (folders(family) / "config.json").read_text()
+    assert old in text
+    (tmp_path / "config.json").write_text(text.replace(old, new))
+    with pytest.raises(TrackwayError, match=f"got {said} in .*run this model with engine: vllm or sglang"):
+        DecoderConfig.read(tmp_path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_engines_tensors_have_the_names_of_the_checkpoint(folders: Folders, family: str) -> None:
+    folder = folders(family)
+    config = DecoderConfig.read(folder)
+
+    held = dict(unfused(read(folder, config), config))
+
+    published = load_file(folder / "model.safetensors")
+    assert held.keys() - {LM_HEAD} == published.keys() - {LM_HEAD}
+    assert all(torch.equal(held[name], tensor) for name, tensor in published.items())
