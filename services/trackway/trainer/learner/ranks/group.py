@@ -328,6 +328,7 @@ def serve(index: int, host: str, port: int) -> None:
         name, arguments = cast(tuple[str, Sequence[object]], received)
         failure: Exception | None = None
         if name == STOP:
+            distributed.destroy_process_group()
             return
         try:
             if learner is None:

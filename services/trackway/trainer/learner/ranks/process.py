@@ -48,4 +48,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A thread of gloo that needs the interpreter while it ends would abort the process: "terminate called without an
+    # active exception", and SIGABRT instead of the status.
+    os._exit(status)

@@ -1,5 +1,6 @@
 """Ranks in processes of their own: commands, their errors, and ranks that are lost."""
 
+import atexit
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -45,6 +46,20 @@ def leading(
         yield LeadingLearner(config, group), group
     finally:
         group.close()
+
+
+def exits_with_its_interpreter(ranks: Ranks) -> None:
+    """From now on the end of the interpreter sets another exit status, as a thread of gloo may."""
+    if not ranks.is_first:
+        atexit.register(os._exit, 9)
+
+
+def test_a_stopped_rank_exits_with_0(config: LearnerConfig):
+    with leading(config) as (learner, group):
+        processes = [*group.processes.values()]
+        learner.publish_share(exits_with_its_interpreter)
+
+    assert [process.poll() for process in processes] == [0]
 
 
 def test_a_learner_of_two_ranks_does_what_one_process_does_until_a_command_fails_only_in_another_rank(
