@@ -26,7 +26,7 @@ TORCH_FROM := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-li
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --quiet $(TORCH_FROM) --constraint constraints.txt
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo ui bench test test-fast gpu-check gpu-check-bundle test-vllm test-pods test-agents test-model test-chaos test-learning test-install test-mutants test-all check check-manifests docs docs-serve format lock image picture clean
+.PHONY: help demo ui bench test test-fast gpu-check gpu-check-bundle test-vllm test-pods test-agents test-model test-chaos test-learning test-install test-mutants test-all check check-manifests docs docs-serve format lock audit sbom image picture clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -109,6 +109,14 @@ lock: $(VENV)/.uv ## Resolve constraints.txt again.
 	$(BIN)/uv pip compile tests/vllm/requirements.in --override tests/vllm/overrides.txt --python-version 3.11 $(subst $(TORCH_BACKEND),cpu,$(TORCH_FROM)) --no-annotate --no-header --quiet --upgrade -o tests/vllm/constraints.txt
 	$(BIN)/uv pip compile deploy/docker/inside/vllm.in --python-version 3.11 --python-platform x86_64-manylinux_2_36 --no-annotate --no-header --quiet --upgrade -o deploy/docker/inside/vllm.txt
 	sed -i -E 's/^(torch==[0-9.]+)\+cpu$$/\1/' constraints.txt
+
+audit: $(VENV)/.uv ## Look up known vulnerabilities of the locked packages (asks PyPI).
+	set -e; for lock in constraints.txt tests/vllm/constraints.txt deploy/docker/inside/vllm.txt; do \
+	  $(BIN)/uv tool run pip-audit@2.10.1 --no-deps --disable-pip --requirement $$lock; done
+
+sbom: $(VENV)/.uv ## Write the locked packages as a CycloneDX bill of materials, build/sbom.json.
+	mkdir -p build
+	$(BIN)/uv tool run --from cyclonedx-bom@7.5.0 cyclonedx-py requirements constraints.txt --output-format JSON -o build/sbom.json
 
 image: ## Build the container images; IMAGE='tools services-cpu services-gpu-vllm', the first two by default.
 	deploy/docker/build.sh $(IMAGE)
