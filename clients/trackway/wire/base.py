@@ -35,6 +35,11 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Float = Annotated[Finite, BeforeValidator(_no_bool)]
 """A number in a request; true, false, NaN and the infinities are refused."""
 
+FLOAT32_MAX = 3.4028234663852886e38
+
+Score = Annotated[Float, Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX)]
+"""A number in a request that is representable in float32, the learner's type."""
+
 TokenId = Annotated[int, Strict()]
 """An item of a long list of whole numbers: true and false are refused, without a Python call per item."""
 

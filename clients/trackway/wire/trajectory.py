@@ -10,7 +10,7 @@ from typing import Annotated, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from trackway.wire.base import WireReply
+from trackway.wire.base import FLOAT32_MAX, WireReply
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
 from trackway.wire.sample_index import SampleIndex
@@ -231,9 +231,6 @@ def trajectory_id(run: str, tags: Tags) -> str:
     """The deterministic id `<run>/<step>/<sample_index>/<rollout_n>`, with `val` before the step in validation."""
     step = f"val{tags.step}" if tags.validation else str(tags.step)
     return f"{run}/{step}/{tags.sample_index}/{tags.rollout_n}"
-
-
-FLOAT32_MAX = 3.4028234663852886e38
 
 
 def require_placed(trajectory: Trajectory) -> None:

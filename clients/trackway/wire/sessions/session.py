@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from trackway.wire.agent import MAX_ROLLOUTS, GroupRequest, Limits, RunSampling, Sample
-from trackway.wire.base import Float, Int, WireReply, WireRequest
+from trackway.wire.base import Int, Score, WireReply, WireRequest
 from trackway.wire.names import Label, RunName
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.sessions.graph import GraphNode
@@ -86,7 +86,7 @@ class ExternalRollout(SessionAccess):
 class ExternalReply(WireRequest):
     """What it answers once its agent has ended; an empty body is the same as `{}`."""
 
-    score: Float | None = None
+    score: Score | None = None
     """The score of the session, instead of the reward service's."""
     log: str = ""
     """Kept with the trajectory, its end."""
@@ -95,8 +95,8 @@ class ExternalReply(WireRequest):
 class SessionReward(WireRequest):
     """The score of the session, or of one of its calls; it replaces that of the reward service."""
 
-    score: Float
-    components: dict[str, Float] = Field(default_factory=dict)
+    score: Score
+    components: dict[str, Score] = Field(default_factory=dict)
     call_id: str | None = None
     """The `id` of the response that is scored. Without a score of its own, the session has the sum of its calls'."""
 

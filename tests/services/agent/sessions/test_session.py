@@ -510,6 +510,17 @@ async def test_a_posted_reward_replaces_the_reward_services(services: AgentServi
     assert reward is not None and (reward.score, reward.components) == (0.25, {"style": 1.0})
 
 
+@pytest.mark.parametrize("body", [{"score": 3.5e38}, {"score": 1.0, "components": {"style": -1e308}}])
+async def test_a_reward_beyond_float32_is_refused(services: AgentServices, body: dict[str, Any]) -> None:
+    access = await opened(services, "I do not know" + END)
+    await chat(services, access, QUESTION)
+
+    answer = await services.client.post(f"/sessions/{access.session_id}/reward", json=body)
+
+    assert answer.status_code == 422
+    assert "than or equal to" in answer.json()["error"]["message"]
+
+
 async def test_the_scores_of_calls_are_noted_and_their_sum_is_the_sessions(services: AgentServices) -> None:
     access = await opened(services, COUNT, "I do not know" + END)
     path = f"/sessions/{access.session_id}/reward"
