@@ -43,7 +43,10 @@ async def refused(loading: Coroutine[object, object, None]) -> str:
 def assert_split(made: Generation, version: int, first: Weights) -> None:
     """The spans end and begin where the logprobs stop to be those of the first weights."""
     cut = made.spans[0].end
-    assert [(s.version, s.start, s.end) for s in made.spans] == [(version, 0, cut), (version + 1, cut, 300)]
+    assert [(s.version, s.start, s.end, s.kv_version) for s in made.spans] == [
+        (version, 0, cut, None),
+        (version + 1, cut, 300, version),
+    ]
     assert 0 < cut < 300
     off = [
         worst(Generation(made.token_ids[:end], made.logprobs[:end], "length", []), first.model, LONG)

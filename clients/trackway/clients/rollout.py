@@ -105,6 +105,7 @@ class RolloutClient(ServiceClient):
                 logprobs=logprobs[part],
                 top_logprobs=tops[part],
                 version=span.version,
+                weight_versions=[span.moved(-span.start)],
             )
         yield GeneratePiece(finish_reason=choice.finish_reason)
 

@@ -179,10 +179,7 @@ class Episode:
         self._append(choice.token_ids, 1, logprobs)
         if self.sampling_params.logprobs:
             self.top_logprobs += choice.top_logprobs
-        self.weight_versions += [
-            WeightSpan(version=span.version, start=start + span.start, end=start + span.end) if start else span
-            for span in choice.weight_versions
-        ]
+        self.weight_versions += [span.moved(start) if start else span for span in choice.weight_versions]
         self.shown = len(self.prompt_ids) + len(self.response_ids)
 
     def add_observation(self, ids: Sequence[int], messages: Sequence[Message]) -> bool:

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from trackway.wire.errors import ErrorCode
-from trackway.wire.trajectory import ToolCallRecord, Turn, WeightSpan, settle_spans
+from trackway.wire.trajectory import ToolCallRecord, Turn, WeightSpan, add_span, settle_spans
 
 
 @pytest.mark.parametrize(("spelled", "number"), [(7, 7), ("7", 7), ("default", 0)])
@@ -18,6 +18,20 @@ def test_a_version_is_a_number_also_when_vllm_spells_it(spelled: object, number:
 def test_a_version_that_is_no_number_is_refused(spelled: object) -> None:
     with pytest.raises(ValidationError, match="valid integer"):
         WeightSpan.model_validate({"version": spelled, "start": 0, "end": 8})
+
+
+def test_spans_of_other_kv_are_kept_apart_and_say_so() -> None:
+    spans: list[WeightSpan] = []
+    add_span(spans, 2, 0, 3)
+    add_span(spans, 2, 3, 5, kv_version=1)
+    add_span(spans, 2, 5, 6, kv_version=1)
+    assert [span.model_dump() for span in spans] == [
+        {"version": 2, "start": 0, "end": 3},
+        {"version": 2, "start": 3, "end": 6, "kv_version": 1},
+    ]
+    assert spans[1].moved(4) == WeightSpan(version=2, start=7, end=10, kv_version=1)
+    settle_spans(spans, [WeightSpan(version=3, start=0, end=2, kv_version=2)])
+    assert [(span.end, span.kv_version) for span in spans] == [(3, None), (4, 1), (6, 2)]
 
 
 def test_settled_spans_replace_those_of_the_last_tokens() -> None:

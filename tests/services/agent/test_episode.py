@@ -158,10 +158,14 @@ def test_weight_spans_are_counted_from_the_first_token_of_the_response() -> None
     said(grown, 1, 2)
     grown.add_observation([3], [observed("a")])
 
-    two = [WeightSpan(version=1, start=0, end=1), WeightSpan(version=2, start=1, end=4)]
+    two = [WeightSpan(version=1, start=0, end=1), WeightSpan(version=2, start=1, end=4, kv_version=1)]
     grown.add_generated(choice(4, 5, 6, 7, spans=two))
 
-    assert [(span.version, span.start, span.end) for span in grown.weight_versions] == [(1, 0, 2), (1, 3, 4), (2, 4, 7)]
+    assert grown.weight_versions == [
+        WeightSpan(version=1, start=0, end=2),
+        WeightSpan(version=1, start=3, end=4),
+        WeightSpan(version=2, start=4, end=7, kv_version=1),
+    ]
 
 
 def test_an_observation_belongs_to_the_turn_before_it() -> None:

@@ -81,6 +81,7 @@ async def test_a_request_in_flight_is_one_answer_of_two_versions(
         whole, pieces = await answer
     first, second = whole.spans
     assert (first.version, first.start, second.version, second.end) == (0, 0, 1, LENGTH)
+    assert (first.kv_version, second.kv_version) == (None, 0 if mode == "keep" else None)
     assert 0 < first.end == second.start < LENGTH
     assert (len(whole.token_ids), len(whole.logprobs), whole.finish_reason) == (LENGTH, LENGTH, "length")
     assert [piece.finish_reason for piece in pieces if piece.finish_reason] == ["length"]
@@ -98,6 +99,21 @@ async def test_after_an_abort_the_rest_is_what_the_new_weights_say_of_the_whole(
     scored = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
     rest = scored[len(LONG.token_ids) - 1 + cut :]
     assert whole.logprobs[cut:] == pytest.approx(rest, abs=1e-4)
+
+
+async def test_tokens_on_a_kept_cache_differ_from_their_version_and_say_so(
+    surviving: Surviving, store: WeightStore, other_path: Path
+) -> None:
+    async with surviving("keep") as (survivor, _), updated_midway(survivor, store, other_path) as answer:
+        whole, _ = await answer
+    ids = torch.tensor([[*LONG.token_ids, *whole.token_ids]])
+    with torch.inference_mode():
+        logits = AutoModelForCausalLM.from_pretrained(other_path)(ids).logits[0, :-1]
+    scored = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
+    kept = whole.spans[1]
+    fresh = scored[len(LONG.token_ids) - 1 + kept.start :]
+    assert max(abs(ours - theirs) for ours, theirs in zip(whole.logprobs[kept.start :], fresh, strict=True)) > 0.01
+    assert (kept.version, kept.kv_version) == (1, 0)
 
 
 async def test_a_guided_answer_that_an_update_cuts_is_begun_again_and_a_stream_of_it_fails(
@@ -154,7 +170,7 @@ async def test_a_retracted_generation_keeps_its_tokens_and_goes_on_once_it_is_re
         survivor.release()
         whole, pieces = await answer
     first, second = whole.spans
-    assert waits
+    assert waits and second.kv_version is None
     assert (first.version, first.start, second.version, second.end) == (0, 0, 1, LENGTH)
     assert 0 < first.end == second.start < LENGTH and len(whole.token_ids) == LENGTH
     assert [piece.finish_reason for piece in pieces if piece.finish_reason] == ["length"]

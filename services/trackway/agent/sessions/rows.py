@@ -71,10 +71,7 @@ def _row(path: Sequence[GraphNode], trained: set[int]) -> GraphRow:
         row.response_mask.extend([int(trains)] * len(node.ids))
         row.response_logprobs.extend(node.logprobs if trains else [0.0] * len(node.ids))
         if trains:
-            row.weight_versions.extend(
-                WeightSpan(version=span.version, start=start + span.start, end=start + span.end)
-                for span in node.weight_versions
-            )
+            row.weight_versions.extend(span.moved(start) for span in node.weight_versions)
         if is_new:
             row.turns.append(TrainedTurn(node, start, len(row.response_ids)))
     return row

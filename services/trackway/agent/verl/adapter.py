@@ -19,7 +19,7 @@ from trackway.tracing import turn_span
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.trajectory import StopReason, Turn, WeightSpan
+from trackway.wire.trajectory import StopReason, Turn, WeightSpan, first_spans
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "repetition_penalty": (None, 1, 1.0),
@@ -94,11 +94,8 @@ class VerlAgentLoop(AgentLoop):
     async def _add_turn(self, generation: RecordedGeneration, start: int, episode: Episode) -> None:
         end = min(start + len(generation.token_ids), len(episode.response_ids))
         episode.response_logprobs[start:end] = generation.logprobs[: end - start]
-        episode.weight_versions += [
-            WeightSpan(version=span.version, start=start + span.start, end=min(start + span.end, end))
-            for span in generation.weight_versions
-            if start + span.start < end
-        ]
+        spans = first_spans(generation.weight_versions, end - start)
+        episode.weight_versions += [span.moved(start) for span in spans]
         text = await self.services.tokens.turn_text(episode.response_ids[start:end])
         episode.turns.append(
             Turn(

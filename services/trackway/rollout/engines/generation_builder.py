@@ -23,7 +23,7 @@ class Collector:
             settle_spans(self._spans, part.weight_versions)
         else:
             for span in part.spans:
-                add_span(self._spans, span.version, start + span.start, start + span.end)
+                add_span(self._spans, span.version, start + span.start, start + span.end, span.kv_version)
         self.token_ids.extend(part.token_ids)
         self._logprobs.extend(part.logprobs)
         self._top_logprobs.extend(part.top_logprobs)

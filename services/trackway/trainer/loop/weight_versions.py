@@ -45,7 +45,15 @@ class WeightVersions(BaseModel):
         return trajectory.model_copy(update={"weight_versions": spans, "further_rows": further})
 
     def _spans(self, row: Trajectory | TokenRow) -> list[WeightSpan]:
-        return [span.model_copy(update={"version": self._number(span.version)}) for span in row.weight_versions]
+        return [
+            span.model_copy(
+                update={
+                    "version": self._number(span.version),
+                    "kv_version": None if span.kv_version is None else self._number(span.kv_version),
+                }
+            )
+            for span in row.weight_versions
+        ]
 
     def _number(self, version: int) -> int:
         for saved, again in self.republications:

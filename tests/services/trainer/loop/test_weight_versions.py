@@ -9,8 +9,11 @@ from trackway.wire.trajectory import Trajectory, WeightSpan
 
 
 def spans(versions: Sequence[int]) -> list[WeightSpan]:
-    """One token of each version."""
-    return [WeightSpan(version=version, start=place, end=place + 1) for place, version in enumerate(versions)]
+    """One token of each version, on a KV cache of the first."""
+    return [
+        WeightSpan(version=version, start=place, end=place + 1, kv_version=versions[0] if place else None)
+        for place, version in enumerate(versions)
+    ]
 
 
 def test_each_first_publication_of_a_resumed_run_is_one_of_its_checkpoints_weights():
@@ -43,5 +46,5 @@ def test_a_token_is_as_old_as_if_its_weights_had_been_published_by_this_process(
 
     renumbered = versions.renumbered(trajectory)
 
-    assert [span.version for span in renumbered.weight_versions] == counted
+    assert renumbered.weight_versions == spans(counted)
     assert (renumbered is trajectory) == (sampled == counted)

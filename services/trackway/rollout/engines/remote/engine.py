@@ -43,7 +43,7 @@ from trackway.rollout.engines.weight_proof import HeldDigests, Judgement
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.trajectory import WeightSpan
+from trackway.wire.trajectory import WeightSpan, add_span
 from trackway.wire.weights import WeightProof
 
 _DEFAULT_MAX_LEN = 4096
@@ -315,10 +315,11 @@ class RemoteEngine(ABC):
                 return
 
     def _last(self, version: int, reason: FinishReason, names: Sequence[str]) -> Piece:
-        """The last piece, with the names of all tokens if they are known."""
-        spans = [
-            WeightSpan(version=self.control.version_of(name), start=start, end=end) for name, start, end in runs(names)
-        ]
+        """The last piece, with the names of all tokens if they are known; `version` can have computed the first KV."""
+        spans: list[WeightSpan] = []
+        for name, start, end in runs(names):
+            its = self.control.version_of(name)
+            add_span(spans, its, start, end, version if version != its else None)
         return Piece([], [], version, reason, weight_versions=spans)
 
     def _usable(self) -> None:

@@ -101,7 +101,8 @@ class SimEngine:
                 for piece in _pieces(request, sent, self._core.generated(request)):
                     sent += len(piece.token_ids)
                     yield piece
-            yield Piece([], [], request.cuts[-1][1] if request.cuts else self.version, request.result.finish_reason)
+            result, version = request.result, request.cuts[-1][1] if request.cuts else self.version
+            yield Piece([], [], version, result.finish_reason, weight_versions=result.spans)
         finally:
             self._forget(request)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from trackway.rollout.engines.backpressure import RetryAfterEstimator
 from trackway.rollout.engines.protocol import EngineStats, FinishReason, Generation
 from trackway.rollout.sim_settings import SimSettings
-from trackway.wire.trajectory import WeightSpan
+from trackway.wire.trajectory import WeightSpan, add_span
 
 BLOCK = 16
 """Tokens per block of the prefix cache, as in vLLM."""
@@ -41,11 +41,12 @@ class Request:
     def spans(self, count: int) -> list[WeightSpan]:
         """The weight spans of the first `count` tokens."""
         ends = [*(start for start, _ in self.cuts[1:]), count]
-        return [
-            WeightSpan(version=version, start=start, end=end)
-            for (start, version), end in zip(self.cuts, ends, strict=False)
-            if start < end
-        ]
+        spans: list[WeightSpan] = []
+        for (start, version), end in zip(self.cuts, ends, strict=False):
+            oldest = self.cuts[0][1]
+            if start < end:
+                add_span(spans, version, start, end, oldest if oldest != version else None)
+        return spans
 
     def finish(self, count: int, reason: FinishReason) -> None:
         """Set the result."""

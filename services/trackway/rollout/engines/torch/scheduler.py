@@ -61,9 +61,13 @@ class Sequence:
         self.logprobs.append(logprob)
         tops = (top_logprobs,) if top_logprobs else ()
         self.top_logprobs += tops
-        add_span(self.spans, version, len(self.output) - 1, len(self.output))
+        # The prompt and all tokens up to here keep the KV of the weights that computed them.
+        oldest = self.spans[0].version if self.spans else version
+        kv_version = oldest if oldest != version else None
+        add_span(self.spans, version, len(self.output) - 1, len(self.output), kv_version)
         if self.on_token is not None:
-            self.on_token(Piece([token], [logprob], version, top_logprobs=tops))
+            spans = () if kv_version is None else (self.spans[-1].model_copy(update={"start": 0, "end": 1}),)
+            self.on_token(Piece([token], [logprob], version, top_logprobs=tops, weight_versions=spans))
         if token in self.stops:
             return "stop"
         return "length" if len(self.output) >= self.limit else None

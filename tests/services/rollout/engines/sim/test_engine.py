@@ -17,6 +17,7 @@ from trackway.rollout.settings import RolloutSettings
 from trackway.rollout.sim_settings import SimSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
+from trackway.wire.trajectory import WeightSpan
 
 pytestmark = pytest.mark.anyio
 
@@ -92,7 +93,10 @@ def test_new_weights_part_the_tokens_of_a_running_request() -> None:
     core.swap(7)
     core.advance(100.0)
     assert only.result is not None
-    assert [(span.version, span.start, span.end) for span in only.result.spans] == [(0, 0, 3), (7, 3, 10)]
+    assert only.result.spans == [
+        WeightSpan(version=0, start=0, end=3),
+        WeightSpan(version=7, start=3, end=10, kv_version=0),
+    ]
 
 
 def test_a_cut_request_keeps_what_it_has_and_frees_its_slot() -> None:

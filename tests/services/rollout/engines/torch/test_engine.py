@@ -182,7 +182,7 @@ async def test_a_pause_that_keeps_freezes_requests_and_an_update_goes_under_them
     await engine.resume()
     spans = (await task).spans
     cut = frozen.generated_tokens
-    assert [(s.version, s.start, s.end) for s in spans] == [(0, 0, cut), (4, cut, 300)]
+    assert [(s.version, s.start, s.end, s.kv_version) for s in spans] == [(0, 0, cut, None), (4, cut, 300, 0)]
 
 
 async def test_weights_that_fail_their_proof_are_not_taken(engine: TorchEngine, other_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_token_extends_the_span_of_its_version_or_opens_one() -> None:
     request = sequence([1, 2, 3], SamplingParams(max_tokens=3))
     reasons = [request.accept(token, -1.0, version) for token, version in ((5, 1), (6, 1), (7, 2))]
     assert reasons == [None, None, "length"]
-    assert [(s.version, s.start, s.end) for s in request.spans] == [(1, 0, 2), (2, 2, 3)]
+    assert [(s.version, s.start, s.end, s.kv_version) for s in request.spans] == [(1, 0, 2, None), (2, 2, 3, 1)]
     assert (request.cached, request.pending_ids) == (5, [7])
 
 

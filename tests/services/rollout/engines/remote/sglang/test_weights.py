@@ -58,6 +58,7 @@ async def test_a_request_in_flight_goes_on_under_new_weights_and_says_where_they
     made = await task
     (old, new) = made.spans
     assert (old.version, old.start, new.version, new.end) == (0, 0, 1, 200)
+    assert (old.kv_version, new.kv_version) == (None, 0)
     assert old.end == new.start >= 5
     before = answer(0, old.end)
     assert made.token_ids == before + answer(4, 200 - old.end, PROMPT + before)
