@@ -138,6 +138,10 @@ def _is_empty(scores: list[float]) -> bool:
     return not scores
 
 
+MAX_COMPONENTS = 128
+"""Most components that a scorer or a session may give; each becomes three metrics of a step."""
+
+
 class Reward(WireReply):
     """The score of a trajectory and its components."""
 

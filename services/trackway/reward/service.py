@@ -14,7 +14,7 @@ from trackway.tracing.span_handle import utf8_size
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.reward import ScoreRequest, ScorerInfo
 from trackway.wire.text import well_formed
-from trackway.wire.trajectory import Reward
+from trackway.wire.trajectory import MAX_COMPONENTS, Reward
 
 logger = logging.getLogger("trackway.reward")
 
@@ -110,9 +110,11 @@ def _end_of(text: str) -> str:
 
 
 def _finite(reward: Reward) -> Reward:
-    # Such a score is useless for training, and the scorer's name is known here.
+    # Such a score is of no use for training, and the scorer's name is known here.
     if not all(math.isfinite(value) for value in (reward.score, *reward.components.values(), *reward.turn_scores)):
         raise ValueError(f"expected finite scores, got {reward}")
+    if len(reward.components) > MAX_COMPONENTS:
+        raise ValueError(f"expected at most {MAX_COMPONENTS} components, got {len(reward.components)}; return fewer")
     if all(map(str.isascii, reward.components)):
         return reward
     components = {well_formed(name): value for name, value in reward.components.items()}

@@ -12,7 +12,7 @@ class ShoutingScorer:
     info = ScorerInfo(
         name="shouting",
         data_sources=["test/shouting"],
-        methods=["share", "raise", "sleep", "nan"],
+        methods=["share", "raise", "sleep", "nan", "many"],
         description="Share of capital letters.",
     )
 
@@ -21,6 +21,8 @@ class ShoutingScorer:
             raise LookupError("asked to fail")
         if method == "sleep":
             await asyncio.Event().wait()
+        if method == "many":
+            return Reward(score=1.0, components={f"{number}": 1.0 for number in range(129)})
         if method == "nan":
             return Reward(score=float("nan"))
         text = request.solution_str

@@ -67,6 +67,7 @@ async def test_a_batch_keeps_the_order(running: Run) -> None:
         (asked("a", "raise", "test/shouting"), ErrorCode.INTERNAL, "'shouting' failed: LookupError: asked to fail"),
         (asked("a", "sleep", "test/shouting"), ErrorCode.DEADLINE_EXCEEDED, "expected a score within 0.05 s"),
         (asked("a", "nan", "test/shouting"), ErrorCode.INTERNAL, "expected finite scores"),
+        (asked("a", "many", "test/shouting"), ErrorCode.INTERNAL, "expected at most 128 components, got 129"),
     ],
 )
 async def test_an_error_says_what_to_do_alone_and_in_a_batch(

@@ -11,7 +11,7 @@ from trackway.wire.rollout import SamplingParams
 from trackway.wire.sessions.graph import GraphNode
 from trackway.wire.sessions.training import TrainedSession
 from trackway.wire.tracing import TraceTarget
-from trackway.wire.trajectory import Trajectory
+from trackway.wire.trajectory import MAX_COMPONENTS, Trajectory
 
 
 class SessionBounds(WireRequest):
@@ -96,7 +96,7 @@ class SessionReward(WireRequest):
     """The score of the session, or of one of its calls; it replaces that of the reward service."""
 
     score: Score
-    components: dict[str, Score] = Field(default_factory=dict)
+    components: dict[str, Score] = Field(default_factory=dict, max_length=MAX_COMPONENTS)
     call_id: str | None = None
     """The `id` of the response that is scored. Without a score of its own, the session has the sum of its calls'."""
 

@@ -437,7 +437,7 @@ class Session:
         """The prompt behind what it continues; only what is new of a text is tokenised."""
         place = self.graph.place_text(prompt)
         new = prompt[place.known :]
-        if new:
+        if new or place.parent is None:
             special = asked.add_special_tokens and place.parent is None
             new = await self._within_limits(place, text_ids(self.tokenizer, new, special, self._longest(place)))
         return self._placed(place, [] if isinstance(new, str) else new)

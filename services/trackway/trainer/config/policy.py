@@ -469,7 +469,7 @@ class RolloutConfig(Section):
 
     n: int = Field(default=1, ge=1, le=1024)
     """Rollouts per prompt: the size of the group for relative advantages."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=1e-6)
     """Divisor of the logits, in sampling and in the learner's log-probabilities."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling: cumulative probability of the tokens that are kept."""

@@ -15,6 +15,8 @@ _TIMED = ("generate_sequences", "tool_calls", "compute_score")
 _PER_TOKEN = {"gen", "ref", "values", "adv", "update_critic", "update_actor"}
 _OF_TRAINER = ("overlong_reward", "reward_baseline")
 """Components that the trainer adds to a reward."""
+MOST_COMPONENTS = 512
+"""Most names of reward components in the metrics of a step, the first ones by name."""
 _OFF_POLICY = "training/off_policy/trajectory"
 _SAME = {"response_length/": "response_length_non_aborted/", "num_turns/": "training/num_turns/"}
 """A batch contains no aborted trajectories, so both names have the same value."""
@@ -97,7 +99,11 @@ def update_metrics(used: Sequence[Trajectory], version: int, max_prompt_length: 
         components["reward/turn_scores"] += reward.turn_scores
         components["reward/token_scores"] += reward.token_scores
     return {
-        **{key: value for name in sorted(components) for key, value in spread(name, components[name]).items()},
+        **{
+            key: value
+            for name in sorted(components)[:MOST_COMPONENTS]
+            for key, value in spread(name, components[name]).items()
+        },
         **spread(f"{_OFF_POLICY}_spans", [max(seen) - min(seen) + 1 for seen in versions]),
         **spread(f"{_OFF_POLICY}_staleness", [version - max(seen) for seen in versions]),
         **spread(f"{_OFF_POLICY}_staleness_worst", [version - min(seen) for seen in versions]),

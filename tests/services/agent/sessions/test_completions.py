@@ -52,6 +52,18 @@ async def test_a_prompt_without_what_the_model_wrote_begins_another_row(services
     assert len((await ended(services, access)).rows) == 2
 
 
+@pytest.mark.parametrize("prompt", ["", [""], ["a", ""]])
+async def test_an_empty_prompt_is_refused(services: AgentServices, prompt: str | list[str]) -> None:
+    access = await opened(services, "a" + END, "b" + END)
+    body = {"model": "any", "prompt": prompt}
+
+    response = await services.client.post(f"/sessions/{access.session_id}/v1/completions", json=body)
+
+    assert response.status_code == 400
+    said = "prompt: expected text of at least one token, got none; send some text"
+    assert response.json()["error"]["message"] == said
+
+
 async def test_each_prompt_and_choice_is_a_row_and_a_retry_is_answered_from_the_record(
     services: AgentServices,
 ) -> None:

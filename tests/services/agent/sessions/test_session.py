@@ -521,6 +521,16 @@ async def test_a_reward_beyond_float32_is_refused(services: AgentServices, body:
     assert "than or equal to" in answer.json()["error"]["message"]
 
 
+async def test_a_posted_reward_has_at_most_128_components(services: AgentServices) -> None:
+    access = await opened(services)
+    body = {"score": 0.25, "components": {f"{number}": 1.0 for number in range(129)}}
+
+    refused = await services.client.post(f"/sessions/{access.session_id}/reward", json=body)
+
+    assert refused.status_code == 422
+    assert "components: Dictionary should have at most 128 items" in refused.json()["error"]["message"]
+
+
 async def test_the_scores_of_calls_are_noted_and_their_sum_is_the_sessions(services: AgentServices) -> None:
     access = await opened(services, COUNT, "I do not know" + END)
     path = f"/sessions/{access.session_id}/reward"

@@ -207,6 +207,12 @@ def test_the_ranks_that_share_weights_divide_the_ranks():
         (f"{ACTOR}.optim.lr=inf", f"{ACTOR}.optim.lr: Input should be a finite number, got inf"),
         (f"{ACTOR}.optim.lr=1e999", f"{ACTOR}.optim.lr: Input should be a finite number, got inf"),
         (f"{ACTOR}.optim.betas=[0.9,nan]", f"{ACTOR}.optim.betas.1: Input should be a finite number, got nan"),
+        (f"{ACTOR}.clip_ratio=1e300", f"{ACTOR}.clip_ratio: Input should be a number of float32, at most 3.4e+38"),
+        (f"{ACTOR}.entropy_coeff=-1e39", f"{ACTOR}.entropy_coeff: Input should be a number of float32"),
+        (
+            "actor_rollout_ref.rollout.temperature=1e-38",
+            "actor_rollout_ref.rollout.temperature: Input should be greater than or equal to 0.000001",
+        ),
         (f"{ACTOR}.entropy_coeff=-inf", f"{ACTOR}.entropy_coeff: Input should be a finite number, got -inf"),
         ("trainer.experiment_name=../../evil", "trainer.experiment_name: expected a run name of letters, digits"),
         ("trainer.experiment_name=''", "trainer.experiment_name: expected a run name of letters, digits"),

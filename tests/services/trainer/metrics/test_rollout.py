@@ -108,6 +108,16 @@ def test_components_of_rewards_are_metrics_of_the_trajectories_that_have_them():
     }
 
 
+def test_a_step_has_metrics_of_512_components():
+    components = {f"c{number:05}": 1.0 for number in range(20_000)}
+    row = trajectory().model_copy(update={"reward": Reward(score=1.0, components=components)})
+
+    metrics = update_metrics([row], 1, 3)
+
+    means = [name for name in metrics if name.startswith("reward/") and name.endswith("/mean")]
+    assert (len(means), means[0], means[-1]) == (512, "reward/c00000/mean", "reward/c00511/mean")
+
+
 def test_scores_of_turns_and_of_tokens_are_metrics_over_all_of_them():
     rewards = [Reward(score=1.0, turn_scores=[0.5, 0.0]), Reward(score=2.0), Reward(score=0.0, turn_scores=[1.0])]
     rewards.append(Reward(score=1.0, token_scores=[0.25, 0.5, 0.0]))

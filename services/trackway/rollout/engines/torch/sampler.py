@@ -14,6 +14,8 @@ from trackway.rollout.engines.top_logprobs import top_logprobs
 from trackway.wire.rollout import SamplingParams, TopLogprobs
 
 _BLOCK = 64
+SMALLEST_TEMPERATURE = 1e-6
+"""Smaller ones, by which logits would overflow, count as this; the likeliest token has all the probability there."""
 
 
 class SampledTokens(NamedTuple):
@@ -67,12 +69,16 @@ def _tops(
 
 def _scaled(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     if any(row.temperature not in (0, 1) for row in params):
-        logits = logits / _column([row.temperature or 1.0 for row in params], logits)
+        logits = logits / _column([_divisor(row.temperature) for row in params], logits)
     cut = [index for index, row in enumerate(params) if row.temperature > 0 and (row.top_k > 0 or row.top_p < 1)]
     if not cut:
         return logits
     kept = _nucleus(logits[cut], [params[index] for index in cut])
     return logits.index_copy(0, torch.tensor(cut, device=logits.device), kept)
+
+
+def _divisor(temperature: float) -> float:
+    return 1.0 if temperature == 0 else max(temperature, SMALLEST_TEMPERATURE)
 
 
 def _nucleus(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:

@@ -34,6 +34,12 @@ def test_temperature_zero_takes_the_likeliest_with_its_logprob_at_temperature_on
     assert draw(0.99, SamplingParams(temperature=0, top_k=1)) == (0, pytest.approx(0.5, rel=1e-5))
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 5e-324])
+def test_a_tiny_temperature_takes_the_likeliest(temperature: float) -> None:
+    assert draw(0.99, SamplingParams(temperature=temperature)) == (0, 1.0)
+    assert draw(0.99, SamplingParams(temperature=temperature, top_p=0.5, top_k=2)) == (0, 1.0)
+
+
 def test_top_k_keeps_the_likeliest_and_renormalises() -> None:
     assert draw(0.99, SamplingParams(top_k=2)) == (1, pytest.approx(0.3 / 0.8, rel=1e-5))
 
