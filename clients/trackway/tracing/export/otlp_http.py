@@ -1,5 +1,6 @@
 """OTLP/HTTP endpoints: sending a batch, and interpreting the answer."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -14,6 +15,8 @@ from trackway.tracing.settings import TracingSettings
 from trackway.wire.tracing import TraceBackend
 
 LONGEST_RETRY_AFTER_S = 60.0
+MOST_BYTES = 65_536
+"""Most bytes that are read of an answer."""
 
 
 class SendOutcome(Enum):
@@ -46,24 +49,42 @@ class Endpoint:
 
     def __init__(self, url: Callable[[], str], headers: Mapping[str, str], timeout_s: float) -> None:
         self._url = url
-        self._headers = {"content-type": "application/x-protobuf", "content-encoding": "gzip", **headers}
+        self._headers = {
+            "content-type": "application/x-protobuf",
+            "content-encoding": "gzip",
+            "accept-encoding": "identity",
+            **headers,
+        }
+        self._timeout_s = timeout_s
         self._http = httpx.Client(timeout=timeout_s)
 
     def post(self, batch: Batch) -> Answer:
         """Send one batch; never raises."""
         try:
-            response = self._http.post(self._url(), content=batch.payload, headers={**self._headers, **batch.headers})
+            headers = {**self._headers, **batch.headers}
+            with self._http.stream("POST", self._url(), content=batch.payload, headers=headers) as response:
+                return answer_of(_beginning(response, self._timeout_s), batch.spans)
         except (httpx.LocalProtocolError, UnicodeEncodeError) as error:
             # Headers that HTTP cannot carry.
             return Answer(SendOutcome.REFUSED, reason=f"{type(error).__name__}: {error}")
         except Exception as error:
             # Any error, including a bad URL or a server that does not start, must not end the sending thread.
             return Answer(SendOutcome.LATER, reason=f"{type(error).__name__}: {error}", answered=False)
-        return answer_of(response, batch.spans)
 
     def close(self) -> None:
         """Close the connection."""
         self._http.close()
+
+
+def _beginning(response: httpx.Response, within_s: float) -> httpx.Response:
+    """The answer with the beginning of its body, not decompressed: it may be endless, slow, or a gzip bomb."""
+    body, end = bytearray(), time.monotonic() + within_s
+    for part in response.iter_raw(MOST_BYTES):
+        body += part
+        if len(body) >= MOST_BYTES or time.monotonic() > end:
+            break
+    retry_after = {name: value for name, value in response.headers.items() if name == "retry-after"}
+    return httpx.Response(response.status_code, headers=retry_after, content=bytes(body[:MOST_BYTES]))
 
 
 def endpoint(backend: TraceBackend, settings: TracingSettings) -> Endpoint:
