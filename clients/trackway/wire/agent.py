@@ -120,6 +120,8 @@ class GroupWaits(WireReply):
     """What the rollouts of a group wait for at present; a line of its stream beside the trajectories."""
 
     waits: list[Wait]
+    now: int
+    """The sender's clock, in milliseconds since 1970."""
 
 
 def _of_a_run(params: SamplingParams) -> SamplingParams:

@@ -1,6 +1,7 @@
 """Groups of rollouts: run concurrently, returned as each ends."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable
 
 from prometheus_client import Counter, Gauge
@@ -71,7 +72,8 @@ class Groups:
                     if task in ended:
                         yield await task
                 if not ended:
-                    yield GroupWaits(waits=[wait for waiting in waits for wait in waiting.current()])
+                    current = [wait for waiting in waits for wait in waiting.current()]
+                    yield GroupWaits(waits=current, now=time.time_ns() // 1_000_000)
         except asyncio.CancelledError:
             if not self._closed or _is_cancelled():
                 raise

@@ -86,6 +86,7 @@ class ScriptedAgent:
     """With one it makes real spans; without, a trace id that nobody knows."""
     waits: list[Wait] = field(default_factory=list[Wait])
     """What it says that its rollouts wait for."""
+    clock_ahead_s: float = 0.0
     released: threading.Event = field(default_factory=threading.Event)
     change: Callable[[Trajectory], Trajectory] = lambda trajectory: trajectory
     """What becomes of each trajectory before it is sent."""
@@ -116,7 +117,8 @@ class ScriptedAgent:
     async def _lines(self, request: GroupRequest, http: Request, breaks_after: int | None) -> AsyncIterator[str]:
         held = self.holding_at is not None and request.step >= self.holding_at
         if self.waits and request.report_waits_s is not None:
-            yield GroupWaits(waits=self.waits).model_dump_json() + "\n"
+            now = round((time.time() + self.clock_ahead_s) * 1000)
+            yield GroupWaits(waits=self.waits, now=now).model_dump_json() + "\n"
         while held and not self.released.is_set():
             await asyncio.sleep(0.02)
         await asyncio.sleep(self.late_s * (int(request.sample.index) % 2))

@@ -1,6 +1,7 @@
 import asyncio
 import math
 import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -95,6 +96,26 @@ async def test_what_the_rollouts_of_a_group_wait_for_is_below_its_own_wait(agent
 
     assert current[0].because == agent.waits
     assert [trajectory.tags.rollout_n for trajectory in got] == [0, 1, 2, 3]
+
+
+async def test_waits_are_told_by_this_machines_clock(agent, agent_url, http, sample):
+    since = round(time.time() * 1000) + 3_600_000 - 9_000
+    slot = Wait(who="the replica r1", waits_for="a slot", since=since + 1_000)
+    wait = Wait(who="rollout 1/1/0", waits_for="tool python", since=since, until=since + 60_000, because=[slot])
+    agent.waits, agent.clock_ahead_s, agent.holding_at = [wait], 3600.0, 1
+    asking = rollouts(agent_url, http)
+    collecting = asyncio.create_task(asking.collect([sample(1)], 1, 0))
+    async with asyncio.timeout(30):
+        while not (current := asking.waits.current()) or not current[0].because:
+            await asyncio.sleep(0.01)
+    agent.released.set()
+    await collecting
+
+    [told] = current[0].because
+    assert told.until is not None and told.until - told.since == 60_000
+    assert told.because[0].since - told.since == 1_000
+    assert 9.0 <= time.time() - told.since / 1000 < 60.0
+    assert told.progress == "its agent's clock is 3600 s ahead of this machine's"
 
 
 async def test_what_stays_missing_is_recorded_as_failed_and_nothing_else(agent, agent_url, http, sample):
