@@ -127,6 +127,21 @@ async def test_the_agent_loop_runs_the_call_of_each_format(with_family: Open, na
         check_tokens(trajectory, services, [talk.words + end, "#### 18" + end], "call00000")
 
 
+async def test_xml_values_get_the_types_of_the_offered_tools(with_family: Open) -> None:
+    xml = "<tool_call><function=counter><parameter=refuse>true</parameter></function></tool_call><|im_end|>"
+    typed = {"type": "object", "properties": {"refuse": {"type": "boolean"}}}
+    tools = [{"type": "function", "function": {"name": "counter", "parameters": typed}}]
+    async with with_family("qwen", "qwen3_coder") as services:
+        trajectory = await services.say(xml, "18<|im_end|>", limits__max_prompt_length=4096)
+        services.model.begin_again()
+        access = await opened(services, xml)
+        message = await asked(client_of(services, access), [QUESTION], False, tools=tools)
+
+    assert said(trajectory.turns[0]) == ("", [("counter", '{"refuse": true}')])
+    assert trajectory.turns[0].messages[1].content == "Error executing tool 'counter': expected no refuse, got one"
+    assert message["tool_calls"][0]["function"] == {"name": "counter", "arguments": '{"refuse": true}'}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", TALKS)
 async def test_openais_client_gets_the_call_that_is_stored(with_family: Open, name: str, stream: bool) -> None:
@@ -252,7 +267,7 @@ def client_of(services: AgentServices, access: SessionAccess) -> AsyncOpenAI:
 async def asked(client: AsyncOpenAI, messages: list[Any], stream: bool, **fields: Any) -> dict[str, Any]:
     """The model's next message, as a client sends it back."""
     create: Any = client.chat.completions.create
-    reply = await create(model="m", messages=messages, tools=TOOLS, stream=stream, **fields)
+    reply = await create(model="m", messages=messages, stream=stream, **{"tools": TOOLS, **fields})
     if not stream:
         message = reply.choices[0].message
         calls = [call.model_dump() for call in message.tool_calls or []]
