@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 
 import ray
 from ray.util.placement_group import placement_group_table
@@ -13,7 +12,6 @@ from trackway.trainer.config.placement import Placement
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.ranks.group import LeadingLearner, RankError, RankGroup
 from trackway.trainer.learner.ranks.launch import LAUNCHER
-from trackway.trainer.learner.ranks.sharding import Ranks
 from trackway.wire.trajectory import Reward, StopReason, Tags, Trajectory, trajectory_id
 
 
@@ -46,18 +44,14 @@ def learned(placement: Placement) -> tuple[list[object], str]:
         made: list[object] = [dict(learner.update(batch).metrics) for _ in range(2)]
         made.append(learner.log_probs(batch))
         try:
-            learner.publish_share(die)
+            group.processes[1].kill()
+            group.processes[1].wait(30.0)
+            learner.canary()
         except RankError as error:
             return made, str(error)
         return made, ""
     finally:
         group.close()
-
-
-def die(ranks: Ranks) -> None:
-    """Kills the process of another rank than the first."""
-    if not ranks.is_first:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def trajectory(row: int) -> Trajectory:

@@ -10,13 +10,12 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
-from torch import distributed
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from trackway.trainer.config.placement import Placement
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner
-from trackway.trainer.learner.ranks.group import LeadingLearner, RankGroup
+from trackway.trainer.learner.ranks.group import STOP, LeadingLearner, RankGroup, receive_command, send_command
 from trackway.trainer.learner.ranks.sharding import Ranks, join
 
 DEADLINE_S = 120.0
@@ -69,8 +68,8 @@ class Commands:
         self.ranks = ranks
 
     @contextmanager
-    def command(self, name: str | None, *arguments: object) -> Iterator[None]:
-        distributed.broadcast_object_list([name, arguments], src=0)
+    def command(self, name: str, *arguments: object) -> Iterator[None]:
+        send_command(name, arguments)
         yield
 
 
@@ -81,13 +80,12 @@ def led(ranks: Ranks, config: LearnerConfig, lead: Callable[[LeadingLearner], R]
         try:
             return lead(LeadingLearner(config, cast(RankGroup, group)))
         finally:
-            with group.command(None):
+            with group.command(STOP):
                 pass
-    learner, received = None, [None, None]
+    learner = None
     while True:
-        distributed.broadcast_object_list(received, src=0)
-        name, arguments = cast(tuple[str | None, tuple[object, ...]], received)
-        if name is None:
+        name, arguments = receive_command()
+        if name == STOP:
             return None
         if learner is None:
             learner = Learner(config, ranks)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from trackway.system.cpu_threads import choose_threads, usable_cores
@@ -59,7 +60,7 @@ from trackway.trainer.learner.passes.head import sum_pi_squared, token_logprobs
 from trackway.trainer.learner.policy import BasePolicy, MicroBatch, Policy
 from trackway.trainer.learner.policy_losses import SELECTIONS, LossInputs, policy_loss_of
 from trackway.trainer.learner.ranks.balance import PassLimit
-from trackway.trainer.learner.ranks.publication import own_files
+from trackway.trainer.learner.ranks.publication import Work, own_files
 from trackway.trainer.learner.ranks.sharding import ALONE, Ranks, require_finite_shards
 from trackway.trainer.learner.ranks.snapshot import FILES, Publish, Snapshot, to_load, write_state
 from trackway.trainer.learner.reward_kl import mean_kl, next_coefficient
@@ -257,7 +258,7 @@ class Learner:
         return max(1, choose_threads(parameters, usable_cores(), self.config.engine_threads) // self.ranks.per_node)
 
     def update(
-        self, used: Sequence[Trajectory], observe: StepObserver = unobserved, version: float | None = None
+        self, used: Sequence[Trajectory], version: float | None = None, observe: StepObserver = unobserved
     ) -> UpdateResult:
         """Trains on the trajectories that `filter_trajectories` lets through; returns their metrics and advantages.
 
@@ -432,9 +433,9 @@ class Learner:
         """A context with the weights that `export` writes, where and as the model has them; for one process."""
         return self.policy.published()
 
-    def publish_share(self, work: Callable[[Ranks], T]) -> list[T]:
-        """What a part of a publication gives in each rank; an OSError of any of them is raised in all."""
-        return self.ranks.of_each(lambda: work(self.ranks))
+    def publish_share(self, work: Work[T]) -> list[T]:
+        """Return what a part of a publication gives in each rank. An OSError of any rank is raised in all."""
+        return self.ranks.of_each(lambda: work.run(self.ranks), work.result)
 
     def proof(self, folder: Path, previous_version: int | None) -> WeightProof:
         """A proof by which an engine can check that it holds the weights that `export_to_engines` wrote to `folder`.
@@ -460,7 +461,7 @@ class Learner:
         def own() -> list[TensorDigest]:
             return tensor_digests(folder, own_files(folder.glob("*.safetensors"), self.ranks))
 
-        return sorted(chain(*self.ranks.of_each(own)), key=lambda digest: digest.name)
+        return sorted(chain(*self.ranks.of_each(own, TypeAdapter(list[TensorDigest]))), key=lambda digest: digest.name)
 
     def _base_logprobs(self) -> Tensor:
         return torch.tensor(self.policy.base_logprobs(self._canary_tokens()), dtype=torch.float64)

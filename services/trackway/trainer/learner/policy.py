@@ -39,6 +39,7 @@ from trackway.trainer.learner.passes.head import (
     token_logprobs,
 )
 from trackway.trainer.learner.ranks.balance import PassLimit, rounds_of
+from trackway.trainer.learner.ranks.messages import NOTHING
 from trackway.trainer.learner.ranks.publication import export_shares
 from trackway.trainer.learner.ranks.sequence_parallel import require_divisible
 from trackway.trainer.learner.ranks.sharding import ALONE, Ranks, gathered, local, reshard, shard
@@ -403,7 +404,7 @@ class Policy:
         with self._merged():
             named = base_names(self.model.state_dict())
             export_shares(folder, named, self.ranks, self.published_dtype)
-            self.ranks.of_each(lambda: self._write_rest(folder))
+            self.ranks.of_each(lambda: self._write_rest(folder), NOTHING)
 
     def _write_rest(self, folder: Path) -> None:
         if self.ranks.is_first:

@@ -545,7 +545,7 @@ class Training:
         try:
             with profiled:
                 return self.learner.update(
-                    batch.used, self.traces.own.optimizer_step, version + self.step % every / every
+                    batch.used, version + self.step % every / every, self.traces.own.optimizer_step
                 )
         except EmptyBatchError as error:
             counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in batch.counts.items())

@@ -278,7 +278,7 @@ def test_an_observer_gets_the_trajectories_of_each_optimizer_step_and_changes_no
         assert len(observations) == before + 1
 
     observed, alone = Learner(config), Learner(config)
-    metrics = observed.update(batch, observe).metrics
+    metrics = observed.update(batch, observe=observe).metrics
     alone.update(batch)
 
     used, sizes = [ids for ids, _ in observations], [5, 5, 2, 5, 5, 2]

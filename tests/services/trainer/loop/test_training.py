@@ -337,9 +337,9 @@ async def test_each_update_of_a_version_counts_as_its_share(
     versions: list[float | None] = []
     update = training.learner.update
 
-    def recorded(used: Sequence[Trajectory], observe: StepObserver, version: float | None = None) -> UpdateResult:
+    def recorded(used: Sequence[Trajectory], version: float | None, observe: StepObserver) -> UpdateResult:
         versions.append(version)
-        return update(used, observe, version)
+        return update(used, version, observe)
 
     monkeypatch.setattr(training.learner, "update", recorded)
     for version in (7, 7, 7, 7, 8):

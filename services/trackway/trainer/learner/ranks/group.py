@@ -1,10 +1,10 @@
 """The ranks of a learner: how they are started, what they are asked, and how a lost one is noticed.
 
 The run's own process is the first rank: it holds the run's folder, its signals and its loop. It starts the others as
-processes (process.py), on this machine or on other nodes (launch.py), which serve its commands: each command is the
-name of a learner's method, announced in the group's store, and its arguments, broadcast. Then all ranks run the method
-together. Between commands the others wait at the store, for as long as rollouts take; inside a command every collective
-has a deadline.
+processes (process.py), on this machine or on other nodes (launch.py), which serve its commands. A command is announced
+in the group's store, and the name of a learner's method and its arguments are broadcast as JSON. Then all ranks run the
+method together. Between commands the others wait at the store, for as long as rollouts take; inside a command every
+collective has a deadline.
 
 A group that lost a rank cannot be repaired: gloo and NCCL refuse every later call. The error ends the run's process,
 the supervisor starts it again from the last checkpoint, and that starts new ranks. torchrun's agent is not used: it
@@ -14,20 +14,21 @@ before.
 
 import itertools
 import logging
-import pickle
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from torch import distributed
 from torch.distributed import DistStoreError, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -43,7 +44,9 @@ from trackway.trainer.learner.ranks.launch import (
     launcher_for,
     use_interface_towards,
 )
-from trackway.trainer.learner.ranks.sharding import Ranks, join
+from trackway.trainer.learner.ranks.messages import broadcast, gather
+from trackway.trainer.learner.ranks.publication import AnyWork, LookFor, Work
+from trackway.trainer.learner.ranks.sharding import join
 from trackway.trainer.learner.ranks.snapshot import Snapshot
 from trackway.wire.trajectory import Trajectory
 from trackway.wire.weights import Canary, WeightProof
@@ -66,10 +69,36 @@ IDLE_S = 30.0
 """Seconds after which a waiting rank asks whether the first one still runs."""
 EXIT_PEER_LOST = 75
 """Exit status of a rank whose collective failed, most often because another rank was lost."""
-CPU = torch.device("cpu")
+TEXT = TypeAdapter(str)
+COMMANDS: Mapping[str, TypeAdapter[tuple[Any, ...]]] = {
+    "__init__": TypeAdapter(tuple[()]),
+    "update": TypeAdapter(tuple[list[Trajectory], float | None]),
+    "log_probs": TypeAdapter(tuple[list[Trajectory]]),
+    "save": TypeAdapter(tuple[Path]),
+    "snapshot": TypeAdapter(tuple[()]),
+    "load": TypeAdapter(tuple[Path]),
+    "export": TypeAdapter(tuple[Path]),
+    "export_to_engines": TypeAdapter(tuple[Path]),
+    "publish_share": TypeAdapter(tuple[AnyWork]),
+    "proof": TypeAdapter(tuple[Path, int | None]),
+    "canary": TypeAdapter(tuple[()]),
+    STOP: TypeAdapter(tuple[()]),
+}
+"""The commands that a rank obeys, methods of its learner, with the types of their arguments."""
 T = TypeVar("T")
 
 logger = logging.getLogger("trackway.trainer")
+
+
+class GroupSettings(NamedTuple):
+    """What a rank must know to join."""
+
+    config: LearnerConfig
+    placement: Placement
+    deadline_s: float
+
+
+SETTINGS = TypeAdapter(GroupSettings)
 
 
 class RankGroup:
@@ -98,13 +127,9 @@ class RankGroup:
         self._launcher = launcher_for(placement, with_gpus=with_gpus, deadline_s=placement_timeout_s)
         try:
             host = self._launcher.hosts[0]
-            self._store: Store = TCPStore(
-                host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START_S)
-            )
-            given = pickle.dumps((config, placement, deadline_s))
-            self._store.set(CONFIG, given)  # pyright: ignore[reportArgumentType]  # it takes bytes
-            if placement.nodes > 1:
-                use_interface_towards(host)
+            self._store: Store = _listening_store(host)
+            self._store.set(CONFIG, SETTINGS.dump_json(GroupSettings(config, placement, deadline_s)).decode())
+            use_interface_towards(host)
             with self.naming("start"):
                 self._start(host, self._store.port)
                 self._wait_for_all()
@@ -128,7 +153,7 @@ class RankGroup:
                 yield
             except SHARED_ERRORS as error:
                 failure = error
-            failures = _outcomes(failure, self.ranks.count)
+            failures = _outcomes(failure)
             if failure is not None:
                 raise failure
             if any(failures):
@@ -171,7 +196,7 @@ class RankGroup:
     def _announce(self, name: str, arguments: Sequence[object]) -> None:
         self._store.set(f"{COMMAND}/{self._commands}", "")
         self._commands += 1
-        distributed.broadcast_object_list([name, arguments], src=0, device=CPU)
+        send_command(name, arguments)
 
     def _wait_for_all(self) -> None:
         end = time.monotonic() + START_S
@@ -231,11 +256,11 @@ class LeadingLearner(Learner):
             super().__init__(config, group.ranks)
 
     def update(
-        self, used: Sequence[Trajectory], observe: StepObserver = unobserved, version: float | None = None
+        self, used: Sequence[Trajectory], version: float | None = None, observe: StepObserver = unobserved
     ) -> UpdateResult:
         """As of one process; steps are observed in this one."""
-        with self._group.command("update", list(used), unobserved, version):
-            return super().update(used, observe, version)
+        with self._group.command("update", list(used), version):
+            return super().update(used, version, observe)
 
     def log_probs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """As of one process."""
@@ -268,8 +293,8 @@ class LeadingLearner(Learner):
         with self._group.command("export_to_engines", folder):
             super().export_to_engines(folder)
 
-    def publish_share(self, work: Callable[[Ranks], T]) -> list[T]:
-        """As of one process. `work` is sent to the other ranks."""
+    def publish_share(self, work: Work[T]) -> list[T]:
+        """As of one process."""
         with self._group.command("publish_share", work):
             return super().publish_share(work)
 
@@ -293,7 +318,7 @@ def require_shared(learner: LeadingLearner, folder: Path, deadline_s: float = SH
     name = f".seen_by_ranks_{uuid4().hex}"
     (folder / name).touch()
     try:
-        seen = learner.publish_share(partial(_sees, folder, name, deadline_s))
+        seen = learner.publish_share(LookFor(file=folder / name, deadline_s=deadline_s))
     finally:
         (folder / name).unlink()
     blind = [str(rank) for rank, sees in enumerate(seen) if not sees]
@@ -305,27 +330,17 @@ def require_shared(learner: LeadingLearner, folder: Path, deadline_s: float = SH
         )
 
 
-def _sees(folder: Path, name: str, deadline_s: float, ranks: Ranks) -> bool:
-    end = time.monotonic() + deadline_s
-    while not (found := (folder / name).exists()) and time.monotonic() < end:
-        time.sleep(0.05)
-    return found
-
-
 def serve(index: int, host: str, port: int) -> None:
     """Runs a rank other than the first: joins the group, then runs commands until the command to stop."""
     store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=START_S))
-    config, placement, deadline_s = pickle.loads(store.get(CONFIG))
-    if placement.nodes > 1:
-        use_interface_towards(host)
+    config, placement, deadline_s = SETTINGS.validate_json(store.get(CONFIG))
+    use_interface_towards(host)
     store.set(_joined(index), "")
     ranks = join(store, index, placement, config.device, deadline_s)
     learner: Learner | None = None
     for number in itertools.count():
         _wait(store, f"{COMMAND}/{number}")
-        received: list[object] = [None, None]
-        distributed.broadcast_object_list(received, src=0, device=CPU)
-        name, arguments = cast(tuple[str, Sequence[object]], received)
+        name, arguments = receive_command()
         failure: Exception | None = None
         if name == STOP:
             distributed.destroy_process_group()
@@ -337,7 +352,18 @@ def serve(index: int, host: str, port: int) -> None:
                 getattr(learner, name)(*arguments)
         except SHARED_ERRORS as error:
             failure = error
-        _outcomes(failure, placement.ranks)
+        _outcomes(failure)
+
+
+def _listening_store(host: str) -> TCPStore:
+    """Return a new store that listens on this address only."""
+    family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind) as listener:
+        listener.bind(address)
+        timeout = timedelta(seconds=START_S)
+        return TCPStore(
+            host, 0, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+        )
 
 
 def _wait(store: Store, key: str) -> None:
@@ -349,11 +375,23 @@ def _wait(store: Store, key: str) -> None:
             store.check([key])
 
 
-def _outcomes(failure: Exception | None, count: int) -> list[str]:
+def send_command(name: str, arguments: Sequence[object]) -> None:
+    """Tell the other ranks to run a method of their learner."""
+    broadcast(TEXT, name)
+    broadcast(COMMANDS[name], tuple(arguments))
+
+
+def receive_command() -> tuple[str, Sequence[object]]:
+    """Return the method that the first rank tells to run, and its arguments. Raises ValueError for any other."""
+    name = broadcast(TEXT)
+    if name not in COMMANDS:
+        raise ValueError(f"expected a command among {', '.join(COMMANDS)}, got {name!r}")
+    return name, broadcast(COMMANDS[name])
+
+
+def _outcomes(failure: Exception | None) -> list[str]:
     """How a command failed in each rank, "" where it did not. A collective at the end of each command."""
-    told: list[str] = [""] * count
-    distributed.all_gather_object(told, "" if failure is None else f"{type(failure).__name__}: {failure}")
-    return told
+    return gather(TEXT, "" if failure is None else f"{type(failure).__name__}: {failure}")
 
 
 def _joined(index: int) -> str:

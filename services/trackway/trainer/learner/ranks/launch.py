@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from ipaddress import ip_address
 from typing import Protocol, cast
 
 import psutil
@@ -22,8 +23,8 @@ LOST = 256
 """In place of the exit status of a rank whose node no longer answers."""
 HANDED_OVER = ("OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM")
 """Environment variables that the ranks of other nodes take from the first rank."""
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Environment variables for the network interface of collectives."""
+INTERFACES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
+"""Environment variables for the network interface of collectives, and what stands before a name that is no prefix."""
 
 
 class RankError(RuntimeError):
@@ -110,9 +111,10 @@ def launcher_for(placement: Placement, *, with_gpus: bool, deadline_s: float) ->
 
 
 def use_interface_towards(host: str) -> None:
-    """Has gloo and NCCL listen on the interface by which this machine reaches `host`, unless variables name one.
+    """Have gloo and NCCL listen on the interface by which this machine reaches `host`.
 
-    Otherwise gloo takes the address of this machine's own name, which may be a loopback address.
+    Variables that name another one are kept, except where `host` is a loopback address. Without a variable, gloo takes
+    the address of this machine's own name and NCCL any interface that is not the loopback.
     """
     family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -120,6 +122,7 @@ def use_interface_towards(host: str) -> None:
         own = probe.getsockname()[0]
     for interface, addresses in psutil.net_if_addrs().items():
         if own in {entry.address.partition("%")[0] for entry in addresses}:
-            for variable in INTERFACES:
-                os.environ.setdefault(variable, interface)
+            for variable, exactly in INTERFACES.items():
+                if variable not in os.environ or ip_address(own).is_loopback:
+                    os.environ[variable] = exactly + interface
             return

@@ -8,25 +8,29 @@ converts, as those of experts, is exported by the first rank alone, which then h
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
+from pydantic import BaseModel, Field, TypeAdapter
 from torch import Tensor
 
 from trackway.clients.weights import WeightStore, WholeWeights, weight_files, write_changes
 from trackway.system import digests
 from trackway.trainer.learner.finite import not_finite, require_none
 from trackway.trainer.learner.ranks.balance import balanced
+from trackway.trainer.learner.ranks.messages import NOTHING
 from trackway.trainer.learner.ranks.sharding import Ranks, gathered_in
 from trackway.trainer.learner.weights.tensor_file import write_tensors
 from trackway.wire.weights import FileDigest
 
 INDEX = "model.safetensors.index.json"
 _SHARE = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors(\.delta)?")
+_COUNTS, _FILES = TypeAdapter(dict[str, int]), TypeAdapter(list[FileDigest])
 T = TypeVar("T")
 
 
@@ -42,7 +46,7 @@ def export_shares(folder: Path, state: Mapping[str, Tensor], ranks: Ranks, dtype
         if complete is not None:
             own[name] = complete
     counts: dict[str, int] = {}
-    for found in ranks.of_each(lambda: {name: not_finite(tensor) for name, tensor in own.items()}):
+    for found in ranks.of_each(lambda: {name: not_finite(tensor) for name, tensor in own.items()}, _COUNTS):
         counts |= found
     require_none(state, [counts[name] for name in state])
 
@@ -57,7 +61,7 @@ def export_shares(folder: Path, state: Mapping[str, Tensor], ranks: Ranks, dtype
             index = {"metadata": {"total_size": total}, "weight_map": names}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
-    ranks.of_each(write)
+    ranks.of_each(write, NOTHING)
 
 
 def own_files(files: Iterable[Path], ranks: Ranks) -> list[Path]:
@@ -65,11 +69,85 @@ def own_files(files: Iterable[Path], ranks: Ranks) -> list[Path]:
     return [file for file in files if _owner(file.name, ranks.count) == ranks.index]
 
 
+class Work(BaseModel, ABC, Generic[T]):
+    """A part of a publication that each rank does."""
+
+    result: ClassVar[TypeAdapter[Any]]
+
+    @abstractmethod
+    def run(self, ranks: Ranks) -> T:
+        """Do this rank's part."""
+
+
+class Describe(Work[list[FileDigest]]):
+    """Digests the files of a folder."""
+
+    kind: Literal["describe"] = "describe"
+    folder: Path
+    result = _FILES
+
+    def run(self, ranks: Ranks) -> list[FileDigest]:
+        """As of Work."""
+        return digests(self.folder, own_files(weight_files(self.folder), ranks))
+
+
+class WriteChanges(Work[list[FileDigest]]):
+    """Writes the changes of files since another version."""
+
+    kind: Literal["write_changes"] = "write_changes"
+    folder: Path
+    files: list[FileDigest]
+    base: WholeWeights
+    scratch: Path
+    result = _FILES
+
+    def run(self, ranks: Ranks) -> list[FileDigest]:
+        """As of Work."""
+        own = [file for file in self.files if _owner(file.name, ranks.count) == ranks.index]
+        return write_changes(self.folder, own, self.base, self.scratch)
+
+
+class Copy(Work[None]):
+    """Copies files of a folder to a version in the store."""
+
+    kind: Literal["copy"] = "copy"
+    url: str
+    version: int
+    folder: Path
+    names: list[str]
+    result = NOTHING
+
+    def run(self, ranks: Ranks) -> None:
+        """As of Work."""
+        own = [name for name in self.names if _owner(name, ranks.count) == ranks.index]
+        WeightStore(self.url).put(self.version, self.folder, own)
+
+
+class LookFor(Work[bool]):
+    """Waits until a file is there."""
+
+    kind: Literal["look_for"] = "look_for"
+    file: Path
+    deadline_s: float
+    result = TypeAdapter(bool)
+
+    def run(self, ranks: Ranks) -> bool:
+        """Return whether it is there by the deadline."""
+        end = time.monotonic() + self.deadline_s
+        while not (found := self.file.exists()) and time.monotonic() < end:
+            time.sleep(0.05)
+        return found
+
+
+AnyWork = Annotated[Describe | WriteChanges | Copy | LookFor, Field(discriminator="kind")]
+"""Work that a rank accepts from another one."""
+
+
 class Publishing(Protocol):
     """The method of a learner that a publication uses."""
 
-    def publish_share(self, work: Callable[[Ranks], T]) -> list[T]:
-        """What the work gives in each rank."""
+    def publish_share(self, work: Work[T]) -> list[T]:
+        """Return what the work gives in each rank."""
         ...
 
 
@@ -81,35 +159,20 @@ class RankWriters:
 
     def describe(self, folder: Path) -> list[FileDigest]:
         """As of Writers."""
-        return self._together(partial(_describe, folder))
+        return self._together(Describe(folder=folder))
 
     def write_changes(
         self, folder: Path, files: Sequence[FileDigest], base: WholeWeights, scratch: Path
     ) -> list[FileDigest]:
         """As of Writers."""
-        return self._together(partial(_write_changes, folder, files, base, scratch))
+        return self._together(WriteChanges(folder=folder, files=list(files), base=base, scratch=scratch))
 
     def copy(self, store: WeightStore, version: int, folder: Path, names: Sequence[str]) -> None:
         """As of Writers."""
-        self._learner.publish_share(partial(_copy, store.url, version, folder, names))
+        self._learner.publish_share(Copy(url=store.url, version=version, folder=folder, names=list(names)))
 
-    def _together(self, work: Callable[[Ranks], list[FileDigest]]) -> list[FileDigest]:
+    def _together(self, work: Work[list[FileDigest]]) -> list[FileDigest]:
         return sorted(chain(*self._learner.publish_share(work)), key=lambda file: file.name)
-
-
-def _describe(folder: Path, ranks: Ranks) -> list[FileDigest]:
-    return digests(folder, own_files(weight_files(folder), ranks))
-
-
-def _write_changes(
-    folder: Path, files: Sequence[FileDigest], base: WholeWeights, scratch: Path, ranks: Ranks
-) -> list[FileDigest]:
-    own = [file for file in files if _owner(file.name, ranks.count) == ranks.index]
-    return write_changes(folder, own, base, scratch)
-
-
-def _copy(url: str, version: int, folder: Path, names: Sequence[str], ranks: Ranks) -> None:
-    WeightStore(url).put(version, folder, [name for name in names if _owner(name, ranks.count) == ranks.index])
 
 
 def _owners(state: Mapping[str, Tensor], count: int) -> dict[str, int]:

@@ -10,9 +10,10 @@ nothing is sharded, and nothing is sent.
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from itertools import pairwise
-from typing import TypeVar, cast
+from typing import NamedTuple, Self, TypeVar, cast
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel
 
 from trackway.trainer.config.placement import Placement
 from trackway.trainer.learner.finite import not_finite, require_none
+from trackway.trainer.learner.ranks.messages import gather
 from trackway.trainer.learner.ranks.sequence_parallel import SequenceRanks
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -126,22 +128,42 @@ class Ranks:
             distributed.all_reduce(values)
         return values
 
-    def of_each(self, work: Callable[[], T]) -> list[T]:
-        """What the work gives in each rank; an OSError of any of them is raised in all. A collective."""
+    def of_each(self, work: Callable[[], T], adapter: TypeAdapter[T]) -> list[T]:
+        """Return the work's result in each rank, as the adapter's type. A collective.
+
+        An OSError of any rank is raised in all, with its errno, text and file.
+        """
         if self.mesh is None:
             return [work()]
-        own: T | OSError
+        result, failure, own = None, None, None
         try:
-            own = work()
+            result = work()
         except OSError as error:
-            own = error
-        results: list[T | OSError | None] = [None] * self.count
-        distributed.all_gather_object(results, own)
-        for result in results:
-            if isinstance(result, OSError):
-                raise result
-        return cast(list[T], results)
+            failure, own = error, _Failure.of(error)
+        for other in gather(_FAILURE, own):
+            if other is not None:
+                raise other.error() from failure
+        return gather(adapter, cast(T, result))
 
+
+class _Failure(NamedTuple):
+    """An OSError as ranks send it."""
+
+    errno: int | None
+    text: str
+    file: str | None
+
+    @classmethod
+    def of(cls, error: OSError) -> Self:
+        text = str(error) if error.errno is None else str(error.strerror)
+        return cls(error.errno, text, None if error.filename is None else str(error.filename))
+
+    def error(self) -> OSError:
+        """The same error, of the class that Python gives this errno."""
+        return OSError(self.text) if self.errno is None else OSError(self.errno, self.text, self.file)
+
+
+_FAILURE = TypeAdapter(_Failure | None)
 
 ALONE = Ranks()
 """One process."""

@@ -12,10 +12,12 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import Self, cast
 
-from torch import Tensor, distributed
+from pydantic import TypeAdapter
+from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from trackway.trainer.config.policy import CheckpointContents
+from trackway.trainer.learner.ranks.messages import broadcast
 from trackway.trainer.learner.ranks.sharding import Ranks
 from trackway.trainer.learner.weights.sharded_files import is_saved, write_shards
 
@@ -26,6 +28,7 @@ Publish = Callable[[Path], None]
 
 FILES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
 """Names of the files by what they hold, in the words of `checkpoint.save_contents`."""
+_FOLDER = TypeAdapter(Path | None)
 _FOLLOWING = Lock()
 """Held by the thread that the first rank commands, so that the commands of two snapshots do not mix."""
 
@@ -92,7 +95,7 @@ class Snapshot:
 
     def _announce(self, folder: Path | None) -> None:
         if self.ranks.writers is not None:
-            distributed.broadcast_object_list([folder], src=0, group=self.ranks.writers)
+            broadcast(_FOLDER, folder, self.ranks.writers)
 
     def _follow(self) -> None:
         with _FOLLOWING:
@@ -100,15 +103,14 @@ class Snapshot:
 
     def _obey(self) -> None:
         while True:
-            received: list[Path | None] = [None]
             try:
-                distributed.broadcast_object_list(received, src=0, group=self.ranks.writers)
+                folder = broadcast(_FOLDER, group=self.ranks.writers)
             except RuntimeError:
                 logger.exception("rank %d: the first rank no longer writes a checkpoint", self.ranks.index)
                 return
-            if received[0] is None:
+            if folder is None:
                 return
             try:
-                write_state(received[0], self.tensors, self.ranks)
+                write_state(folder, self.tensors, self.ranks)
             except Exception:  # the first rank has it too; a group that is broken fails above
                 logger.warning("the share of rank %d of a checkpoint is not written", self.ranks.index, exc_info=True)

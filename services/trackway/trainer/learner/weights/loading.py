@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import SafetensorError
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from trackway.trainer.learner.finite import SHOWN_TENSORS
 from trackway.trainer.learner.passes.head import head_of
+from trackway.trainer.learner.ranks.messages import NOTHING, broadcast
 from trackway.trainer.learner.ranks.sharding import Ranks, kept_in_float32, local, require_finite_shards, scatter_into
 from trackway.trainer.learner.weights.adapter import base_names
 from trackway.trainer.learner.weights.sharded_files import read_files, tensors_in
@@ -75,7 +77,9 @@ class ShareLoader:
         state = model.state_dict()
         weights = base_names({name: state[name] for name in names})
         files = [] if self._converts else _files(self._folder)
-        if all(self._ranks.of_each(lambda: bool(files) and weights.keys() <= tensors_in(files).keys())):
+        if all(
+            self._ranks.of_each(lambda: bool(files) and weights.keys() <= tensors_in(files).keys(), TypeAdapter(bool))
+        ):
             self._read(files, weights)
         else:
             self._receive(weights)
@@ -98,7 +102,7 @@ class ShareLoader:
         unexpected = saved.keys() - targets.keys() - model.all_tied_weights_keys.keys() - model.state_dict().keys()
         if unexpected and self._ranks.is_first:
             logger.warning("%s has weights that %s does not: %s", self._folder, self._class, _listed(unexpected))
-        self._ranks.of_each(lambda: read_files(files, targets))
+        self._ranks.of_each(lambda: read_files(files, targets), NOTHING)
         for name, source in model.all_tied_weights_keys.items():
             if name in saved and name not in targets and source in targets:
                 self._require_tied(files, name, source, targets[source])
@@ -106,7 +110,7 @@ class ShareLoader:
     def _require_tied(self, files: Sequence[Path], name: str, source: str, weight: Tensor) -> None:
         """Raises ValueError unless both names have the same weight in the files."""
         other = torch.empty_like(weight)
-        self._ranks.of_each(lambda: read_files(files, {name: other}))
+        self._ranks.of_each(lambda: read_files(files, {name: other}), NOTHING)
         ours, theirs = local([weight, other])
         if self._ranks.summed(torch.tensor(int(not torch.equal(ours, theirs)))):
             raise _not_tied(name, source, self._folder)
@@ -122,11 +126,10 @@ class ShareLoader:
             except (OSError, ValueError, RuntimeError, SafetensorError) as error:
                 failure = error
         conversions = getattr(model, "_weight_conversions", None)
-        told: list[str | bool | None] = [None if failure is None else str(failure), bool(conversions)]
-        distributed.broadcast_object_list(told, src=0)
-        if isinstance(told[0], str):
-            raise ValueError(told[0]) from failure
-        self.writes_whole = bool(told[1])
+        own = ("" if failure is None else str(failure) or type(failure).__name__, bool(conversions))
+        error, self.writes_whole = broadcast(TypeAdapter(tuple[str, bool]), own)
+        if error:
+            raise ValueError(error) from failure
         vars(self.model)["_weight_conversions"] = conversions  # with which transformers writes the weights
         whole = {} if model is None else model.state_dict()
         for name, target in {**weights, **self._saved_buffers()}.items():

@@ -1,29 +1,30 @@
 """Ranks in processes of their own: commands, their errors, and ranks that are lost."""
 
-import atexit
+import fcntl
 import os
+import pickle
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Generic, TypeVar
 
+import psutil
 import pytest
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tests.services.trainer.learner_settings import learner_config
 from trackway.clients.weights import WeightStore
 from trackway.trainer.config.placement import Placement
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner
-from trackway.trainer.learner.ranks.group import LeadingLearner, RankError, RankGroup, require_shared
+from trackway.trainer.learner.ranks.group import CONFIG, LeadingLearner, RankError, RankGroup, require_shared
+from trackway.trainer.learner.ranks.launch import LocalLauncher
 from trackway.trainer.learner.ranks.publication import RankWriters
-from trackway.trainer.learner.ranks.sharding import Ranks
 from trackway.wire.errors import TrackwayError
 from trackway.wire.trajectory import Trajectory
 
 pytestmark = pytest.mark.slow
 
-T = TypeVar("T")
 Rollout = Callable[..., Trajectory]
 
 
@@ -37,6 +38,22 @@ def batch(rollout: Rollout) -> list[Trajectory]:
     return [rollout(row // 2, row % 2, float(row % 2), response_ids=[row, 2, 3, 4, 5, 6]) for row in range(4)]
 
 
+class Touches:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[[Path], None], tuple[Path]]:
+        return Path.touch, (self.path,)
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """Addresses at which a process listens."""
+    found = psutil.Process(pid).net_connections("inet")
+    return {(entry.laddr[0], entry.laddr[1]) for entry in found if entry.status == psutil.CONN_LISTEN}
+
+
 @contextmanager
 def leading(
     config: LearnerConfig, count: int = 2, deadline_s: float = 120.0
@@ -48,16 +65,12 @@ def leading(
         group.close()
 
 
-def exits_with_its_interpreter(ranks: Ranks) -> None:
-    """From now on the end of the interpreter sets another exit status, as a thread of gloo may."""
-    if not ranks.is_first:
-        atexit.register(os._exit, 9)
-
-
-def test_a_stopped_rank_exits_with_0(config: LearnerConfig):
-    with leading(config) as (learner, group):
+def test_a_stopped_rank_exits_with_0(config: LearnerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # The end of the interpreter sets another exit status, as a thread of gloo may.
+    (tmp_path / "sitecustomize.py").write_text("import atexit, os\natexit.register(os._exit, 9)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with leading(config) as (_, group):
         processes = [*group.processes.values()]
-        learner.publish_share(exits_with_its_interpreter)
 
     assert [process.poll() for process in processes] == [0]
 
@@ -77,15 +90,17 @@ def test_a_learner_of_two_ranks_does_what_one_process_does_until_a_command_fails
         with pytest.raises(FileNotFoundError):
             learner.load(tmp_path / "nowhere")
         require_shared(learner, tmp_path)
-        with pytest.raises(ValueError, match=r"to see the files of .*, got none in rank 1 after 0\.1 s; .* one volume"):
-            require_shared(learner, OnlyInTheFirst(tmp_path), 0.1)  # pyright: ignore[reportArgumentType]
+        error = r"to see the files of .*, got none in rank 1 after 0\.1 s; .* one volume"
+        with only_here(tmp_path) as folder, pytest.raises(ValueError, match=error):
+            require_shared(learner, folder, 0.1)
         assert list(tmp_path.glob(".*")) == []
         metrics.append(learner.update(batch).metrics)
         learner.export(tmp_path / "several")
         learner.proof(tmp_path / "several", 1)
         canary, log_probs = learner.canary(), learner.log_probs(batch)
-        with pytest.raises(RankError, match=r"^'load' failed in other ranks .*: rank 1: FileNotFoundError"):
-            learner.load(OnlyInTheFirst(tmp_path / "start"))  # pyright: ignore[reportArgumentType]
+        error = r"^'load' failed in other ranks .*: rank 1: FileNotFoundError"
+        with only_here(tmp_path / "start") as folder, pytest.raises(RankError, match=error):
+            learner.load(folder)
         assert [process.wait(10) for process in group.processes.values()] == [-signal.SIGKILL]
 
     assert metrics == [pytest.approx(row, abs=1e-10) for row in expected]
@@ -97,7 +112,8 @@ def test_a_rank_killed_between_files_of_a_version_leaves_it_invisible_and_traini
     config: LearnerConfig, batch: list[Trajectory], tmp_path: Path
 ):
     store, exported = WeightStore(str(tmp_path / "store")), tmp_path / "exported"
-    with leading(config, 3) as (learner, _):
+    shares = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    with leading(config, 3) as (learner, group):
         learner.update(batch)
         saved, lost = learner.snapshot(), learner.snapshot()
         saved.write(tmp_path)
@@ -106,13 +122,13 @@ def test_a_rank_killed_between_files_of_a_version_leaves_it_invisible_and_traini
         store.publish(1, "run", exported, writers=RankWriters(learner))
         error = r"^rank 2 of the learner ended by SIGKILL during 'publish_share' \(.* by peer"
         with pytest.raises(RankError, match=error):
-            store.publish(2, "run", exported, writers=RankWriters(LosesARank(learner)))
+            store.publish(2, "run", exported, writers=LosesARank(learner, group.pids[1], shares[2]))
         with pytest.raises(RankError, match=r"rank 2 of the learner ended by SIGKILL during 'write of a checkpoint'"):
             lost.write(tmp_path / "lost")
 
-    shares = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
     assert {path.name for path in exported.glob("*.safetensors")} == {*shares}
-    assert not {shares[2], "manifest.json"} & {path.name for path in (tmp_path / "store" / "2").iterdir()}
+    copies = {path.name for path in (tmp_path / "store" / "2").iterdir()}
+    assert copies & {*shares, "manifest.json"} == {*shares[:2]}
     latest = store.latest()
     assert latest is not None
     assert latest.version == 1
@@ -139,6 +155,23 @@ def test_a_rank_that_does_not_answer_is_an_error_after_the_deadline(config: Lear
             learner.update(batch)
 
 
+def test_ranks_of_one_node_listen_on_loopback_only(config: LearnerConfig):
+    before = listening(os.getpid())
+    with leading(config) as (_, group):
+        opened = [listening(os.getpid()) - before, listening(group.pids[0])]
+
+    assert [{host for host, _ in addresses} for addresses in opened] == [{"127.0.0.1"}] * 2
+
+
+def test_a_pickle_in_the_store_runs_nothing(tmp_path: Path):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    written = tmp_path / "written"
+    store.set(CONFIG, pickle.dumps(Touches(written)))  # pyright: ignore[reportArgumentType]  # it takes bytes
+    rank = LocalLauncher().start(1, ["1", "127.0.0.1", str(store.port)])
+
+    assert (rank.wait(60), written.exists()) == (1, False)
+
+
 def test_fewer_gpus_than_ranks_are_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
 
@@ -146,34 +179,26 @@ def test_fewer_gpus_than_ranks_are_refused(tiny_model: Path, monkeypatch: pytest
         RankGroup(learner_config(tiny_model, device="cuda"), Placement(2), 60.0)
 
 
-class LosesARank:
-    """A learner whose last rank dies when the files of a version are copied, after their description."""
+class LosesARank(RankWriters):
+    """Writers of which one rank dies between the other ranks' copies and its own."""
 
-    def __init__(self, learner: LeadingLearner) -> None:
-        self.learner, self.calls = learner, 0
+    def __init__(self, learner: LeadingLearner, pid: int, share: str) -> None:
+        super().__init__(learner)
+        self.pid, self.share = pid, share
 
-    def publish_share(self, work: Callable[[Ranks], T]) -> list[T]:
-        self.calls += 1
-        return self.learner.publish_share(work if self.calls == 1 else FatalInTheLast(work))
-
-
-class FatalInTheLast(Generic[T]):
-    """Work that kills the last rank."""
-
-    def __init__(self, work: Callable[[Ranks], T]) -> None:
-        self.work = work
-
-    def __call__(self, ranks: Ranks) -> T:
-        if ranks.index == ranks.count - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return self.work(ranks)
+    def copy(self, store: WeightStore, version: int, folder: Path, names: Sequence[str]) -> None:
+        super().copy(store, version, folder, [name for name in names if name != self.share])
+        os.kill(self.pid, signal.SIGKILL)
+        super().copy(store, version, folder, names)
 
 
-class OnlyInTheFirst:
-    """A folder that another process does not find."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.owner = folder, os.getpid()
-
-    def __truediv__(self, name: str) -> Path:
-        return self.folder / name if os.getpid() == self.owner else Path("/nowhere") / name
+@contextmanager
+def only_here(folder: Path) -> Iterator[Path]:
+    """A path of the folder that another process does not find."""
+    opened = os.open(folder, os.O_RDONLY)
+    here = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, 900)  # no other process has so many files open
+    try:
+        yield Path(f"/proc/self/fd/{here}")
+    finally:
+        os.close(here)
+        os.close(opened)

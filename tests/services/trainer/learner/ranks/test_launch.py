@@ -1,6 +1,7 @@
 """Launchers of ranks, and the network interface that they use."""
 
 import os
+import socket
 
 import psutil
 import pytest
@@ -43,13 +44,21 @@ def test_several_nodes_without_ray_are_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_collectives_use_the_interface_towards_the_first_rank_unless_one_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    [loopback] = [
-        name for name, entries in psutil.net_if_addrs().items() if "127.0.0.1" in {entry.address for entry in entries}
-    ]
-    monkeypatch.setenv(INTERFACES[0], "own")
-    monkeypatch.setenv(INTERFACES[1], "removed")
-    monkeypatch.delenv(INTERFACES[1])
+    ipv4 = {
+        entry.address: name
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET
+    }
+    loopback = ipv4.pop("127.0.0.1")
 
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "own")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "removed")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    for address, interface in ipv4.items():
+        monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+        use_interface_towards(address)
+        assert [os.environ[variable] for variable in INTERFACES] == ["own", f"={interface}"]
     use_interface_towards("127.0.0.1")
 
-    assert [os.environ[variable] for variable in INTERFACES] == ["own", loopback]
+    assert [os.environ[variable] for variable in INTERFACES] == [loopback, f"={loopback}"]
