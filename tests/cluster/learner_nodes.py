@@ -7,6 +7,7 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from tests.services.trainer.learner_settings import learner_config
+from tests.services.trainer.rank_processes import listening
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.trainer.config.placement import Placement
 from trackway.trainer.learner.config import LearnerConfig
@@ -19,15 +20,16 @@ def main() -> None:
     """What both learned, the error when the other node's rank was killed, and what is left of a placement."""
     os.environ[LAUNCHER] = "trackway.deploy.serve.rank_nodes:RayNodes"
     ray.init(address="auto")
-    alone, _ = learned(Placement(2))
-    together, error = learned(Placement(2, 2))
+    alone, _, _ = learned(Placement(2))
+    together, error, hosts = learned(Placement(2, 2))
     refused = ""
     try:
         RankGroup(config(), Placement(3, 3), 60.0, 2.0)
     except ValueError as caught:
         refused = str(caught)
     states = [group["state"] for group in placement_group_table().values()]
-    print(json.dumps({"alone": alone, "together": together, "error": error, "refused": refused, "states": states}))
+    results = {"alone": alone, "together": together, "error": error, "hosts": hosts}
+    print(json.dumps({**results, "refused": refused, "states": states}))
 
 
 def config() -> LearnerConfig:
@@ -35,21 +37,25 @@ def config() -> LearnerConfig:
     return learner_config(TINY_MODEL, dtype="float64", lr=1e-2)
 
 
-def learned(placement: Placement) -> tuple[list[object], str]:
-    """The metrics of two updates and log-probabilities after them; then the error when the second rank is killed."""
-    batch = [trajectory(row) for row in range(4)]
+def learned(placement: Placement) -> tuple[list[object], str, list[str]]:
+    """The metrics of two updates and log-probabilities after them; then the error when the second rank is killed.
+
+    Also the addresses at which the first rank listens.
+    """
+    batch, before = [trajectory(row) for row in range(4)], listening(os.getpid())
     group = RankGroup(config(), placement, 60.0, 60.0)
     try:
         learner = LeadingLearner(config(), group)
         made: list[object] = [dict(learner.update(batch).metrics) for _ in range(2)]
         made.append(learner.log_probs(batch))
+        hosts = sorted({host for host, _ in listening(os.getpid()) - before})
         try:
             group.processes[1].kill()
             group.processes[1].wait(30.0)
             learner.canary()
         except RankError as error:
-            return made, str(error)
-        return made, ""
+            return made, str(error), hosts
+        return made, "", hosts
     finally:
         group.close()
 

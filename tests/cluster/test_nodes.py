@@ -123,6 +123,7 @@ def test_ranks_on_two_nodes_learn_what_two_ranks_of_one_learn_until_one_is_kille
     results = json.loads(said.splitlines()[-1])
 
     assert results["together"] == results["alone"]
+    assert results["hosts"] == [cluster.nodes["one"].address]
     two = cluster.nodes["two"].address
     assert results["error"].startswith(f"rank 1 of the learner on node {two} ended by SIGKILL during 'canary' (")
     assert results["refused"] == (

@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
+import psutil
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -59,6 +60,12 @@ def rank_processes(count: int, nodes: int = 1) -> Iterator[RankProcesses]:
         for process in processes:
             process.kill()
             process.join(10)
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """Addresses at which a process listens."""
+    found = psutil.Process(pid).net_connections("inet")
+    return {(entry.laddr[0], entry.laddr[1]) for entry in found if entry.status == psutil.CONN_LISTEN}
 
 
 class Commands:

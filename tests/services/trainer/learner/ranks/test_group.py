@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tests.services.trainer.learner_settings import learner_config
+from tests.services.trainer.rank_processes import listening
 from trackway.clients.weights import WeightStore
 from trackway.trainer.config.placement import Placement
 from trackway.trainer.learner.config import LearnerConfig
@@ -46,12 +46,6 @@ class Touches:
 
     def __reduce__(self) -> tuple[Callable[[Path], None], tuple[Path]]:
         return Path.touch, (self.path,)
-
-
-def listening(pid: int) -> set[tuple[str, int]]:
-    """Addresses at which a process listens."""
-    found = psutil.Process(pid).net_connections("inet")
-    return {(entry.laddr[0], entry.laddr[1]) for entry in found if entry.status == psutil.CONN_LISTEN}
 
 
 @contextmanager
