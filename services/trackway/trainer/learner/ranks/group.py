@@ -62,8 +62,8 @@ SHARED_S = 60.0
 SHARED_ERRORS = (ValueError, OSError, SafetensorError)
 """Errors that every rank meets alike, such as a damaged checkpoint, or only the first, as when it writes: the group is
 as good as before."""
-CONFIG, COMMAND = "config", "command"
-"""Names in the store; commands are numbered."""
+COMMAND = "command"
+"""Name in the store; commands are numbered. The store holds no value: any process that reaches it can write there."""
 STOP = "stop"
 IDLE_S = 30.0
 """Seconds after which a waiting rank asks whether the first one still runs."""
@@ -128,10 +128,9 @@ class RankGroup:
         try:
             host = self._launcher.hosts[0]
             self._store: Store = _listening_store(host)
-            self._store.set(CONFIG, SETTINGS.dump_json(GroupSettings(config, placement, deadline_s)).decode())
             use_interface_towards(host)
             with self.naming("start"):
-                self._start(host, self._store.port)
+                self._start(host, self._store.port, GroupSettings(config, placement, deadline_s))
                 self._wait_for_all()
                 self.ranks = join(self._store, 0, placement, config.device, deadline_s)
         except BaseException:
@@ -167,11 +166,11 @@ class RankGroup:
         finally:
             self._launcher.close()
 
-    def _start(self, host: str, port: int) -> None:
-        here = LocalLauncher()
+    def _start(self, host: str, port: int, settings: GroupSettings) -> None:
+        here, given = LocalLauncher(), SETTINGS.dump_json(settings).decode()
         for rank in range(1, self._placement.ranks):
             launcher = self._launcher if self._placement.node(rank) else here
-            self.processes[rank] = launcher.start(rank, [str(rank), host, str(port)])
+            self.processes[rank] = launcher.start(rank, [str(rank), host, str(port), given])
 
     def _stop(self) -> None:
         if not self.processes:
@@ -330,13 +329,12 @@ def require_shared(learner: LeadingLearner, folder: Path, deadline_s: float = SH
         )
 
 
-def serve(index: int, host: str, port: int) -> None:
+def serve(index: int, host: str, port: int, settings: GroupSettings) -> None:
     """Runs a rank other than the first: joins the group, then runs commands until the command to stop."""
     store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=START_S))
-    config, placement, deadline_s = SETTINGS.validate_json(store.get(CONFIG))
     use_interface_towards(host)
     store.set(_joined(index), "")
-    ranks = join(store, index, placement, config.device, deadline_s)
+    ranks = join(store, index, settings.placement, settings.config.device, settings.deadline_s)
     learner: Learner | None = None
     for number in itertools.count():
         _wait(store, f"{COMMAND}/{number}")
@@ -347,7 +345,7 @@ def serve(index: int, host: str, port: int) -> None:
             return
         try:
             if learner is None:
-                learner = Learner(config, ranks)
+                learner = Learner(settings.config, ranks)
             else:
                 getattr(learner, name)(*arguments)
         except SHARED_ERRORS as error:

@@ -1,4 +1,4 @@
-"""The process of a learner's rank: `python -m trackway.trainer.learner.ranks.process INDEX HOST PORT PARENT`.
+"""The process of a learner's rank: `python -m trackway.trainer.learner.ranks.process INDEX HOST PORT SETTINGS PARENT`.
 
 It exits with its parent, the process of the first rank or the actor of its node. The exit status is 0 after the
 command to stop, EXIT_PEER_LOST after a failed collective, and any other status after a failure of this rank; the
@@ -15,7 +15,7 @@ import sys
 import torch
 
 from trackway.system import escape_log_records
-from trackway.trainer.learner.ranks.group import EXIT_PEER_LOST, serve
+from trackway.trainer.learner.ranks.group import EXIT_PEER_LOST, SETTINGS, serve
 
 _PR_SET_PDEATHSIG = 1
 
@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("index", type=int)
     parser.add_argument("host")
     parser.add_argument("port", type=int)
+    parser.add_argument("settings", type=SETTINGS.validate_json)
     parser.add_argument("parent", type=int)
     options = parser.parse_args()
     if sys.platform == "linux":
@@ -38,7 +39,7 @@ def main() -> int:
     escape_log_records()
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        serve(options.index, options.host, options.port)
+        serve(options.index, options.host, options.port, options.settings)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from torch import distributed
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tests.services.trainer.learner_settings import learner_config
@@ -17,9 +18,20 @@ from trackway.clients.weights import WeightStore
 from trackway.trainer.config.placement import Placement
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner
-from trackway.trainer.learner.ranks.group import CONFIG, LeadingLearner, RankError, RankGroup, require_shared
+from trackway.trainer.learner.ranks.group import (
+    COMMAND,
+    SETTINGS,
+    STOP,
+    GroupSettings,
+    LeadingLearner,
+    RankError,
+    RankGroup,
+    require_shared,
+    send_command,
+)
 from trackway.trainer.learner.ranks.launch import LocalLauncher
 from trackway.trainer.learner.ranks.publication import RankWriters
+from trackway.trainer.learner.ranks.sharding import join
 from trackway.wire.errors import TrackwayError
 from trackway.wire.trajectory import Trajectory
 
@@ -157,13 +169,18 @@ def test_ranks_of_one_node_listen_on_loopback_only(config: LearnerConfig):
     assert [{host for host, _ in addresses} for addresses in opened] == [{"127.0.0.1"}] * 2
 
 
-def test_a_pickle_in_the_store_runs_nothing(tmp_path: Path):
+def test_a_pickle_in_the_store_runs_nothing(config: LearnerConfig, tmp_path: Path):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     written = tmp_path / "written"
-    store.set(CONFIG, pickle.dumps(Touches(written)))  # pyright: ignore[reportArgumentType]  # it takes bytes
-    rank = LocalLauncher().start(1, ["1", "127.0.0.1", str(store.port)])
+    for key in ("config", f"{COMMAND}/0"):
+        store.set(key, pickle.dumps(Touches(written)))  # pyright: ignore[reportArgumentType]  # it takes bytes
+    settings = SETTINGS.dump_json(GroupSettings(config, Placement(2), 30.0)).decode()
+    rank = LocalLauncher().start(1, ["1", "127.0.0.1", str(store.port), settings])
+    join(store, 0, Placement(2), "cpu", 30.0)
+    send_command(STOP, ())
+    distributed.destroy_process_group()
 
-    assert (rank.wait(60), written.exists()) == (1, False)
+    assert (rank.wait(60), written.exists()) == (0, False)
 
 
 def test_fewer_gpus_than_ranks_are_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
