@@ -156,7 +156,7 @@ def test_the_rows_of_a_session_are_in_one_mini_batch(tiny_model: Path, session: 
         seen.append([trajectory.id for trajectory in used])
         yield lambda metrics: None
 
-    Learner(learner_config(tiny_model, ppo_mini_batch_size=1, shuffle=False)).update([session, other], observe)
+    Learner(learner_config(tiny_model, ppo_mini_batch_size=1, shuffle=False)).update([session, other], observe=observe)
 
     assert seen == [[session.id], [other.id]]
 
