@@ -100,7 +100,8 @@ class WeightWatcher:
     async def catch_up(self, want: int, within_s: float | None = None) -> None:
         """Wait until the engine has version `want` or newer.
 
-        Raises UNAVAILABLE before the first load, WEIGHTS_BEHIND after the time limit (at once without a store).
+        Raises UNAVAILABLE before the first load, WEIGHTS_BEHIND after the time limit (at once without a store), and at
+        once the engine's error when it has refused the newest version.
         """
         wait_s = self._wait_s if within_s is None else within_s
         if not self._synced:
@@ -110,9 +111,17 @@ class WeightWatcher:
         self._look_now.set()
         try:
             async with asyncio.timeout(wait_s if self._store else 0), self._loaded:
-                await self._loaded.wait_for(lambda: not self.behind(want))
+                await self._loaded.wait_for(lambda: not self.behind(want) or self._refusal(want) is not None)
         except TimeoutError:
             raise self._too_late(want, wait_s) from None
+        if self.behind(want) and (refusal := self._refusal(want)) is not None:
+            raise refusal
+
+    def _refusal(self, want: int) -> TrackwayError | None:
+        """Why the engine refused the newest version; None unless a request for `want` must wait for that one."""
+        if self._refused is None or not want <= self._refused[0].version == self._latest:
+            return None
+        return self._refused[1]
 
     async def _watch(self, store: WeightStore) -> None:
         delay = self._interval_s
@@ -169,6 +178,8 @@ class WeightWatcher:
         except TrackwayError as error:
             if error.code in (ErrorCode.WEIGHTS_CORRUPT, ErrorCode.WEIGHTS_STALE):
                 self._refused = manifest, error
+                async with self._loaded:
+                    self._loaded.notify_all()
             raise
         await asyncio.to_thread(self._tidy, version)
         judgement = self._engine.judgement

@@ -213,6 +213,25 @@ async def test_a_version_that_the_engine_refuses_is_tried_once_and_the_next_one_
     assert engine.events == ["load 1", "load 2"]
 
 
+async def test_a_request_for_a_refused_version_fails_at_once(
+    engine: NotingEngine, store: WeightStore, source: Path, tmp_path: Path
+) -> None:
+    store.publish(1, "run", source)
+    async with watching(engine, store, tmp_path / "cache", wait_s=600.0) as watcher:
+        await until(lambda: engine.version == 1)
+        engine.refusals = [corrupt()]
+        waiting = asyncio.create_task(watcher.catch_up(2))
+        store.publish(2, "run", source)
+        for request in (waiting, watcher.catch_up(2)):
+            with pytest.raises(TrackwayError, match="other weights") as raised:
+                async with asyncio.timeout(30):
+                    await request
+            assert (raised.value.code, raised.value.retryable) == (ErrorCode.WEIGHTS_CORRUPT, False)
+        store.publish(3, "run", source)
+        await watcher.catch_up(3)
+    assert engine.version == 3
+
+
 async def test_an_error_is_logged_once_and_again_when_it_changes(
     engine: NotingEngine,
     store: WeightStore,
