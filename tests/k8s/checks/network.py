@@ -11,9 +11,15 @@ from tests.k8s.checks.render import Render
 from tests.k8s.checks.selectors import FOR_PODS_OF_YOURS, matches
 from tests.k8s.checks.serve import Config, configs
 
-_RAY_PORTS = (1024, 6379, 10002, 43210, 65535)
-"""Ray's processes listen on ports of their own choice; these stand for all."""
-_DASHBOARD = 8265
+_GCS, _DASHBOARD = 6379, 8265
+_FREE = (32768, 60999)
+"""The range of Linux's free ports: replicas have ports of their own there, and the ranks of a learner."""
+_ANY = 1024
+"""Stands for all ports where `ray start` takes a free one."""
+_PINNED = ("node-manager-port", "object-manager-port", "min-worker-port", "max-worker-port")
+"""Parameters of `ray start` for the ports by which Ray's nodes reach one another."""
+_TOOLS, _CALLED = ("tools", "all"), ("head", "tools", "rollout", "all")
+"""The roles of pods that run what a model wrote, and of pods whose free ports they reach: Ray's, and replicas'."""
 _OPERATOR = {"app.kubernetes.io/component": "kuberay-operator"}  # for Helm and for kustomize
 
 
@@ -43,9 +49,17 @@ class Way(NamedTuple):
 
 
 def faults(render: Render) -> Iterator[Fault]:
-    """Required connections that a policy denies."""
+    """Required connections that a policy denies, and allowed ones that let a model's code reach too much."""
     reported: set[tuple[str, ...]] = set()
     chosen = {(pod, side): _isolating(render, pod, side) for pod in render.pods for side in ("ingress", "egress")}
+    for way in _closed(render):
+        assert isinstance(way.source, Pod)
+        for policy in chosen[way.source, "egress"]:
+            if _allows(policy, "egress", way):
+                expected = f"no rule that lets {_named(way.source)} reach {_named(way.target)}, port {way.port}"
+                yield Fault(
+                    title(policy), "spec.egress", expected, f"one, which opens {way.reason}", "narrow its ports"
+                )
     for way in ways(render):
         for side, end in (("ingress", way.target), ("egress", way.source)):
             policies = chosen[end, side] if isinstance(end, Pod) else []
@@ -77,10 +91,27 @@ def ways(render: Render) -> Iterator[Way]:
         yield from _of_ray(config, [pod for pod in render.pods if pod.owner == title(config.service)])
 
 
+def _closed(render: Render) -> Iterator[Way]:
+    """Connections that the pods of tools must not have."""
+    for config in configs(render):
+        pods = [pod for pod in render.pods if pod.owner == title(config.service)]
+        for source in (pod for pod in pods if _role(pod) in _TOOLS):
+            for target in pods:
+                if _role(target) not in _CALLED:
+                    yield from (Way(source, target, port, "a learner's ranks") for port in _FREE)
+                if target.group == kuberay.HEAD:
+                    yield Way(source, target, _DASHBOARD, "Ray's dashboard, which runs code")
+
+
 def _of_ray(config: Config, pods: list[Pod]) -> Iterator[Way]:
-    for source in pods:
-        for target in pods:
-            yield from (Way(source, target, port, "Ray among its nodes") for port in _RAY_PORTS)
+    groups = {name: group for name, _, group in kuberay.groups(config.service)}
+    for target in pods:
+        params = groups[str(target.group)].get("rayStartParams") or {}
+        pinned = [int(params.get(name, _ANY)) for name in _PINNED]
+        for source in pods:
+            yield from (Way(source, target, port, "Ray among its nodes") for port in (_GCS, *pinned))
+            if _role(source) not in _TOOLS or _role(target) in _CALLED:
+                yield from (Way(source, target, port, "replicas' own ports") for port in _FREE)
     for pod in pods:
         if pod.labels["ray.io/serve"] == "true":
             yield Way(CLIENT, pod, config.schema.http_options.port, "the services' clients")
@@ -89,6 +120,10 @@ def _of_ray(config: Config, pods: list[Pod]) -> Iterator[Way]:
             yield Way(OPERATOR, pod, _DASHBOARD, "the operator that deploys and watches the Serve applications")
             if kuberay.autoscales(config.service):
                 yield Way(pod, API_SERVER, 443, "Ray's autoscaler")
+
+
+def _role(pod: Pod) -> str | None:
+    return pod.labels.get("trackway.io/role")
 
 
 def _isolating(render: Render, pod: Pod, side: str) -> list[Object]:
