@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from ipaddress import ip_address
 from typing import Protocol, cast
 
 import psutil
@@ -113,16 +112,21 @@ def launcher_for(placement: Placement, *, with_gpus: bool, deadline_s: float) ->
 def use_interface_towards(host: str) -> None:
     """Have gloo and NCCL listen on the interface by which this machine reaches `host`.
 
-    Variables that name another one are kept, except where `host` is a loopback address. Without a variable, gloo takes
-    the address of this machine's own name and NCCL any interface that is not the loopback.
+    Variables that name another one are kept, unless one of both is the loopback interface: it reaches no other machine,
+    and within one it is enough. Without a variable, gloo takes the address of this machine's own name, and NCCL any
+    interface except the loopback.
     """
     family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # sends nothing
         own = probe.getsockname()[0]
-    for interface, addresses in psutil.net_if_addrs().items():
-        if own in {entry.address.partition("%")[0] for entry in addresses}:
-            for variable, exactly in INTERFACES.items():
-                if variable not in os.environ or ip_address(own).is_loopback:
-                    os.environ[variable] = exactly + interface
-            return
+    interfaces = {
+        entry.address.partition("%")[0]: name for name, entries in psutil.net_if_addrs().items() for entry in entries
+    }
+    if own not in interfaces:
+        return
+    loopback = interfaces.get("127.0.0.1")
+    for variable, exactly in INTERFACES.items():
+        named = os.environ.get(variable, "").removeprefix(exactly)
+        if named in ("", loopback) or interfaces[own] == loopback:
+            os.environ[variable] = exactly + interfaces[own]

@@ -60,5 +60,8 @@ def test_collectives_use_the_interface_towards_the_first_rank_unless_one_is_name
         use_interface_towards(address)
         assert [os.environ[variable] for variable in INTERFACES] == ["own", f"={interface}"]
     use_interface_towards("127.0.0.1")
-
     assert [os.environ[variable] for variable in INTERFACES] == [loopback, f"={loopback}"]
+    for address, interface in ipv4.items():
+        use_interface_towards("127.0.0.1")
+        use_interface_towards(address)
+        assert [os.environ[variable] for variable in INTERFACES] == [interface, f"={interface}"]
