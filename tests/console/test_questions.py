@@ -38,6 +38,11 @@ class Person:
 
     def link(self, text: str, beside: str = "") -> "Person":
         """A click on the first link or button with this text, or on that in the row of a table that begins so."""
+        # A page that still reads is drawn again, and a click on a node that goes meanwhile is none.
+        still_reading = (
+            "[...document.querySelectorAll('#main [role=status]')].some((node) => / …$/.test(node.innerText))"
+        )
+        self._browser.wait(f"!{still_reading}")
         within = f"[...document.querySelectorAll('tr')].find((row) => row.innerText.startsWith({beside!r}))"
         self._browser.evaluate(
             f"[...{within if beside else 'document'}.querySelectorAll('a, button')].find((node) => "

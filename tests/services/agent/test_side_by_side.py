@@ -165,5 +165,5 @@ async def test_cancelling_ends_every_call_of_the_turn_and_keeps_what_came_before
         await toolbox.release()
 
     assert answering.cancelled()
-    assert [(record.tool_call_id, record.error) for record in toolbox.records] == [("call00000", None)]
+    assert [(record.tool_call_id, record.error) for record in toolbox.records] == [("call_0_0", None)]
     assert (len(services.counter.released), len(services.other_tool.released)) == (1, 1)

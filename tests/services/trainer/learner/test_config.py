@@ -23,7 +23,7 @@ ACTOR = "actor_rollout_ref.actor"
         (f"{ACTOR}.loss_scale_factor", 0.0, "greater than 0"),
         ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", 0, "greater than or equal to 1"),
         (f"{ACTOR}.clip_ratio_c", 1.0, "greater than 1"),
-        ("actor_rollout_ref.rollout.temperature", 0.0, "greater than 0"),
+        ("actor_rollout_ref.rollout.temperature", 0.0, "greater than or equal to 0.000001"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_its_key(key: str, value: str | float, problem: str):

@@ -354,7 +354,7 @@ async def test_a_learning_rate_that_destroys_the_weights_fails_the_run_by_name_w
     checkpoint = outputs / "good" / "checkpoints" / "global_step_1"
     begin = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"]
 
-    await runs.start(request_of("diverging", "actor_rollout_ref.actor.optim.lr=1e39", *begin))
+    await runs.start(request_of("diverging", "actor_rollout_ref.actor.optim.lr=3e38", *begin))
     info = await ended(runs, "diverging")
     after = WeightStore(services.weights_url).latest()
 

@@ -186,7 +186,7 @@ def test_a_run_that_mlflow_makes_long_after_the_request_was_given_up_is_deleted(
         until(lambda: tracking.run is not None and tracking.run.run_id is not None)
         proxy.released.set()
         until(proxy.passed_on.is_set)
-        assert len(runs_of(client, config)) == 2
+        until(lambda: len(runs_of(client, config)) == 2)
         end(folder, tracking, "FINISHED")
 
     run = the_run(client, config)

@@ -271,7 +271,7 @@ class Fake:
             start = max(0, body.logprob_start_len)
             score = self.score or (lambda ids: [logprob(self.seed_of(request), token) for token in ids[1:]])
             scores = [None, *score(body.input_ids)]
-            named = [token if token < VOCAB - 1 else 0 for token in body.input_ids]
+            named = [token if token != VOCAB - 1 else 0 for token in body.input_ids]
             prompt = [[lp, token, None] for lp, token in zip(scores, named, strict=True)]
             meta["input_token_logprobs"] = prompt[start:] if body.logprob_start_len >= 0 else []
         if body.top_logprobs_num and total and self.ranks:
