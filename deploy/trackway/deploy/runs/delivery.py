@@ -20,10 +20,10 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True)
 class Unsent:
-    """What backends have not received."""
+    """Counts of data that the backends have not received."""
 
     spans: int = 0
-    """Of all runs of the services; not counted for attached services, which others may use."""
+    """Spans of all runs of the services. Attached services are not counted, since others use them too."""
     feedback: int = 0
     """Values, and links of traces to the run."""
     rows: int = 0
@@ -67,7 +67,7 @@ def wait_for_delivery(deployment: Deployment, info: RunInfo, show: Callable[[Uns
 
 
 def unsent_of(info: RunInfo) -> Unsent:
-    """What the run's own counts say."""
+    """Return the counts that the run reports."""
     feedback = sum(summary.feedback_waiting for summary in info.tracking)
     rows = sum(summary.rows_waiting + summary.end_waiting for summary in info.tracking)
     return Unsent(info.traces.spans_waiting if info.traces else 0, feedback, rows)
