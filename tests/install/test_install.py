@@ -202,6 +202,8 @@ def test_the_base_has_clients_and_a_command_that_says_what_it_lacks(version: str
     assert (lacking.returncode, examination["demo"]) == (1, False)
     remedies = {finding["name"]: finding["remedy"] for finding in examination["findings"]}
     assert (remedies["Python"], remedies["trackway[tools]"]) == ("", "pip install 'trackway[tools]'")
+    found = {finding["name"]: finding["found"] for finding in examination["findings"]}
+    assert found["chat template"] == "not read: needs trackway[trainer]"
     for command, extra in (
         ("up", "cpu"),
         ("demo", "cpu"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from tests.services.chat.families import FAMILIES
 from trackway.deploy.checks import doctor
 from trackway.deploy.checks.doctor import DEMO_EXTRAS, OTHER_EXTRAS, Examination, Finding, examine
 from trackway.deploy.cli import app
@@ -39,7 +40,7 @@ def test_a_machine_that_has_everything_for_the_demo_has_exit_status_0(monkeypatc
     examination = Examination.model_validate(json.loads(result.stdout))
     assert (result.exit_code, examination.demo) == (0, True)
     assert {finding.name for finding in examination.findings if finding.demo} == {
-        *("Python", "memory", "port 0", f"disk of {tmp_path}"),
+        *("Python", "chat template", "memory", "port 0", f"disk of {tmp_path}"),
         *(f"trackway[{extra}]" for extra in DEMO_EXTRAS),
     }
 
@@ -124,6 +125,45 @@ def test_the_clock_is_what_timedatectl_says(told: str, ok: bool, says: str, monk
 
     clock = found(examined(tmp_path), "clock")
     assert (clock.ok, clock.found.startswith(says)) == (ok, True)
+
+
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [
+        ("qwen", ""),
+        ("gemma", "one that leaves out the schemas of tools and rejects the results of tools (Conversation roles"),
+        ("phi3", "one that leaves out the schemas of tools and leaves out the results of tools"),
+    ],
+)
+def test_a_model_whose_template_shows_no_tools_is_refused_with_the_remedy(
+    family: str, says: str, monkeypatch, tmp_path: Path
+):
+    model = tmp_path / "model"
+    FAMILIES[family].tokenizer().save_pretrained(model)
+    for name in ("config.json", "model.safetensors"):
+        (model / name).write_text("{}")
+
+    result = command(monkeypatch, tmp_path, "--json", "--model-path", str(model))
+    template = found(Examination.model_validate(json.loads(result.stdout)), "chat template")
+    assert (template.ok, result.exit_code) == (not says, 1 if says else 0)
+    assert says in template.found
+    assert template.remedy.startswith("give the tokenizer a template with tools") == bool(says)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path):
+    template = found(examined(tmp_path, model_path=tmp_path), "chat template")
+    assert (template.ok, template.found, template.remedy) == (
+        False,
+        f"actor_rollout_ref.model.path: expected a Hugging Face model in {tmp_path}, got a folder without config.json "
+        "and *.safetensors",
+        "correct the path",
+    )
+
+
+def test_without_the_packages_that_read_a_template_none_is_read(monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(doctor, "missing_packages", lambda extra: ["transformers"])
+
+    assert found(examined(tmp_path), "chat template").found == "not read: needs trackway[trainer]"
 
 
 def test_without_torch_nothing_imports_it(tmp_path: Path):

@@ -53,6 +53,7 @@ def examine(settings: UpSettings) -> Examination:
         _python(),
         *(_extra(extra, extra in DEMO_EXTRAS) for extra in (*DEMO_EXTRAS, *OTHER_EXTRAS)),
         _gpu(),
+        _template(str(settings.model_path)),
         _sandbox(),
         _chromium(),
         *_ports(settings),
@@ -98,6 +99,25 @@ def _gpu() -> Finding:
     remedy = "install the build for the GPU: `uv pip install --reinstall --torch-backend auto torch`"
     found = f"torch {build} finds no GPU, but nvidia-smi is there"
     return Finding(name="torch and GPU", ok=False, found=found, remedy=remedy)
+
+
+def _template(model: str) -> Finding:
+    """Whether the model can be offered tools; its tokenizer is read, not its weights."""
+    name = "chat template"
+    if missing_packages("trainer"):
+        return Finding(name=name, ok=True, found="not read: needs trackway[trainer]")
+    from trackway.chat.template_support import template_support
+    from trackway.deploy.checks.findings import Findings
+    from trackway.deploy.checks.model import tokenizer_here
+
+    findings = Findings()
+    tokenizer = tokenizer_here(model, False, findings)
+    lacks = template_support(tokenizer).lacks if tokenizer is not None else ""
+    for problem in [*findings.missing_here, *findings.wrong, *([lacks] if lacks else [])]:
+        found, _, remedy = problem.rpartition("; ")
+        return Finding(name=name, ok=False, found=found, remedy=remedy, demo=True)
+    found = findings.not_checked[0] if tokenizer is None else f"shows tools and their results ({model})"
+    return Finding(name=name, ok=True, found=found, demo=True)
 
 
 def _sandbox() -> Finding:

@@ -1,5 +1,6 @@
 """`trackway doctor`: what this machine has and lacks."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,6 +16,9 @@ app = typer.Typer()
 @app.command()
 def doctor(
     outputs: Outputs = DEMO_OUTPUTS,
+    model_path: Annotated[
+        Path | None, typer.Option(help="Hugging Face folder of the policy; default: the demo's.")
+    ] = None,
     as_json: Annotated[bool, json_of("each part with what it lacks and the remedy")] = False,
 ) -> None:
     """Show what this machine has and lacks for each part, with the remedy.
@@ -25,7 +29,7 @@ def doctor(
     """
     from trackway.deploy.checks.doctor import examine
 
-    examination = examine(up_settings(outputs=outputs, min_memory_gb=DEMO_MEMORY_GB))
+    examination = examine(up_settings(outputs=outputs, model_path=model_path, min_memory_gb=DEMO_MEMORY_GB))
     if as_json:
         print_json(examination)
     else:
