@@ -22,6 +22,7 @@ LISTENING = (
     "ray::ServeController",
     "ray::ProxyActor",
     "ray::ServeReplica",
+    "ray::IDLE",
     "mlflow",
 )
 

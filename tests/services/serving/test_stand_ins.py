@@ -23,6 +23,7 @@ def test_every_module_has_what_own_code_imports_from_it(tmp_path: Path) -> None:
     imports = [
         "from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register",
         "from verl.experimental.agent_loop import AgentLoopBase as again",
+        "from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser",
         "from verl.tools.base_tool import BaseTool",
         "from verl.tools.function_tool import function_tool",
         "from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse",
