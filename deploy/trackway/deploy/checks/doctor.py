@@ -113,9 +113,10 @@ def _template(model: str) -> Finding:
     findings = Findings()
     tokenizer = tokenizer_here(model, False, findings)
     lacks = template_support(tokenizer).lacks if tokenizer is not None else ""
-    for problem in [*findings.missing_here, *findings.wrong, *([lacks] if lacks else [])]:
-        found, _, remedy = problem.rpartition("; ")
-        return Finding(name=name, ok=False, found=found, remedy=remedy, demo=True)
+    problems = [*findings.missing_here, *findings.wrong, *([lacks] if lacks else [])]
+    if problems:
+        found, _, remedy = problems[0].rpartition("; ")
+        return Finding(name=name, ok=False, found=found or remedy, remedy=remedy if found else "", demo=True)
     found = findings.not_checked[0] if tokenizer is None else f"shows tools and their results ({model})"
     return Finding(name=name, ok=True, found=found, demo=True)
 
