@@ -9,7 +9,6 @@ import errno
 import os
 import re
 import shutil
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,12 +71,26 @@ def _draft(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
 
 
+def folder_time(folder: Path) -> float:
+    """Seconds since 1970 by the clock that dates the folder's files, which may be a file server's. Raises OSError."""
+    draft = _draft(folder / "time")
+    try:
+        draft.touch()
+        return draft.stat().st_mtime
+    finally:
+        draft.unlink(missing_ok=True)
+
+
 def remove_drafts(folder: Path, older_than_s: float = ABANDONED_S) -> int:
     """Delete the drafts of killed processes below a folder and return their number; never raises OSError."""
     removed = 0
+    try:
+        now = folder_time(folder)
+    except OSError:  # there is no folder, or nothing can be deleted from it
+        return 0
     for draft in folder.rglob(".*.tmp"):
         with contextlib.suppress(OSError):
-            if _DRAFT.fullmatch(draft.name) and time.time() - draft.lstat().st_mtime > older_than_s:
+            if _DRAFT.fullmatch(draft.name) and now - draft.lstat().st_mtime > older_than_s:
                 draft.unlink()
                 removed += 1
     return removed

@@ -5,7 +5,6 @@ Sessions that waited too long, or whose oldest token is too many versions behind
 """
 
 import asyncio
-import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -139,7 +138,8 @@ class SessionGroups(GroupSource):
         found = await asyncio.to_thread(self._inbox.waiting)
         self._inbox.remove([session.session_id for session in found if session.session_id in self._trained])
         waiting = [session for session in found if session.session_id not in self._trained]
-        stale = [session.session_id for session in waiting if self._is_old(session)]
+        now_s = await asyncio.to_thread(self._inbox.now_s)
+        stale = [session.session_id for session in waiting if self._is_old(session, now_s)]
         self._stale += [session.trajectory for session in self._draw(stale)]
         self._waiting = [session for session in waiting if session.session_id not in stale]
         groups: defaultdict[int | str, list[str]] = defaultdict(list)
@@ -155,10 +155,10 @@ class SessionGroups(GroupSource):
         self._drawn += sessions
         return drawn
 
-    def _is_old(self, session: WaitingSession) -> bool:
+    def _is_old(self, session: WaitingSession, now_s: float) -> bool:
         most, oldest = self._limits.max_staleness, session.oldest_version
         is_behind = most is not None and oldest is not None and self._version - oldest > most
-        return is_behind or time.time() - session.since_s > self._limits.max_age_s
+        return is_behind or now_s - session.since_s > self._limits.max_age_s
 
     def _progress(self) -> str:
         sizes = Counter(session.group for session in self._waiting)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from pydantic import BaseModel, ValidationError
 
 from trackway.system import atomic_write, writing
+from trackway.system.files import folder_time
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.sessions.training import FinishedSession, SessionRun
 
@@ -41,7 +42,7 @@ class WaitingSession(NamedTuple):
     session_id: str
     group: int | str
     since_s: float
-    """When it came, in seconds since 1970."""
+    """When it came, in seconds since 1970 by the clock that dates the run's files."""
     oldest_version: int | None
     """The weights of its oldest token; None without tokens."""
 
@@ -110,6 +111,11 @@ class SessionInbox:
                     known[session_id] = session
             self._known = known
             return sorted(known.values(), key=lambda session: (session.since_s, session.session_id))
+
+    def now_s(self) -> float:
+        """The present by the clock of `WaitingSession.since_s`. Raises StorageError."""
+        with writing(self._waiting, "the time of finished sessions"):
+            return folder_time(self._waiting)
 
     def _read(self, file: Path) -> WaitingSession | None:
         try:

@@ -102,7 +102,7 @@ async def test_a_session_that_comes_again_after_a_checkpoint_is_not_trained_agai
 
 
 async def test_old_sessions_are_dropped_by_versions_and_by_seconds_counted_and_named_on_their_traces(
-    tmp_path: Path, finished: Finished
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, finished: Finished
 ) -> None:
     def sampled_from(version: int) -> dict[str, object]:
         return {"weight_versions": [WeightSpan(version=version, start=0, end=2)], "trace_id": f"t{version}"}
@@ -112,6 +112,9 @@ async def test_old_sessions_are_dropped_by_versions_and_by_seconds_counted_and_n
     put(tmp_path, *(finished(number, "g", **sampled_from(6 + number)) for number in range(4)), finished(4, "g"))
     long_ago = time.time() - 61
     os.utime(tmp_path / "sessions" / "waiting" / f"{finished(2).session_id}.json", (long_ago, long_ago))
+
+    ahead = time.time() + 3600
+    monkeypatch.setattr(time, "time", lambda: ahead)  # files are dated by another clock
 
     scheduler.submit(0, Position(), 9, lambda number, size: frozenset(), 1)
     group = await scheduler.take(0, Position())
