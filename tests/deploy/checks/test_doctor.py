@@ -1,10 +1,16 @@
 """`trackway doctor`: it lists what a machine lacks, each with its remedy, and sets the exit status."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
+import time
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import ClassVar
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -13,6 +19,7 @@ from tests.services.chat.families import FAMILIES
 from trackway.deploy.checks import doctor
 from trackway.deploy.checks.doctor import DEMO_EXTRAS, OTHER_EXTRAS, Examination, Finding, examine
 from trackway.deploy.cli import app
+from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local import packages
 from trackway.deploy.local.packages import missing_packages
 from trackway.deploy.local.settings import UpSettings
@@ -164,6 +171,45 @@ def test_without_the_packages_that_read_a_template_none_is_read(monkeypatch, tmp
     monkeypatch.setattr(doctor, "missing_packages", lambda extra: ["transformers"])
 
     assert found(examined(tmp_path), "chat template").found == "not read: needs trackway[trainer]"
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Dates its answers by a clock that differs by `AHEAD_S` for the service in the path."""
+
+    AHEAD_S: ClassVar = {"tools": 0, "reward": 3600, "agent": -60, "rollout": 2, "trainer": None}
+
+    def do_GET(self) -> None:
+        ahead_s = self.AHEAD_S[self.path.split("/")[1]]
+        self.send_response_only(200)
+        if ahead_s is not None:
+            self.send_header("Date", formatdate(time.time() + ahead_s, usegmt=True))
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+def test_clocks_of_attached_services_are_compared_with_this_machines(tmp_path: Path):
+    outputs = tmp_path / "out"
+    assert not any(finding.name.startswith("clock of") for finding in examined(tmp_path).findings)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        Deployment(base_url=url, dashboard_url="", mlflow_uri="", outputs=outputs, attached=True).save()
+        examination = examined(tmp_path)
+        server.shutdown()
+
+    clocks = {finding.name: finding for finding in examination.findings if finding.name.startswith("clock of")}
+    assert {name: finding.ok for name, finding in clocks.items()} == {
+        "clock of tools": True,
+        "clock of reward": False,
+        "clock of agent": False,
+        "clock of rollout": True,
+        "clock of trainer": True,
+    }
+    assert re.fullmatch(r"(3599|3600) s ahead of this machine's", clocks["clock of reward"].found)
+    assert re.fullmatch(r"(60|61) s behind this machine's", clocks["clock of agent"].found)
+    assert clocks["clock of trainer"].found == f"not known: KeyError at {url}/trainer"
 
 
 def test_without_torch_nothing_imports_it(tmp_path: Path):

@@ -5,13 +5,17 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from email.utils import parsedate_to_datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import httpx
 import psutil
 from pydantic import BaseModel
 
+from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local import preflight
 from trackway.deploy.local.packages import missing_packages
 from trackway.deploy.local.settings import UpSettings
@@ -25,6 +29,8 @@ DISK_GB = 2.0
 SHARED_MEMORY_GB = 0.2
 CORES = 2
 _TIMEOUT_S = 10.0
+_SKEW_S = 5.0
+"""Seconds of difference that are told: a `Date` has whole seconds, and an answer takes some."""
 
 
 class Finding(BaseModel):
@@ -63,6 +69,7 @@ def examine(settings: UpSettings) -> Examination:
         _cores(),
         _niceness(),
         _clock(),
+        *_clocks_of_services(settings.outputs.resolve()),
     ]
     return Examination(demo=all(finding.ok or not finding.demo for finding in findings), findings=findings)
 
@@ -209,3 +216,22 @@ def _clock() -> Finding:
         return Finding(name="clock", ok=True, found=found)
     remedy = "timedatectl set-ntp true (spans of several machines are ordered by their clocks)"
     return Finding(name="clock", ok=False, found="not synchronized", remedy=remedy)
+
+
+def _clocks_of_services(outputs: Path) -> Iterator[Finding]:
+    """How far the clocks of attached services are from this machine's, by the `Date` of their answers."""
+    deployment = Deployment.load(outputs)
+    if deployment is None or not deployment.attached:
+        return
+    for service in deployment.services:
+        name = f"clock of {service}"
+        try:
+            answer = httpx.get(f"{deployment.url(service)}/health", timeout=_TIMEOUT_S)
+            ahead_s = parsedate_to_datetime(answer.headers["date"]).timestamp() - time.time()
+        except (httpx.HTTPError, KeyError, ValueError) as error:
+            yield Finding(name=name, ok=True, found=f"not known: {type(error).__name__} at {deployment.url(service)}")
+            continue
+        ok = abs(ahead_s) <= _SKEW_S
+        found = f"{abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} this machine's"
+        remedy = "" if ok else "synchronize the clocks of both machines (spans are ordered by them)"
+        yield Finding(name=name, ok=ok, found="as this machine's" if ok else found, remedy=remedy)
