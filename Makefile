@@ -16,6 +16,8 @@ WEAVE_SERVER := 0.52.35
 WEAVE_MAPPING := 0.53.12
 # vLLM's CPU build in an environment of its own: its pins (torch, fastapi) conflict with ours.
 VLLM := .venv-vllm
+# SGLang on the CPU in an environment of its own, with stand-ins for what needs CUDA (tests/sglang/stand_ins).
+SGLANG := .venv-sglang
 CODE := services clients deploy tests examples benchmarks docs typings
 PYTEST := $(BIN)/python -m pytest
 # The files that have the mark alone, since others beside them import every service.
@@ -26,7 +28,7 @@ TORCH_FROM := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-li
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --quiet $(TORCH_FROM) --constraint constraints.txt
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo ui bench test test-fast gpu-check gpu-check-bundle test-vllm test-pods test-agents test-model test-chaos test-learning test-install test-mutants test-all check check-manifests docs docs-serve format lock audit sbom image picture clean
+.PHONY: help demo ui bench test test-fast gpu-check gpu-check-bundle test-vllm test-sglang test-sglang-core test-pods test-agents test-model test-chaos test-learning test-install test-mutants test-all check check-manifests docs docs-serve format lock audit sbom image picture clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -37,12 +39,12 @@ demo: $(VENV)/.cpu ## Train the tiny model with all five services and MLflow; SE
 ui: $(VENV)/.cpu ## Look at the demo's traces in MLflow.
 	$(BIN)/trackway ui
 
-test: $(VENV)/.dev $(WEAVE)/.ready ## Run the test suite, but for vLLM's part; ARGS='-k name' for a part.
+test: $(VENV)/.dev $(WEAVE)/.ready ## Run the test suite, but for vLLM's and SGLang's parts; ARGS='-k name' for a part.
 	@$(BIN)/python tests/programs.py
 	$(BIN)/python tests/run_all.py $(ARGS)
 
 test-fast: $(VENV)/.dev ## Run the tests that start no process, server or sandbox (under 2 minutes on 2 cores).
-	$(PYTEST) -n 2 --dist worksteal -p no:schemathesis --ignore tests/services/tools/test_api_fuzz.py -m 'not slow and not e2e and not vllm and not pods and not manifests and not chaos and not install and not agents and not model' $(ARGS)
+	$(PYTEST) -n 2 --dist worksteal -p no:schemathesis --ignore tests/services/tools/test_api_fuzz.py -m 'not slow and not e2e and not vllm and not sglang and not pods and not manifests and not chaos and not install and not agents and not model' $(ARGS)
 
 gpu-check: $(VENV)/.dev ## Check and measure engine and learner on this machine's GPU, or a smaller model on its CPU; ARGS='--report gpu.md'.
 	$(BIN)/python -m tests.gpu_check $(ARGS)
@@ -52,6 +54,12 @@ gpu-check-bundle: $(VENV)/.dev ## Download what gpu-check needs besides PyTorch 
 
 test-vllm: $(VENV)/.dev $(VLLM)/.ready ## Run the rollout engine against a real vLLM on the CPU (3.4 GB, once; minutes).
 	$(PYTEST) -m vllm tests/vllm $(ARGS)
+
+test-sglang: $(VENV)/.dev $(SGLANG)/.ready ## Run the rollout engine against a real SGLang on the CPU (2.8 GB, once; minutes).
+	$(PYTEST) -m sglang tests/sglang $(ARGS)
+
+test-sglang-core: $(VENV)/.dev $(SGLANG)/.ready ## Run the part of test-sglang that CI runs: logprobs, versions, proof.
+	$(PYTEST) -m sglang tests/sglang/core $(ARGS)
 
 test-pods: $(VENV)/.dev ## Start the quick start's pods and agents' containers with podman (root; builds the images first).
 	@[ "$$(id -u)" = 0 ] && command -v podman >/dev/null || { echo "expected root and podman, got $$(id -un) and podman at '$$(command -v podman)'; run it as root where podman is installed" >&2; exit 2; }
@@ -78,7 +86,7 @@ test-mutants: $(VENV)/.dev ## Change the pure modules one place at a time: do th
 	$(PYTEST) -n 2 -m mutants tests/test_mutants.py --quiet
 	$(BIN)/python tests/mutants.py $(ARGS)
 
-test-all: test test-vllm ## Run both, as CI does.
+test-all: test test-vllm test-sglang-core ## Run all three, as CI does.
 
 check: $(VENV)/.dev ## Check format, lint, types, the floors of the house, and what check-manifests does.
 	$(BIN)/ruff format --check $(CODE)
@@ -107,11 +115,12 @@ lock: $(VENV)/.uv ## Resolve constraints.txt again.
 	$(BIN)/uv pip compile pyproject.toml --extra dev --extra pictures --extra bench --python-version 3.11 $(TORCH_FROM) --no-annotate --no-header --quiet --upgrade -o constraints.txt
 	$(BIN)/uv pip compile tests/weave/requirements.in --python-version 3.11 --no-annotate --no-header --quiet --upgrade -o tests/weave/constraints.txt
 	$(BIN)/uv pip compile tests/vllm/requirements.in --override tests/vllm/overrides.txt --python-version 3.11 $(subst $(TORCH_BACKEND),cpu,$(TORCH_FROM)) --no-annotate --no-header --quiet --upgrade -o tests/vllm/constraints.txt
+	$(BIN)/uv pip compile tests/sglang/requirements.in --override tests/sglang/overrides.txt --python-version 3.11 $(subst $(TORCH_BACKEND),cpu,$(TORCH_FROM)) --no-annotate --no-header --quiet --upgrade -o tests/sglang/constraints.txt
 	$(BIN)/uv pip compile deploy/docker/inside/vllm.in --python-version 3.11 --python-platform x86_64-manylinux_2_36 --no-annotate --no-header --quiet --upgrade -o deploy/docker/inside/vllm.txt
 	sed -i -E 's/^(torch==[0-9.]+)\+cpu$$/\1/' constraints.txt
 
 audit: $(VENV)/.uv ## Look up known vulnerabilities of the locked packages (asks PyPI).
-	set -e; for lock in constraints.txt tests/vllm/constraints.txt deploy/docker/inside/vllm.txt; do \
+	set -e; for lock in constraints.txt tests/vllm/constraints.txt tests/sglang/constraints.txt deploy/docker/inside/vllm.txt; do \
 	  $(BIN)/uv tool run pip-audit@2.10.1 --no-deps --disable-pip --requirement $$lock; done
 
 sbom: $(VENV)/.uv ## Write the locked packages as a CycloneDX bill of materials, build/sbom.json.
@@ -132,7 +141,7 @@ bench: $(VENV)/.dev $(WEAVE)/.ready ## Measure what tracing costs, beside its pe
 	$(BIN)/python benchmarks/tracing.py run
 
 clean: ## Remove the environments and every output.
-	rm -rf $(VENV) $(WEAVE) $(VLLM) .venv-trl .venv-agentlightning .venv-rllm-gateway .venv-openai-agents outputs
+	rm -rf $(VENV) $(WEAVE) $(VLLM) $(SGLANG) .venv-trl .venv-agentlightning .venv-rllm-gateway .venv-openai-agents outputs
 
 $(VENV)/.uv:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { echo "expected Python 3.11 to 3.13, got $$($(PYTHON) --version); set PYTHON=/path/to/python3.11" >&2; exit 2; }
@@ -167,4 +176,13 @@ $(VLLM)/.ready: tests/vllm/constraints.txt tests/vllm/overrides.txt | $(VENV)/.u
 	@echo "installing vLLM's CPU build for its tests (3.4 GB; first time: a minute or two)"
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(VLLM)
 	$(BIN)/uv pip install --quiet --python $(VLLM)/bin/python --compile-bytecode $(subst $(TORCH_BACKEND),cpu,$(TORCH_FROM)) --override tests/vllm/overrides.txt --requirement tests/vllm/constraints.txt
+	@touch $@
+
+$(SGLANG)/.ready: tests/sglang/constraints.txt tests/sglang/overrides.txt $(wildcard tests/sglang/stand_ins/*.py tests/sglang/stand_ins/*/*.py) | $(VENV)/.uv
+	@[ "$$(uname -sm)" = "Linux x86_64" ] || { echo "expected Linux x86_64, which SGLang's pins in tests/sglang/constraints.txt are for, got $$(uname -sm); \`make test\` is everything else" >&2; exit 2; }
+	@echo "installing SGLang for the CPU for its tests (2.8 GB; first time: a minute or two)"
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(SGLANG)
+	$(BIN)/uv pip install --quiet --python $(SGLANG)/bin/python $(subst $(TORCH_BACKEND),cpu,$(TORCH_FROM)) --override tests/sglang/overrides.txt --requirement tests/sglang/constraints.txt
+	cp -r tests/sglang/stand_ins/. $(SGLANG)/lib/python3*/site-packages/
+	PYTHONDONTWRITEBYTECODE= SGLANG_USE_CPU_ENGINE=1 $(SGLANG)/bin/python -W ignore -c 'import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler'
 	@touch $@

@@ -24,7 +24,7 @@ HALVES = [
         "--dist",
         "loadfile",
         "-m",
-        "not e2e and not vllm and not pods and not manifests and not chaos and not install "
+        "not e2e and not vllm and not sglang and not pods and not manifests and not chaos and not install "
         "and not agents and not model and not mutants",
     ],
     ["-m", "e2e and not chaos"],

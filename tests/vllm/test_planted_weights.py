@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.services.rollout.planted_weights import DEMO, USUAL, Pairs, Versions, make_versions
-from tests.vllm.vllm_runs import GREEDY, MARKS, PROMPT, VOCAB, Misled, settings_of, started
+from tests.vllm.vllm_runs import GREEDY, MARKS, PROMPT, VOCAB, CanBeMisled, Misled, settings_of, started
 from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.weights import Verdict, WeightProof
@@ -64,8 +64,8 @@ async def whole(server: VllmEngine) -> AsyncIterator[Misled]:
         yield misled_engine
 
 
-async def verdicts(engine: Misled, versions: Versions, proof: WeightProof | None = None) -> dict[str, Verdict]:
-    """By fault: the verdict when vLLM is told to load version 2 and takes something else instead."""
+async def verdicts(engine: CanBeMisled, versions: Versions, proof: WeightProof | None = None) -> dict[str, Verdict]:
+    """By fault: the verdict when the server is told to load version 2 and takes something else instead."""
     found: dict[str, Verdict] = {}
     number = engine.version
     for fault, folder in versions.folders.items():

@@ -15,6 +15,7 @@ from tests.vllm.vllm_runs import (
     PROMPT,
     SHORT,
     Weights,
+    assert_split,
     busy,
     metrics,
     proof_of,
@@ -38,21 +39,6 @@ async def refused(loading: Coroutine[object, object, None]) -> str:
         await loading
     assert raised.value.code is ErrorCode.WEIGHTS_CORRUPT
     return raised.value.message
-
-
-def assert_split(made: Generation, version: int, first: Weights) -> None:
-    """The spans end and begin where the logprobs stop to be those of the first weights."""
-    cut = made.spans[0].end
-    assert [(s.version, s.start, s.end, s.kv_version) for s in made.spans] == [
-        (version, 0, cut, None),
-        (version + 1, cut, 300, version),
-    ]
-    assert 0 < cut < 300
-    off = [
-        worst(Generation(made.token_ids[:end], made.logprobs[:end], "length", []), first.model, LONG)
-        for end in (cut, cut + 1)
-    ]
-    assert off[0] < 1e-4 < off[1]
 
 
 async def listened(engine: VllmEngine) -> tuple[list[Piece], asyncio.Task[None]]:
@@ -88,7 +74,7 @@ async def test_an_update_during_a_generation_splits_it_into_spans_and_keeps_its_
         version, before = engine.version, await metrics(engine)
         await engine.load_weights(second.folder, version + 1, second.proof)
     made = await task
-    assert_split(made, version, first)
+    assert_split(made, version, first.model, LONG)
     assert (await metrics(engine))["num_preemptions_total"] == before["num_preemptions_total"]
 
 
@@ -103,7 +89,7 @@ async def test_a_stream_says_at_its_end_which_weights_made_which_token(
     async for piece in stream:
         assert piece.version == version
         collector.add(piece)
-    assert_split(collector.generation(), version, first)
+    assert_split(collector.generation(), version, first.model, LONG)
 
 
 @pytest.mark.parametrize("in_flight", [False, True], ids=["idle", "with-a-request-in-flight"])

@@ -18,6 +18,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from trackway.rollout.engines.protocol import Generation
+from trackway.rollout.engines.remote.engine import RemoteEngine
 from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.rollout import SamplingParams
@@ -40,15 +41,19 @@ LONG = SamplingParams(max_tokens=300, ignore_eos=True, seed=1)
 SHORT = SamplingParams(max_tokens=8, ignore_eos=True, seed=1)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 
-Engine = TypeVar("Engine", bound=VllmEngine)
+Engine = TypeVar("Engine", bound=RemoteEngine)
 
 
-class Misled(VllmEngine):
+class CanBeMisled(RemoteEngine):
     """Loads a different folder than requested, for whole weights and for adapters."""
 
     def __init__(self, settings: RolloutSettings) -> None:
         super().__init__(settings)
         self.instead: dict[Path, Path] = {}
+
+
+class Misled(CanBeMisled, VllmEngine):
+    """vLLM, misled."""
 
     async def _reload(self, folder: Path) -> None:
         await super()._reload(self.instead.get(folder, folder))
@@ -135,6 +140,23 @@ def worst(generation: Generation, model: PreTrainedModel, params: SamplingParams
     """The largest difference between an engine's logprobs and transformers'."""
     want = logprobs_of(model, [*prompt, *generation.token_ids], len(prompt), params)
     return max(abs(ours - theirs) for ours, theirs in zip(generation.logprobs, want, strict=True))
+
+
+def assert_split(
+    made: Generation, version: int, model: PreTrainedModel, params: SamplingParams, prompt: list[int] = PROMPT
+) -> None:
+    """The spans end and begin where the logprobs stop to be those of the first weights, the model's."""
+    cut = made.spans[0].end
+    assert [(s.version, s.start, s.end, s.kv_version) for s in made.spans] == [
+        (version, 0, cut, None),
+        (version + 1, cut, params.max_tokens, version),
+    ]
+    assert 0 < cut < params.max_tokens
+    off = [
+        worst(Generation(made.token_ids[:end], made.logprobs[:end], "length", []), model, params, prompt)
+        for end in (cut, cut + 1)
+    ]
+    assert off[0] < 1e-4 < off[1]
 
 
 def proof_of(model: PreTrainedModel, shift: float = 0.0) -> WeightProof:

@@ -78,7 +78,7 @@ class _Answer(BaseModel):
 
 
 class SglangEngine(RemoteEngine):
-    """An `Engine` over SGLang's native routes. It needs a GPU; the tests use a fake of the protocol."""
+    """An `Engine` over SGLang's native routes."""
 
     unload_route = "/unload_lora_adapter"
 
