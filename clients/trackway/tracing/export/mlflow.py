@@ -44,9 +44,8 @@ class MlflowEndpoint(Endpoint):
         url, headers = (lambda: f"{self._server()}/v1/traces"), self._credentials
         if TraceBackend.MLFLOW in settings.collected:
             url, headers = (lambda: settings.otlp_endpoint or ""), settings.otlp_headers
-        super().__init__(url, headers, settings.export_timeout_s)
-        self._http.close()
-        self._http = mlflow_http(settings.mlflow_uri or "", settings.export_timeout_s)
+        verify, trust_env = _tls_and_environment(settings.mlflow_uri or "")
+        super().__init__(url, headers, settings.export_timeout_s, verify=verify, trust_env=trust_env)
 
     def post(self, batch: Batch) -> Answer:
         """Send one batch to the experiment it names; never raises."""
@@ -75,7 +74,8 @@ class MlflowEndpoint(Endpoint):
 
     def _ask(self, method: str, call: str, **content: dict[str, str]) -> httpx.Response:
         url = f"{self._server()}/api/2.0/mlflow/{call}"
-        return self._http.request(method, url, headers=self._credentials, **content)  # pyright: ignore[reportArgumentType]
+        asked = self._http.request(method, url, headers=self._credentials, **content)  # pyright: ignore[reportArgumentType]
+        return self._in_time(asked)
 
 
 def experiment_id(ask: Callable[..., httpx.Response], name: str) -> str:
@@ -102,11 +102,16 @@ def _experiment(ask: Callable[..., httpx.Response], name: str) -> dict[str, obje
 
 def mlflow_http(uri: str, timeout_s: float) -> httpx.Client:
     """An HTTP client for the server behind an MLflow tracking URI, with MLflow's own variables for TLS."""
+    verify, trust_env = _tls_and_environment(uri)
+    return httpx.Client(timeout=timeout_s, trust_env=trust_env, verify=verify)
+
+
+def _tls_and_environment(uri: str) -> tuple[bool | ssl.SSLContext, bool]:
+    """httpx's `verify` and `trust_env`."""
     is_remote = uri.startswith("http")  # else it is on this machine, and no proxy is between
     certificate = os.environ.get("MLFLOW_TRACKING_SERVER_CERT_PATH")
     is_checked = os.environ.get("MLFLOW_TRACKING_INSECURE_TLS", "").lower() not in ("true", "1")
-    verify = ssl.create_default_context(cafile=certificate) if certificate and is_checked else is_checked
-    return httpx.Client(timeout=timeout_s, trust_env=is_remote, verify=verify)
+    return ssl.create_default_context(cafile=certificate) if certificate and is_checked else is_checked, is_remote
 
 
 def credentials() -> dict[str, str]:

@@ -1,9 +1,11 @@
 """OTLP/HTTP endpoints: sending a batch, and interpreting the answer."""
 
-import time
-from collections.abc import Callable, Mapping
+import asyncio
+import ssl
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any, TypeVar
 
 import httpx
 from google.protobuf.message import DecodeError
@@ -13,6 +15,8 @@ from trackway.tracing import attributes as names
 from trackway.tracing.export.batch import Batch
 from trackway.tracing.settings import TracingSettings
 from trackway.wire.tracing import TraceBackend
+
+T = TypeVar("T")
 
 LONGEST_RETRY_AFTER_S = 60.0
 MOST_BYTES = 65_536
@@ -45,9 +49,21 @@ class Answer:
 
 
 class Endpoint:
-    """Sends batches one at a time."""
+    """Sends batches one at a time, from one thread.
 
-    def __init__(self, url: Callable[[], str], headers: Mapping[str, str], timeout_s: float) -> None:
+    `timeout_s` bounds each exchange as a whole; httpx's own timeouts would bound each read alone, however many a slow
+    answer takes.
+    """
+
+    def __init__(
+        self,
+        url: Callable[[], str],
+        headers: Mapping[str, str],
+        timeout_s: float,
+        *,
+        verify: bool | ssl.SSLContext = True,
+        trust_env: bool = True,
+    ) -> None:
         self._url = url
         self._headers = {
             "content-type": "application/x-protobuf",
@@ -56,14 +72,13 @@ class Endpoint:
             **headers,
         }
         self._timeout_s = timeout_s
-        self._http = httpx.Client(timeout=timeout_s)
+        self._http = httpx.AsyncClient(timeout=timeout_s, verify=verify, trust_env=trust_env)
+        self._runner = asyncio.Runner()
 
     def post(self, batch: Batch) -> Answer:
         """Send one batch; never raises."""
         try:
-            headers = {**self._headers, **batch.headers}
-            with self._http.stream("POST", self._url(), content=batch.payload, headers=headers) as response:
-                return answer_of(_beginning(response, self._timeout_s), batch.spans)
+            return answer_of(self._in_time(self._exchange(self._url(), batch)), batch.spans)
         except (httpx.LocalProtocolError, UnicodeEncodeError) as error:
             # Headers that HTTP cannot carry.
             return Answer(SendOutcome.REFUSED, reason=f"{type(error).__name__}: {error}")
@@ -73,18 +88,31 @@ class Endpoint:
 
     def close(self) -> None:
         """Close the connection."""
-        self._http.close()
+        self._runner.run(self._http.aclose())
+        self._runner.close()
 
+    def _in_time(self, exchange: Coroutine[Any, Any, T]) -> T:
+        """The result of an exchange; raises TimeoutError when it takes longer than `timeout_s`."""
 
-def _beginning(response: httpx.Response, within_s: float) -> httpx.Response:
-    """The answer with the beginning of its body, not decompressed: it may be endless, slow, or a gzip bomb."""
-    body, end = bytearray(), time.monotonic() + within_s
-    for part in response.iter_raw(MOST_BYTES):
-        body += part
-        if len(body) >= MOST_BYTES or time.monotonic() > end:
-            break
-    retry_after = {name: value for name, value in response.headers.items() if name == "retry-after"}
-    return httpx.Response(response.status_code, headers=retry_after, content=bytes(body[:MOST_BYTES]))
+        async def bounded() -> T:
+            async with asyncio.timeout(self._timeout_s):
+                return await exchange
+
+        try:
+            return self._runner.run(bounded())
+        except TimeoutError:
+            raise TimeoutError(f"expected the whole answer within {self._timeout_s:g} s, got a part") from None
+
+    async def _exchange(self, url: str, batch: Batch) -> httpx.Response:
+        """The answer with the beginning of its body, not decompressed: it may be endless, or a gzip bomb."""
+        headers, body = {**self._headers, **batch.headers}, bytearray()
+        async with self._http.stream("POST", url, content=batch.payload, headers=headers) as response:
+            async for part in response.aiter_raw(MOST_BYTES):
+                body += part
+                if len(body) >= MOST_BYTES:
+                    break
+        retry_after = {name: value for name, value in response.headers.items() if name == "retry-after"}
+        return httpx.Response(response.status_code, headers=retry_after, content=bytes(body[:MOST_BYTES]))
 
 
 def endpoint(backend: TraceBackend, settings: TracingSettings) -> Endpoint:

@@ -1,4 +1,4 @@
-"""Answers of an OTLP receiver that are too long: only their beginning is read."""
+"""Answers of an OTLP receiver that are too long or too slow."""
 
 import contextlib
 import gzip
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.time_limits import ENDS_SOON
 from trackway.tracing.export.batch import Batch
 from trackway.tracing.export.otlp_http import MOST_BYTES, Endpoint, SendOutcome
 
@@ -17,8 +18,8 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: %d\r\n\r\n
 
 
 @contextlib.contextmanager
-def receiver(answer: bytes) -> Iterator[str]:
-    """The URL of a server that gives each request this answer, over and over until the client leaves."""
+def receiver(answer: bytes, then: bytes = b"x" * MOST_BYTES, every_s: float = 0.0) -> Iterator[str]:
+    """The URL of a server that gives each request this answer, and sends more of it until the client leaves."""
 
     def serve() -> None:
         with contextlib.suppress(OSError):
@@ -28,14 +29,29 @@ def receiver(answer: bytes) -> Iterator[str]:
                     connection.recv(65_536)
                     connection.sendall(answer)
                     while b"content-length" not in answer[:200]:
-                        connection.sendall(b"x" * MOST_BYTES)
+                        connection.sendall(then)
+                        left.wait(every_s)
 
+    left = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=serve)
         thread.start()
         yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1/traces"
+        left.set()
         listening.shutdown(socket.SHUT_RDWR)
         thread.join(10)
+
+
+@ENDS_SOON
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\nx-slow: ", b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n"])
+def test_an_answer_of_one_byte_at_a_time_ends_at_the_deadline(answer: bytes) -> None:
+    with receiver(answer, b"a", 0.02) as url:
+        endpoint = Endpoint(lambda: url, {}, 0.3)
+        found = endpoint.post(Batch({}, b"", 1))
+        endpoint.close()
+
+    late = "TimeoutError: expected the whole answer within 0.3 s, got a part"
+    assert (found.verdict, found.answered, found.reason) == (SendOutcome.LATER, False, late)
 
 
 @pytest.mark.parametrize(
