@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from trackway.trainer.metrics.rollout import Metrics, score, spread
+from trackway.trainer.metrics.rollout import MOST_COMPONENTS, Metrics, score, spread
 from trackway.trainer.metrics.tools import tool_metrics
 from trackway.wire.trajectory import Trajectory
 
@@ -21,7 +21,7 @@ def validation_metrics(trajectories: Sequence[Trajectory], n: int) -> Metrics:
     """Metrics of each data source over the successful trajectories; `val-aux/tools/*` covers all trajectories.
 
     `acc` is the reward component of that name, or the score, without the penalty on long responses, when the scorer
-    returns none. Other components keep their own names.
+    returns none. Other components keep their own names, the first 512 by name for each data source.
     """
     successful = [trajectory for trajectory in trajectories if trajectory.error is None]
     metrics: Metrics = {}
@@ -46,7 +46,8 @@ def _variables(members: Sequence[Trajectory]) -> Mapping[str, list[list[float]]]
         total = score(trajectory)
         for name, value in {CORE: components.get("score", total), **components, "reward": total}.items():
             values[name][trajectory.tags.sample_index].append(value)
-    return {name: list(rows.values()) for name, rows in values.items()}
+    own = sorted(values.keys() - {CORE, "reward"})[:MOST_COMPONENTS]
+    return {name: list(values[name].values()) for name in (CORE, *own, "reward")}
 
 
 def _group_metrics(groups: Sequence[Sequence[float]], n: int) -> Metrics:

@@ -87,3 +87,12 @@ def test_values_whose_square_is_too_large_have_an_infinite_spread():
 
     assert metrics[f"val-aux/{GSM8K}/huge/std@2"] == math.inf
     assert metrics[f"val-core/{GSM8K}/acc/mean@2"] == 0.5
+
+
+def test_a_data_source_has_metrics_of_512_components():
+    components = {f"c{number:05}": 1.0 for number in range(20_000)}
+
+    metrics = validation_metrics([trajectory(1.0, components=components)], n=1)
+
+    own = [name for name in metrics if name.startswith("val-aux/openai/gsm8k/c")]
+    assert (len(own), own[-1], len(metrics)) == (512, "val-aux/openai/gsm8k/c00511/mean@1", 512 + 7)
