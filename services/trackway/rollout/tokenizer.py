@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trackway.chat.tokenizer import ChatTokenizer
+from trackway.serving.threads import in_thread
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 
@@ -37,7 +38,8 @@ class TokenText:
         if self._tokenizer is None:
             async with self._loading:
                 if self._tokenizer is None:
-                    self._tokenizer = await asyncio.to_thread(_load_tokenizer, self.model_path, self._tool_parser)
+                    # Also when cancelled, it waits for the thread: two imports at a time may fail.
+                    self._tokenizer = await in_thread(lambda: _load_tokenizer(self.model_path, self._tool_parser))
         return self._tokenizer
 
 
