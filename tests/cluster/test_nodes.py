@@ -6,6 +6,7 @@ The services are those of the manifests' Serve config, on three Ray nodes; what 
 import asyncio
 import itertools
 import json
+import re
 import sys
 from collections.abc import Callable
 
@@ -25,6 +26,8 @@ from tests.cluster.cluster_runs import (
 from tests.cluster.ray_cluster import SERVICES, Cluster, until
 from trackway.clients import run
 from trackway.traces.verify import Gap
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.wire.trainer import RunState
 
 pytestmark = [
     pytest.mark.e2e,
@@ -168,10 +171,28 @@ async def drained_meanwhile(cluster: Cluster) -> tuple[list[str], str]:
     return answered, hurried
 
 
-def drain(cluster: Cluster, timeout_s: int) -> str:
+@pytest.mark.chaos
+@pytest.mark.program("redis-server")
+def test_a_run_is_saved_and_its_node_stops_when_the_whole_cluster_goes(cluster: Cluster) -> None:
+    name = start(cluster, "gone")
+    until(lambda: step_of(cluster, name) >= 1)
+    folder = RunFolder(cluster.deployment.outputs / name)
+    cluster.nodes["head"].kill()
+    with cluster.timed("kill of the head to the end of the hook"):
+        said = drain(cluster, 300, "one")
+    assert re.fullmatch(r"drain: not empty \(the cluster does not answer\) after [0-9]+ s", said.splitlines()[-1])
+    info = folder.info()
+    assert (info.state, info.interrupted, info.restarts) == (RunState.STOPPED, True, 0)
+    assert max(path.name for path in folder.checkpoints.glob("global_step_*")) == f"global_step_{info.step}"
+    cluster.nodes["head"].start()
+    until(cluster.complete)
+    until(lambda: step_of(cluster, name) > info.step)  # it resumes by itself
+
+
+def drain(cluster: Cluster, timeout_s: int, node: str = "two") -> str:
     """What the preStop hook of the node says."""
     words = [sys.executable, "-m", "trackway.deploy.drain", "--timeout", str(timeout_s)]
-    process = cluster.nodes["two"].run(*words)
+    process = cluster.nodes[node].run(*words)
     said, _ = process.communicate(timeout=timeout_s + 90)
     assert process.returncode == 0, said
     return said.strip()

@@ -82,7 +82,10 @@ class Replica:
         # The trainer is called rarely and has one replica.
         self._direct = None if service == "trainer" else _direct_port(settings, self._app)
         if settings.probe_dir:  # the outermost of the lifespan, so that probes fail before the replica drains
-            ProbeSocket(self._app, settings.probe_dir, f"{service}-{name}", self._ready)
+            metrics = self._app.state.metrics
+            ProbeSocket(
+                self._app, settings.probe_dir, f"{service}-{name}", self._ready, lambda: metrics.requests_in_flight
+            )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app

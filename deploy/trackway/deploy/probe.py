@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 def not_ready(folder: Path, services: Sequence[str], timeout_s: float) -> str:
@@ -22,14 +23,14 @@ def not_ready(folder: Path, services: Sequence[str], timeout_s: float) -> str:
     end, answered = time.monotonic() + timeout_s, set[str]()
     for path in sorted(folder.glob("*.sock")):
         try:
-            ready = json.loads(_asked(path, end))
+            state = asked(path, end)
         except (ConnectionRefusedError, FileNotFoundError):
             path.unlink(missing_ok=True)  # its process was killed
             continue
         except (OSError, ValueError) as error:
             return f"replica {path.stem} does not answer: {error or type(error).__name__}"
-        if not ready["ready"]:
-            return f"replica {path.stem}: {ready['reason']}"
+        if not state["ready"]:
+            return f"replica {path.stem}: {state['reason']}"
         answered.add(path.stem.partition("-")[0])
     missing = sorted(set(services) - answered)
     if missing or not answered:
@@ -37,7 +38,8 @@ def not_ready(folder: Path, services: Sequence[str], timeout_s: float) -> str:
     return ""
 
 
-def _asked(path: Path, end: float) -> bytes:
+def asked(path: Path, end: float) -> dict[str, Any]:
+    """The answer of the replica at a socket. `end` is a time of `time.monotonic`. Raises OSError and ValueError."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(max(0.001, end - time.monotonic()))
         connection.connect(str(path))
@@ -45,7 +47,8 @@ def _asked(path: Path, end: float) -> bytes:
         while part := connection.recv(65536):
             parts.append(part)
             connection.settimeout(max(0.001, end - time.monotonic()))
-    return b"".join(parts)
+    answer: dict[str, Any] = json.loads(b"".join(parts))
+    return answer
 
 
 def main(arguments: list[str] | None = None) -> int:

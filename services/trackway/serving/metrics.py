@@ -52,6 +52,12 @@ class ServiceMetrics:
         for collector in self.collectors:
             self._registry.register(collector)
 
+    @property
+    def requests_in_flight(self) -> int:
+        """Requests in progress; those of a batch count singly."""
+        [metric] = self.in_flight.collect()
+        return int(metric.samples[0].value)
+
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)

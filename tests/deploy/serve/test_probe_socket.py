@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from asyncio import to_thread
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -68,6 +69,14 @@ def names(pod: Pod) -> list[str]:
 async def test_a_ready_replica_passes_also_where_callers_need_tokens(pod: Pod) -> None:
     await pod.start(auth=TOKENS)
     assert await to_thread(ask, pod, "tools") == (0, "ready")
+
+
+async def test_a_replica_tells_its_requests_in_flight_without_the_probe_itself(pod: Pod) -> None:
+    replica = await pod.start()
+    [path] = pod.folder.glob("*.sock")
+    replica._app.state.metrics.in_flight.inc(2)
+    told = await to_thread(probe.asked, path, time.monotonic() + 30)
+    assert told == {**READY.model_dump(), "in_flight": 2}
 
 
 async def test_one_paused_replica_fails_its_pod_although_its_sibling_is_ready(pod: Pod) -> None:

@@ -1,11 +1,13 @@
-"""A replica's Unix socket for readiness probes, which `trackway.deploy.probe` asks.
+"""A replica's Unix socket, which `trackway.deploy.probe` and `trackway.deploy.drain` ask.
 
 A request through Ray Serve's proxy reaches any replica of a service, and a replica's direct port is a free one that
-expects a token. This socket has a known folder, answers nothing but `/ready`, and only for processes that can open the
-file. The answer comes from the event loop of the service's requests, so a blocked loop gives none.
+expects a token. This socket has a known folder, answers `/ready` and the requests in flight and nothing else, and only
+for processes that can open the file. The answer comes from the event loop of the service's requests, so a blocked loop
+gives none.
 """
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -20,16 +22,19 @@ _ANSWER_S = 10.0
 
 
 class ProbeSocket:
-    """`FOLDER/SERVICE-REPLICA.sock` during the app's lifespan; each connection gets the JSON of `/ready`.
+    """`FOLDER/SERVICE-REPLICA.sock` during the app's lifespan; each connection gets the JSON of `/ready`,
+    and `in_flight`, the number of requests in progress.
 
     The file is removed as soon as the replica stops, so a replica that drains no longer counts. The file of a killed
     replica refuses connections.
     """
 
-    def __init__(self, app: FastAPI, folder: str, name: str, ready: Callable[[], Awaitable[Ready]]) -> None:
+    def __init__(
+        self, app: FastAPI, folder: str, name: str, ready: Callable[[], Awaitable[Ready]], in_flight: Callable[[], int]
+    ) -> None:
         self._folder = Path(folder)
         self._name = name
-        self._ready = ready
+        self._ready, self._in_flight = ready, in_flight
         within_lifespan(app, self._served)
 
     @asynccontextmanager
@@ -50,7 +55,8 @@ class ProbeSocket:
     async def _answer(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(_ANSWER_S):
-                writer.write((await self._ready()).model_dump_json().encode())
+                ready = await self._ready()
+                writer.write(json.dumps({**ready.model_dump(), "in_flight": self._in_flight()}).encode())
                 await writer.drain()
         except (OSError, TimeoutError):
             pass  # the probe has given up
