@@ -8,7 +8,7 @@ from rich.console import Console
 
 from trackway.deploy.commands import run_output
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.runs import delivery
+from trackway.deploy.runs import delivery, launch
 from trackway.deploy.runs.delivery import Unsent, wait_for_delivery
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import BackendSummary, RunInfo, RunState, TraceSummary
@@ -105,3 +105,28 @@ def test_ctrl_c_says_what_is_left_and_how_to_send_it(after, monkeypatch: pytest.
         "not sent: 1,200 spans, 4 values of feedback, 1 row of metrics; kept on disk; to send it: "
         "trackway up --outputs outputs\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("info", "told"),
+    [
+        (RunInfo(run="r", state=RunState.STOPPED), "checkpoint saved; resume it"),
+        (RunInfo(run="r", state=RunState.STOPPING), "run r is stopping; resume it"),
+        (RunInfo(run="r", state=RunState.RUNNING), "run r is running; resume it"),
+        (
+            RunInfo(run="r", state=RunState.RUNNING, message="connection refused"),
+            "the state of run r is unknown: connection refused; resume it",
+        ),
+    ],
+    ids=["once", "twice", "twice at once", "without a trainer"],
+)
+def test_after_ctrl_c_a_checkpoint_is_named_only_once_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, info: RunInfo, told: str
+):
+    monkeypatch.setattr(launch, "TrainerClient", lambda url: Services([info], [0]))
+    console = Console(record=True, width=200)
+    monkeypatch.setattr(run_output, "stderr", console)
+
+    run_output.report_interrupted("r", HERE, "resume it", stopping=False)
+
+    assert console.export_text() == f"{told}\n"

@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 
 from trackway.deploy.commands.options import DEMO_MEMORY_GB, DEMO_OUTPUTS, Wait, json_of, up_settings
-from trackway.deploy.commands.run_output import report_losses, report_unsent, wait_for_delivery
+from trackway.deploy.commands.run_output import report_interrupted, report_losses, wait_for_delivery
 from trackway.deploy.terminal.console import board, print_json, run_bar, stderr, stdout
 from trackway.system.user_error import UserError
 
@@ -130,9 +130,8 @@ def _train(demo: "Demo", clock: "PhaseTimes", to_resume: str, as_json: bool, kee
         with run_bar(as_json) as bar:
             info = demo.follow(info, bar.show)
     except KeyboardInterrupt:
-        resume = f"{to_resume} trackway train --resume {info.run} --outputs {deployment.outputs}"
-        stderr.print(f"checkpoint saved; to resume, {escape(resume)}", soft_wrap=True)
-        report_unsent(info.run, deployment, stopping=not keep)
+        resume = f"to resume, {to_resume} trackway train --resume {info.run} --outputs {deployment.outputs}"
+        report_interrupted(info.run, deployment, resume, stopping=not keep)
         raise
     clock.trained = time.monotonic()
     info = wait_for_delivery(info, deployment, as_json, stopping=not keep)

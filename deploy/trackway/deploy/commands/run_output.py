@@ -52,14 +52,24 @@ def wait_for_delivery(info: "RunInfo", deployment: "Deployment", quiet: bool, st
     return info
 
 
-def report_unsent(run: str, deployment: "Deployment", stopping: bool) -> None:
-    """Print what backends lack of a stopped run, and how to send it; nothing if the trainer does not answer."""
+def report_interrupted(run: str, deployment: "Deployment", to_resume: str, stopping: bool) -> None:
+    """Print whether a run has stopped after Ctrl-C, how to resume it, and what backends lack and how to send it.
+
+    A second Ctrl-C does not wait for the checkpoint.
+    """
     from trackway.deploy.runs.delivery import unsent_of
     from trackway.deploy.runs.launch import info_of
     from trackway.wire.errors import TrackwayError
+    from trackway.wire.trainer import RunState
 
-    with suppress(TrackwayError):
-        _report_unsent(unsent_of(info_of(deployment, run)), deployment, stopping)
+    try:
+        info = info_of(deployment, run)
+    except TrackwayError as error:
+        stderr.print(escape(f"the state of run {run} is unknown: {error.message}; {to_resume}"), soft_wrap=True)
+        return
+    state = "checkpoint saved" if info.state is RunState.STOPPED else f"run {run} is {info.state}"
+    stderr.print(escape(f"{state}; {to_resume}"), soft_wrap=True)
+    _report_unsent(unsent_of(info), deployment, stopping)
 
 
 def _report_unsent(left: "Unsent", deployment: "Deployment", stopping: bool) -> None:

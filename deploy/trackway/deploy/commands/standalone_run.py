@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from trackway.deploy.commands.run_output import print_end, print_plan, report_unsent, wait_for_delivery
+from trackway.deploy.commands.run_output import print_end, print_plan, report_interrupted, wait_for_delivery
 from trackway.deploy.terminal.console import board, run_bar, stderr
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ def _train(run: "StandaloneRun", keep: bool, skip_damaged: bool, as_json: bool) 
             info = run.train(deployment, bar.show, skip_damaged)
         info = wait_for_delivery(info, deployment, as_json, stopping)
     except KeyboardInterrupt:
-        stderr.print("checkpoint saved; repeat this command to resume")
-        report_unsent(run.config.trainer.experiment_name, deployment, stopping)
+        name = run.config.trainer.experiment_name
+        report_interrupted(name, deployment, "repeat this command to resume", stopping)
         raise
     finally:
         if not keep:

@@ -17,7 +17,7 @@ from trackway.deploy.commands.options import (
     json_of,
     up_settings,
 )
-from trackway.deploy.commands.run_output import print_end, print_plan, report_unsent, wait_for_delivery
+from trackway.deploy.commands.run_output import print_end, print_plan, report_interrupted, wait_for_delivery
 from trackway.deploy.commands.standalone_run import train_standalone
 from trackway.deploy.terminal.console import board, print_json, run_bar, stderr, stdout
 from trackway.system.user_error import UserError
@@ -101,8 +101,7 @@ def train(
         try:
             info = launch.follow(deployment, name, bar.show)
         except KeyboardInterrupt:
-            stderr.print(f"checkpoint saved; to resume: trackway train --resume {name}")
-            report_unsent(name, deployment, stopping=False)
+            report_interrupted(name, deployment, f"to resume: trackway train --resume {name}", stopping=False)
             raise
     info = wait_for_delivery(info, deployment, as_json, stopping=False)
     print_end(info, deployment, as_json)
