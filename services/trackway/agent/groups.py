@@ -22,7 +22,7 @@ _SLACK_S = 1.0
 
 
 class Groups:
-    """Runs the rollouts of every group of this process, at most `max_concurrent_trajectories` at once."""
+    """Runs the rollouts of every group of this process, at most `max_concurrent_trajectories` at once, and sessions."""
 
     def __init__(self, services: AgentContext) -> None:
         self._services = services
@@ -60,7 +60,8 @@ class Groups:
     ) -> AsyncGenerator[Trajectory | GroupWaits, None]:
         waits = [RolloutWaits(request.tags(rollout_n)) for rollout_n in rollouts]
         tasks = [
-            self._spawn(loop, request, rollout_n, waiting) for rollout_n, waiting in zip(rollouts, waits, strict=True)
+            self._spawn(loop, request, rollout_n, waiting, self._slots)
+            for rollout_n, waiting in zip(rollouts, waits, strict=True)
         ]
         running = set(tasks)
         try:
@@ -85,11 +86,14 @@ class Groups:
                 await asyncio.wait(tasks)
 
     def launch(self, loop: MakeLoop, request: GroupRequest) -> asyncio.Task[Trajectory]:
-        """Run the one rollout of a request with this loop, in a task of its own; raises TrackwayError as `start`."""
+        """Run the one rollout of a request with this loop, in a task of its own; raises TrackwayError as `start`.
+
+        It takes no slot of the groups' rollouts: its caller bounds it.
+        """
         if self._closed:
             raise stopping()
         [rollout_n] = checked_rollouts(request)
-        return self._spawn(loop, request, rollout_n, RolloutWaits(request.tags(rollout_n)))
+        return self._spawn(loop, request, rollout_n, RolloutWaits(request.tags(rollout_n)), asyncio.Semaphore())
 
     async def close(self) -> None:
         """Abort all rollouts and reject new ones; tool instances are released within their time limit."""
@@ -100,24 +104,26 @@ class Groups:
             await asyncio.wait(self._tasks, timeout=self._services.settings.release_timeout_s + _SLACK_S)
 
     def _spawn(
-        self, loop: MakeLoop, request: GroupRequest, rollout_n: int, waits: RolloutWaits
+        self, loop: MakeLoop, request: GroupRequest, rollout_n: int, waits: RolloutWaits, slots: asyncio.Semaphore
     ) -> asyncio.Task[Trajectory]:
-        task = asyncio.create_task(self._one(loop, request, rollout_n, waits))
+        task = asyncio.create_task(self._one(loop, request, rollout_n, waits, slots))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _one(self, loop: MakeLoop, request: GroupRequest, rollout_n: int, waits: RolloutWaits) -> Trajectory:
+    async def _one(
+        self, loop: MakeLoop, request: GroupRequest, rollout_n: int, waits: RolloutWaits, slots: asyncio.Semaphore
+    ) -> Trajectory:
         outcome = "aborted"
         current_rollout.set(waits)
         try:
             with waits("a free slot of its agent replica"):
-                await self._slots.acquire()
+                await slots.acquire()
             try:
                 with waits("its agent loop"):
                     trajectory = await contained(self._lived(loop, request, rollout_n))
             finally:
-                self._slots.release()
+                slots.release()
             outcome = trajectory.error.code.value if trajectory.error else trajectory.stop_reason.value
             return trajectory
         finally:

@@ -130,9 +130,14 @@ class AgentSettings(OwnCodeSettings):
     release_timeout_s: float = Field(default=5.0, gt=0)
     """Time limit for releasing a trajectory's tool instances; the tool server expires the rest."""
     max_sessions: int = Field(default=1024, ge=1)
-    """Sessions of this replica. For one more the oldest ended makes room, and 429 is the answer if none has ended."""
+    """Open sessions of this replica that callers opened, which take no slot of rollouts. For one more the session that
+    has been idle for longest ends, or 429 is the answer. As many ended ones are kept."""
+    max_sessions_per_token: int = Field(default=512, ge=1)
+    """Open sessions that were opened with one token; without tokens `max_sessions` alone holds."""
+    session_room_s: float = Field(default=300.0, ge=0)
+    """Seconds without a request after which an open session may end to make room for another."""
     session_keep_s: float = Field(default=600.0, ge=0)
-    """Seconds for which an ended session and its trajectory can still be read, unless it makes room for another."""
+    """Seconds for which an ended session and its trajectory can still be read, unless `max_sessions` ended later."""
     external: ExternalSettings | None = None
     """The agent of `agent_name: external`, which calls the model through a session."""
     external_agents: dict[AgentName, ExternalSettings] = Field(default_factory=dict[str, ExternalSettings])

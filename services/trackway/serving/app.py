@@ -6,9 +6,12 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib.metadata import version
+from importlib.resources import files
 
-from fastapi import APIRouter, FastAPI
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse
+from fastapi.staticfiles import StaticFiles
 from prometheus_client.registry import Collector
 from starlette.types import Receive, Scope, Send
 
@@ -16,7 +19,6 @@ from trackway.clients import close_shared_http
 from trackway.serving.auth import Authentication, Guests, show_tokens_in_docs
 from trackway.serving.batches import BatchLoad
 from trackway.serving.connections import bound_server
-from trackway.serving.docs_page import serve_docs
 from trackway.serving.environment_check import installation
 from trackway.serving.error_responses import documented_error, install_error_answers
 from trackway.serving.idempotency import Idempotency
@@ -33,6 +35,8 @@ from trackway.wire.health import Health, Ready, SpanCounts
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 ReadyCheck = Callable[[], Awaitable[Ready]]
+
+_DOCS_FILES = "/docs-files"
 
 
 def service_app(
@@ -74,7 +78,7 @@ def service_app(
     app.state.batch_load = BatchLoad(metrics.in_flight)
     for router in [*routers, _common_routes(service, settings, tracing, metrics, ready)]:
         app.include_router(router)
-    serve_docs(app)
+    _serve_docs(app)
     install_error_answers(app)
     if tokens is not None:
         show_tokens_in_docs(app)
@@ -142,6 +146,29 @@ def _common_routes(
         return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4")
 
     return router
+
+
+def _serve_docs(app: FastAPI) -> None:
+    """Add `/docs` with its files from a package, and the redirect from `/`; addresses are relative, for proxies."""
+    router = APIRouter(include_in_schema=False)
+
+    @router.get("/")
+    async def root(request: Request) -> RedirectResponse:
+        return RedirectResponse(f"{request.scope.get('root_path', '').rstrip('/')}/docs")
+
+    @router.get("/docs")
+    async def docs() -> HTMLResponse:
+        relative = _DOCS_FILES.removeprefix("/")
+        return get_swagger_ui_html(
+            openapi_url="openapi.json",
+            title=app.title,
+            swagger_js_url=f"{relative}/swagger-ui-bundle.js",
+            swagger_css_url=f"{relative}/swagger-ui.css",
+            swagger_favicon_url=f"{relative}/favicon-32x32.png",
+        )
+
+    app.include_router(router)
+    app.mount(_DOCS_FILES, StaticFiles(directory=str(files("fastapi_swagger.resources"))), name="docs-files")
 
 
 def process_health(service: str, replica: str, tracing: Tracing | None = None) -> Health:

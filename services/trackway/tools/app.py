@@ -49,7 +49,7 @@ def create_app(
         tools = tools_of(settings)
     instances = InstanceTable(settings.replica, settings.max_instances, settings.instance_ttl_s)
     server = ToolServer(tools, settings.limits, instances)
-    mcp = McpFace(server, settings.mcp_session_idle_s, settings.mcp_max_sessions, settings.max_body_bytes)
+    mcp = McpFace(server, settings)
     observation = ObservationFace(server, settings.tool_concurrency)
     sessions = [mcp.sessions, observation.sessions]
     routers: list[APIRouter] = [tool_routes(server), instance_routes(server)]

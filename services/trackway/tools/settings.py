@@ -32,7 +32,12 @@ class ToolsSettings(ToolLimits, OwnCodeSettings):
     reap_interval_s: float = Field(default=30.0, gt=0)
     """Seconds between checks for idle instances."""
     mcp_max_sessions: int = Field(default=1024, ge=1)
-    """MCP sessions (`Mcp-Session-Id`) open at once on this replica, 40 kB each; one more is answered 429."""
+    """MCP sessions (`Mcp-Session-Id`) open at once on this replica, 40 kB each. For one more the session that has been
+    idle for longest ends, or 429 is the answer."""
+    mcp_max_sessions_per_token: int = Field(default=512, ge=1)
+    """MCP sessions that were opened with one token; without tokens `mcp_max_sessions` alone holds."""
+    mcp_session_room_s: float = Field(default=60.0, ge=0)
+    """Seconds without a request after which an MCP session may end to make room for another."""
     mcp_session_idle_s: float = Field(default=1800.0, gt=0)
     """Seconds without a request after which an MCP session ends; its id is then answered 404."""
 

@@ -1,5 +1,7 @@
 """The calls of a session's model without FastAPI, whose routing and validation cost much of a short call.
 
+Also notes which sessions have a request in progress.
+
 Only ordinary calls of this replica's sessions are answered here. Others (a session elsewhere, another content type, no
 body) are passed to FastAPI, whose routes are the documented ones; answers and errors are the same.
 """
@@ -70,10 +72,17 @@ class SessionFastPath:
         self._by_key = {name: _Route(f"/v1/{name}", call) for name, call in calls.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and _JSON in scope["headers"]:
-            path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        session_id = session_of_request(path, scope["headers"])
+        with self._sessions.opened.in_use(session_id):
+            await self._answer(path, session_id, scope, receive, send)
+
+    async def _answer(self, path: str, session_id: str | None, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "POST" and _JSON in scope["headers"]:
             match = self._pattern.fullmatch(path)
-            session_id = session_of_request(path, scope["headers"]) if match else None
             if match and session_id is not None and session_id in self._sessions:
                 message = await receive()
                 if body := _whole_body(message):

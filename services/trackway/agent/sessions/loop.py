@@ -14,7 +14,7 @@ from trackway.agent.toolbox import Toolbox
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.sessions.graph import NodeKind
-from trackway.wire.sessions.session import FormatUse, SessionBounds
+from trackway.wire.sessions.session import FormatUse, SessionBounds, SessionRequest
 from trackway.wire.trajectory import Reward, StopReason, TokenRow, Turn
 
 
@@ -24,6 +24,8 @@ class SessionAgent(AgentLoop):
     bounds = SessionBounds()
     formats: FormatUse = "guide"
     generates_alone = True
+    opener: str | None = None
+    """The caller that opened the session; None for a session of a rollout."""
 
     @abstractmethod
     async def attend(self, session: Session) -> None:
@@ -33,7 +35,7 @@ class SessionAgent(AgentLoop):
         """The session's life. Raises AGENT_FAILED, or its last error, when no call was answered."""
         sessions = self.services.sessions
         session = Session(self, episode, self.bounds, sessions.replica, self.formats)
-        sessions.add(session)
+        sessions.add(session, self.opener)
         try:
             await self.attend(session)
         except Exception:
@@ -114,16 +116,16 @@ class OpenSession(SessionAgent):
     agent_name = "session"
 
     def __init__(
-        self, services: AgentContext, bounds: SessionBounds, formats: FormatUse, opened: Callable[[Session], None]
+        self, services: AgentContext, request: SessionRequest, opener: str, opened: Callable[[Session], None]
     ) -> None:
         super().__init__(services)
-        self.bounds, self.formats = bounds, formats
+        self.bounds, self.formats, self.opener = request.bounds, request.formats, opener
         self._opened = opened
 
     async def attend(self, session: Session) -> None:
         """Until the session is ended."""
         self._opened(session)
-        await session.ended.wait()
+        await session.until_ended()
 
 
 async def opened(task: "asyncio.Task[object]", session: "asyncio.Future[Session]", within_s: float) -> Session | None:

@@ -25,7 +25,7 @@ from trackway.model_api.openai.chat import ChatResponseBuilder
 from trackway.model_api.openai.errors import OpenAIRoute
 from trackway.model_api.openai.responses import ResponsesBuilder
 from trackway.serving import ServiceRouter
-from trackway.serving.auth import RawHeaders, presented_key
+from trackway.serving.auth import CALLER, RawHeaders, presented_key
 from trackway.serving.tokens import Caller
 from trackway.wire.anthropic.replies import CountTokensReply, MessagesReply
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -59,7 +59,7 @@ _WITHOUT_VERSION = ("/chat/completions", "/completions", "/responses")
 """What OpenAI's clients call when their base URL lacks `/v1`."""
 _SHOWN_CHARS = 200
 _OPEN_S = 30.0
-"""Longest wait for a slot of the replica."""
+"""Longest wait for a session to begin."""
 
 
 class OpenAISessionRoute(OpenAIRoute, PassedOnRoute):
@@ -79,21 +79,21 @@ class RunningSessions:
         self._handing: dict[str, tuple[TrainedSession, asyncio.Task[None] | None]] = {}
         """The sessions that are trained, each with the hand-over of its trajectory to the run."""
 
-    async def open(self, request: SessionRequest) -> SessionAccess:
-        """Begin a session; raises OVERLOADED when the replica is full."""
+    async def open(self, request: SessionRequest, opener: str) -> SessionAccess:
+        """Begin a session of this caller; raises OVERLOADED when the replica is full."""
         sessions = self._services.sessions
-        sessions.check_room()
+        sessions.make_room(opener)
         self._tasks = {name: task for name, task in self._tasks.items() if name in sessions}
         self._handing = {name: handing for name, handing in self._handing.items() if name in sessions}
         request = await self._of_run(request)
         ready: asyncio.Future[Session] = asyncio.get_running_loop().create_future()
         task = self._groups.launch(
-            lambda services: OpenSession(services, request.bounds, request.formats, ready.set_result), request.group()
+            lambda services: OpenSession(services, request, opener, ready.set_result), request.group()
         )
         session = await opened(task, ready, _OPEN_S)
         if session is None:
             task.cancel()
-            message = f"expected a free slot within {_OPEN_S:g} s (max_concurrent_trajectories), got none; try again"
+            message = f"expected room for the session within {_OPEN_S:g} s (max_sessions), got none; try again"
             raise TrackwayError(ErrorCode.OVERLOADED, message)
         self._tasks[session.id] = task
         if request.train is not None:
@@ -192,9 +192,9 @@ def _opening(running: RunningSessions) -> ServiceRouter:
     router = ServiceRouter(tags=["sessions"])
 
     @router.post("/sessions")
-    async def open_session(request: SessionRequest) -> SessionAccess:
+    async def open_session(request: SessionRequest, http: Request) -> SessionAccess:
         """Open a session: an agent that calls the model at its `base_url`, or with its `api_key`, is recorded."""
-        return await running.open(request)
+        return await running.open(request, http.scope[CALLER].name)
 
     return router
 

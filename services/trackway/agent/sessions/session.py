@@ -64,6 +64,7 @@ _OF_THE_CALL = ("max_tokens", "stop_token_ids", "logprobs", "structured_outputs"
 """Sampling parameters that the call may choose; the others are the run's."""
 _FOREIGN_IDS = (b"session-id", b"session_id", b"session-affinity", b"thread-id", b"conversation-id", b"user-agent")
 """Endings of headers that are recorded as attributes."""
+_GAVE_WAY = "it was idle for longest and made room for another session (max_sessions)"
 _MAX_ATTRIBUTES = 32
 _MAX_ATTRIBUTE_CHARS = 256
 _MAX_FIELDS = 64
@@ -142,6 +143,8 @@ class Session:
         """The messages of the last answered call of chat that is not auxiliary, its answer included."""
         self.ended = asyncio.Event()
         """Set when the agent has ended; no call is taken then."""
+        self.gave_way = False
+        """Whether it ended to make room for another session."""
         self._loop = loop
         self._bounds = bounds
         self._guides = formats == "guide"
@@ -181,6 +184,18 @@ class Session:
     def owns(self, key: str) -> bool:
         """Whether this is the session's key."""
         return secrets.compare_digest(key.encode(), self.key.encode())
+
+    def give_way(self) -> None:
+        """End, since another session needs the room."""
+        self.gave_way = True
+        self.ended.set()
+
+    async def until_ended(self) -> None:
+        """Wait for the end. Raises AGENT_FAILED when it came to make room for another session."""
+        await self.ended.wait()
+        if self.gave_way:
+            message = f"expected the session to be ended by its client, {_GAVE_WAY}"
+            raise TrackwayError(ErrorCode.AGENT_FAILED, f"{message}; end sessions sooner, or raise it")
 
     def close(self) -> None:
         """Take no further call and abort those that generate."""
@@ -602,8 +617,8 @@ class Session:
         return refused
 
     def _after_end(self) -> TrackwayError:
-        message = "the session has ended (by /end, with its agent, or by limits.timeout_s); open another one"
-        return TrackwayError(ErrorCode.INVALID_REQUEST, message)
+        why = _GAVE_WAY if self.gave_way else "by /end, with its agent, or by limits.timeout_s"
+        return TrackwayError(ErrorCode.INVALID_REQUEST, f"the session has ended ({why}); open another one")
 
     def _over(self, why: str) -> TrackwayError:
         return TrackwayError(ErrorCode.INVALID_REQUEST, f"{why}; end the agent, or raise the session's bounds")

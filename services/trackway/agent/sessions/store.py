@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from trackway.agent.sessions.session import Session
 from trackway.agent.settings import AgentSettings
+from trackway.serving.open_sessions import OpenSessions
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.sessions.session import SessionAccess
 from trackway.wire.sessions.training import SESSION_ID
@@ -35,13 +36,21 @@ class _Entry:
 
 
 class Sessions:
-    """Every session of this replica; at most `max_sessions`. An ended one stays for `session_keep_s`, or makes room."""
+    """Every session of this replica: those of its rollouts, and at most `max_sessions` that callers opened.
+
+    The last ones that ended, as many again, are kept for `session_keep_s`.
+    """
 
     def __init__(self, settings: AgentSettings) -> None:
         self.replica = settings.replica
         self._base_url = settings.url("agent")
         self._max, self._keep_s = settings.max_sessions, settings.session_keep_s
         self._entries: dict[str, _Entry] = {}
+        most_of_one = settings.max_sessions_per_token if settings.auth.given else None
+        self.opened = OpenSessions(
+            self._max, most_of_one, settings.session_room_s, ("max_sessions", "max_sessions_per_token")
+        )
+        """The sessions that callers opened."""
         own = {"": settings.external} if settings.external is not None else {}
         self.programs = {
             name: asyncio.Semaphore(agent.max_running) for name, agent in {**own, **settings.external_agents}.items()
@@ -53,30 +62,39 @@ class Sessions:
     def __contains__(self, session_id: str) -> bool:
         return session_id in self._entries
 
-    def check_room(self) -> None:
-        """Raise OVERLOADED when no further session can begin."""
+    def make_room(self, opener: str) -> None:
+        """End the session that must end before the caller opens another one, if any. Raises OVERLOADED."""
+        session_id = self.opened.to_end(opener)
+        if session_id is not None:
+            self._entries[session_id].session.give_way()
+            self.opened.remove(session_id)
+
+    def add(self, session: Session, opener: str | None) -> None:
+        """Let calls find the session, which a caller has opened or else a rollout. Raises OVERLOADED."""
+        if opener is not None:
+            self.make_room(opener)
+            self.opened.add(session.id, opener)
+        self._forget_ended()
+        self._entries[session.id] = _Entry(session)
+
+    def _forget_ended(self) -> None:
         now = time.monotonic()
         ended = sorted((entry.ended_at, key) for key, entry in self._entries.items() if entry.ended_at is not None)
-        too_many = len(self._entries) - self._max + 1
+        too_many = len(ended) - self._max
         for place, (ended_at, session_id) in enumerate(ended):
             if place < too_many or now - ended_at >= self._keep_s:
                 del self._entries[session_id]
-        if len(self._entries) >= self._max:
-            message = f"expected fewer than {self._max} sessions on this replica (max_sessions), got as many; end some"
-            raise TrackwayError(ErrorCode.OVERLOADED, message)
-
-    def add(self, session: Session) -> None:
-        """Let calls find the session. Raises OVERLOADED."""
-        self.check_room()
-        self._entries[session.id] = _Entry(session)
 
     def ended(self, session: Session) -> None:
         """The session has ended: it is kept for a while."""
+        self.opened.remove(session.id)
         if (entry := self._entries.get(session.id)) is not None:
             entry.ended_at = time.monotonic()
+            self._forget_ended()
 
     def forget(self, session: Session) -> None:
         """Drop the session."""
+        self.opened.remove(session.id)
         self._entries.pop(session.id, None)
 
     def find(self, session_id: str) -> Session:

@@ -10,11 +10,13 @@ the server's shutdown.
 
 from contextlib import AbstractAsyncContextManager
 from importlib.metadata import version
+from uuid import uuid4
 
 from mcp import MCPError
 from mcp.server.context import ServerRequestContext
 from mcp.server.lowlevel import Server
 from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
+from mcp.shared.inbound import MCP_PROTOCOL_VERSION_HEADER
 from mcp.types import (
     INVALID_PARAMS,
     CallToolRequestParams,
@@ -23,16 +25,20 @@ from mcp.types import (
     PaginatedRequestParams,
     Tool,
 )
+from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS
 from pydantic import JsonValue, ValidationError
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from trackway.serving.auth import CALLER
+from trackway.serving.open_sessions import OpenSessions
 from trackway.tools.core.server import ToolServer
 from trackway.tools.core.sessions import SessionInstances, SessionKey
 from trackway.tools.mcp.results import RequestMeta, ResultMeta, to_mcp, to_mcp_error
+from trackway.tools.settings import ToolsSettings
 from trackway.tools.user_files import problems_of
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.headers import SESSION_ID
@@ -46,9 +52,12 @@ MCP_SESSION_ID = "mcp-session-id"
 class McpFace:
     """The MCP endpoint of a tool server; `running` spans its lifetime, `route` is its route."""
 
-    def __init__(self, server: ToolServer, idle_s: float, max_sessions: int, max_body_bytes: int) -> None:
+    def __init__(self, server: ToolServer, settings: ToolsSettings) -> None:
         self._server = server
-        self._max_sessions = max_sessions
+        most, idle_s = settings.mcp_max_sessions, settings.mcp_session_idle_s
+        most_of_one = settings.mcp_max_sessions_per_token if settings.auth.given else None
+        setting_names = ("mcp_max_sessions", "mcp_max_sessions_per_token")
+        self._open = OpenSessions(most, most_of_one, min(settings.mcp_session_room_s, idle_s), setting_names)
         self.sessions = SessionInstances(server)
         mcp: Server[dict[str, JsonValue]] = Server(
             "trackway-tools",
@@ -61,8 +70,8 @@ class McpFace:
             mcp,
             json_response=True,
             session_idle_timeout=idle_s,
-            max_request_body_size=max_body_bytes,
-            max_sessions=max_sessions,
+            max_request_body_size=settings.max_body_bytes,
+            max_sessions=None,  # `_open` bounds them
         )
         self.route = Route("/mcp", self, methods=["POST", "DELETE"], include_in_schema=False)
 
@@ -72,31 +81,51 @@ class McpFace:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
-        key = _session_of(request) if request.method == "DELETE" else None
-        if key is not None and MCP_SESSION_ID not in request.headers:
-            await Response(status_code=204)(scope, receive, send)
+        session_id = request.headers.get(MCP_SESSION_ID)
+        if request.method == "DELETE":
+            if session_id is None:
+                await Response(status_code=204)(scope, receive, send)
+            else:
+                await self._manager.handle_request(scope, receive, send)
+                self._open.remove(session_id)
+            if (key := _session_of(request)) is not None:
+                await self.sessions.end(key)
+        elif session_id is None and _opens(request):
+            await self._begin(scope, receive, send)
         else:
-            await self._handle(scope, receive, send)
-        if key is not None:
-            await self.sessions.end(key)
+            with self._open.in_use(session_id):
+                await self._manager.handle_request(scope, receive, send)
 
-    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        full = False
+    async def _begin(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request open a session. Raises OVERLOADED."""
+        caller = scope[CALLER].name
+        while (ending := self._open.to_end(caller)) is not None:
+            await self._end(ending)
+        opening, opened = uuid4().hex, ""
 
-        async def without_503(message: Message) -> None:
-            # The SDK's only 503 rejects a session beyond the maximum, without a retry time.
-            nonlocal full
-            full |= message["type"] == "http.response.start" and message["status"] == 503
-            if not full:
-                await send(message)
+        async def noted(message: Message) -> None:
+            nonlocal opened
+            if message["type"] == "http.response.start" and message["status"] < 400:
+                opened = Headers(raw=message["headers"]).get(MCP_SESSION_ID, "")
+            await send(message)
 
-        await self._manager.handle_request(scope, receive, without_503)
-        if full:
-            raise TrackwayError(
-                ErrorCode.OVERLOADED,
-                f"expected fewer than {self._max_sessions} MCP sessions on this replica; end sessions by DELETE, "
-                "wait for idle ones to expire, or raise mcp_max_sessions",
-            )
+        self._open.add(opening, caller)
+        try:
+            with self._open.in_use(opening):
+                await self._manager.handle_request(scope, receive, noted)
+        finally:
+            self._open.remove(opening)
+            if opened:
+                self._open.add(opened, caller)
+
+    async def _end(self, session_id: str) -> None:
+        """End a session as its client would."""
+        caller = self._open.remove(session_id)
+        headers = [(MCP_SESSION_ID.encode(), session_id.encode())]
+        scope: Scope = {"type": "http", "method": "DELETE", "path": "/mcp", "query_string": b"", "headers": headers}
+        await self._manager.handle_request(scope, _no_body, _unsent)
+        if caller is not None:
+            await self.sessions.end((caller, session_id))
 
     async def _list_tools(self, context: Context, params: PaginatedRequestParams | None) -> ListToolsResult:
         return ListToolsResult(tools=self._tools())
@@ -142,6 +171,19 @@ def _answer(result: ToolResult, instance_id: str | None, instance_reward: float 
         reward=result.reward, metrics=result.metrics, instance_id=instance_id, instance_reward=instance_reward
     )
     return to_mcp(result, meta)
+
+
+def _opens(request: Request) -> bool:
+    """Whether the SDK begins a session for a request without one: the protocol of 2026 has none."""
+    return request.headers.get(MCP_PROTOCOL_VERSION_HEADER) in (None, *HANDSHAKE_PROTOCOL_VERSIONS)
+
+
+async def _no_body() -> Message:
+    return {"type": "http.request"}
+
+
+async def _unsent(message: Message) -> None:
+    """Drop the answer."""
 
 
 def _session_of(request: Request | None) -> SessionKey | None:

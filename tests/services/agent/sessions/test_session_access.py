@@ -167,20 +167,18 @@ async def test_a_full_replica_opens_no_further_session(
         await opened(services)
 
 
-async def test_the_oldest_ended_session_makes_room_for_another(
-    settings: AgentSettings, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    few = settings.model_copy(update={"max_sessions": 3})
+async def test_the_last_ended_sessions_are_kept(settings: AgentSettings, tokenizer: PreTrainedTokenizerFast) -> None:
+    few = settings.model_copy(update={"max_sessions": 2})
     async with open_services(few, tokenizer) as services:
-        begun = [await opened(services) for _ in range(3)]
-        for access in (begun[2], begun[0]):
-            await services.client.post(f"/sessions/{access.session_id}/end")
-        await opened(services)
+        begun: list[SessionAccess] = []
+        for _ in range(3):
+            begun.append(await opened(services))
+            await services.client.post(f"/sessions/{begun[-1].session_id}/end")
 
         found = [await services.client.get(f"/sessions/{access.session_id}/trajectory") for access in begun]
 
-    assert [response.status_code for response in found] == [200, 200, 404]
-    assert "made room" in found[2].json()["error"]["message"]
+    assert [response.status_code for response in found] == [404, 200, 200]
+    assert "made room" in found[0].json()["error"]["message"]
 
 
 async def test_the_key_of_a_session_that_is_gone_is_told_so_and_reaches_nothing_else(
