@@ -8,9 +8,9 @@ a delta, after a step that moves each float32 weight by the learning rate, up or
 takes smaller ones. The adapter is LoRA of rank 16 on all linear layers.
 
 `fetch` ends with a verified folder: sha256 of whole files, for a delta with its application to the version before.
-`load` is the embedded engine's, in float32 on one thread, without proof: reading, for an adapter also merging. `gap` is
-the longest time between two tokens of a stream that runs meanwhile, beside that of the same stream before, and `swap`
-the part of the load for which generation stands still.
+`load` is the embedded engine's, in float32 on one thread, with a proof of one token: reading, for an adapter also
+merging. `gap` is the longest time between two tokens of a stream that runs meanwhile, beside that of the same stream
+before, and `swap` the part of the load for which generation stands still.
 """
 
 import argparse
@@ -33,11 +33,13 @@ from trackway.rollout.engines.torch.core import EngineCore
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.weights import WeightManifest
+from trackway.wire.weights import Probe, WeightManifest, WeightProof
 
 RATES = (1e-6, 1e-5)
 """Learning rates: RL's usual one, and ten times that."""
 RANK = 16
+PROOF = WeightProof(probes=[Probe(token_ids=[5, 6], positions=[1], logprobs=[-1.0])], tolerance=100.0)
+"""Of two tokens, so that it takes next to no time."""
 
 
 class Timed(NamedTuple):
@@ -135,7 +137,7 @@ async def measure(name: str, replica: Replica, engine: TorchEngine, store: Weigh
     fetch_s, gap_of_fetch = await replica.longest_gap(lambda: store.fetch(version, cache))
 
     async def load() -> None:
-        await engine.load_weights(cache / str(version), version, None)
+        await engine.load_weights(cache / str(version), version, PROOF)
 
     load_s, gap_of_load = await replica.longest_gap(load)
     gap = max(gap_of_fetch, gap_of_load)
@@ -164,11 +166,11 @@ async def compare(name: str, model: PreTrainedModel, root: Path) -> None:
         second = save(model, root / f"second-{rate}")
         for kind in ("whole", "delta"):
             store, cache = WeightStore(f"memory://{name}-{rate}-{kind}"), root / f"cache-{rate}-{kind}"
-            base = WholeWeights(store.publish(1, "run", first), first)
+            base = WholeWeights(store.publish(1, "run", first, PROOF), first)
             store.fetch(1, cache)
             publish_s = seconds(
                 lambda store=store, base=base, kind=kind, second=second: store.publish(
-                    2, "run", second, base=base if kind == "delta" else None
+                    2, "run", second, PROOF, base=base if kind == "delta" else None
                 )
             )
             if kind == "whole" and rate != RATES[0]:
@@ -179,7 +181,7 @@ async def compare(name: str, model: PreTrainedModel, root: Path) -> None:
     store = WeightStore(f"memory://{name}-adapter")
     folder = adapter(model, root / "adapter")
     (folder / "README.md").unlink(missing_ok=True)
-    publish_s = seconds(lambda: store.publish(2, "run", folder))
+    publish_s = seconds(lambda: store.publish(2, "run", folder, PROOF))
     rows.append(await measure(f"adapter, rank {RANK}", replica, engine, store, 2, root / "cache-adapter", publish_s))
     await engine.stop()
     EngineCore.swap = swap

@@ -155,7 +155,8 @@ def test_the_models_with_floats_are_among_them():
         "Trajectory",
         "Reward",
         "ToolResult",
-        "Canary",
+        "Probe",
+        "WeightProof",
         "Summary",
         "Progress",
     } <= with_floats

@@ -8,6 +8,7 @@ import pytest
 from tests.attacks.test_planted_weights import sampled
 from tests.services.rollout.engine_runs import started, watching
 from tests.services.rollout.planted_adapters import AdapterVersions, make_adapters
+from tests.weight_proofs import ANY_PROOF
 from trackway.clients.weights import WeightStore
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.rollout.engines.torch import engine as torch_engine
@@ -45,7 +46,7 @@ async def test_the_proof_tells_an_adapter_from_the_base_from_the_one_before_and_
             folder = versions.folders.get(fault)
             return torch_engine.load(decoder, base) if folder is None else merge(decoder, base, folder)
 
-        await engine.load_weights(versions.folders["old kept"], 1, None)
+        await engine.load_weights(versions.folders["old kept"], 1, versions.before)
         with monkeypatch.context() as planting:
             planting.setattr(torch_engine, "load_merged", load)
             try:
@@ -67,7 +68,7 @@ async def test_the_proof_tells_an_adapter_from_the_base_from_the_one_before_and_
 async def test_an_adapter_of_other_layers_is_refused_by_name_and_the_weights_stay(
     engine: TorchEngine, versions: AdapterVersions
 ) -> None:
-    await engine.load_weights(versions.folders["old kept"], 1, None)
+    await engine.load_weights(versions.folders["old kept"], 1, versions.before)
 
     with pytest.raises(TrackwayError, match=r"base_model\.model\.lm\.model\.layers"):
         await engine.load_weights(versions.folders["other prefix"], 2, versions.proof)
@@ -80,11 +81,11 @@ async def test_each_adapter_replaces_the_one_before_and_nothing_computed_with_th
 ) -> None:
     prompt = list(range(3, 60))
     for version, (name, adapter) in enumerate((("1", "old kept"), ("2", "right"), ("2", "right")), start=1):
-        await engine.load_weights(versions.folders[adapter], version, None)
+        await engine.load_weights(versions.folders[adapter], version, ANY_PROOF)
         before = engine.stats().reused_tokens
         made = await engine.generate(prompt, GREEDY, "adapter")
         assert engine.stats().reused_tokens == before
-        await engine.load_weights(versions.whole[name], version + 10, None)
+        await engine.load_weights(versions.whole[name], version + 10, ANY_PROOF)
         whole = await engine.generate(prompt, GREEDY, "whole")
         assert made.token_ids == whole.token_ids
         assert made.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
@@ -94,7 +95,7 @@ async def test_a_replica_that_follows_a_store_takes_adapters_from_it(
     engine: TorchEngine, versions: AdapterVersions, tmp_path: Path
 ) -> None:
     store = WeightStore(str(tmp_path / "store"))
-    store.publish(1, "run", versions.folders["old kept"])
+    store.publish(1, "run", versions.folders["old kept"], versions.before)
     async with watching(engine, store, tmp_path / "cache") as watcher:
         store.publish(2, "run", versions.folders["right"], proof=versions.proof)
         await watcher.catch_up(2)

@@ -75,7 +75,7 @@ async def judged(
     engine: TorchEngine, versions: Versions, fault: str, proof: WeightProof, patch: pytest.MonkeyPatch
 ) -> Verdict:
     """The verdict when the engine is told to load version 2 and takes something else instead."""
-    await engine.load_weights(versions.folders["old kept"], 1, None)
+    await engine.load_weights(versions.folders["old kept"], 1, versions.before)
     load = torch_engine.load
     with patch.context() as planting:
         planting.setattr(torch_engine, "load", lambda decoder, folder: load(decoder, versions.folders[fault]))
@@ -206,7 +206,7 @@ async def test_a_replica_that_follows_a_store_tells_what_it_proved(
     engine: TorchEngine, versions: Callable[..., Versions], tmp_path: Path
 ) -> None:
     made, store = versions("bfloat16", USUAL), WeightStore(str(tmp_path / "store"))
-    base = WholeWeights(store.publish(1, "run", made.folders["old kept"]), made.folders["old kept"])
+    base = WholeWeights(store.publish(1, "run", made.folders["old kept"], made.before), made.folders["old kept"])
     store.publish(2, "run", made.folders["right"], proof=made.proof, base=base)
 
     manifest = store.manifest(2)

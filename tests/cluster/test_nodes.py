@@ -128,7 +128,7 @@ def test_ranks_on_two_nodes_learn_what_two_ranks_of_one_learn_until_one_is_kille
     assert results["together"] == results["alone"]
     assert results["hosts"] == [cluster.nodes["one"].address]
     two = cluster.nodes["two"].address
-    assert results["error"].startswith(f"rank 1 of the learner on node {two} ended by SIGKILL during 'canary' (")
+    assert results["error"].startswith(f"rank 1 of the learner on node {two} ended by SIGKILL during 'log_probs' (")
     assert results["refused"] == (
         "trainer.nnodes: expected 2 Ray nodes besides the trainer's, offering trackway_learner 1, CPU 1 each, got 1 in "
         "2 s; add such nodes, or lower trainer.nnodes"

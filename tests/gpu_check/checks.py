@@ -248,7 +248,7 @@ def check_proof(subject: Subject, folder: Path) -> list[Finding]:
         engine, load, found = engine_of(subject.folder, subject.device, "bfloat16"), torch_engine.load, {}
         await engine.start()
         for name, held in versions.folders.items():
-            await engine.load_weights(versions.folders["old kept"], 1, None)
+            await engine.load_weights(versions.folders["old kept"], 1, versions.before)
             torch_engine.load = lambda decoder, _, held=held: load(decoder, held)
             try:
                 await engine.load_weights(versions.folders["right"], 2, versions.proof)

@@ -44,7 +44,7 @@ def measure(shape: Shape, folder: Path, device: torch.device) -> dict[str, str]:
             2 * shape.parameters * rate, peak
         ),
         trained_name: f"{trained / step_s:.0f} tokens/s",
-        "learner, of that product (MFU; logprobs and canary passes count as time only)": _share(
+        "learner, of that product (MFU; logprobs and proof passes count as time only)": _share(
             6 * shape.parameters * trained / step_s, peak
         ),
     }

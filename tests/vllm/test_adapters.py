@@ -28,6 +28,7 @@ from tests.vllm.vllm_runs import (
     started,
     worst,
 )
+from tests.weight_proofs import ANY_PROOF
 from trackway.rollout.engines.protocol import Generation
 from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -68,7 +69,7 @@ async def test_an_adapter_answers_as_the_model_that_it_is_merged_into_however_of
     lora: Misled, versions: AdapterVersions, merged: dict[str, PreTrainedModel]
 ) -> None:
     for version, (adapter, model) in enumerate((("old kept", "1"), ("right", "2"), ("right", "2")), start=1):
-        await lora.load_weights(versions.folders[adapter], version, None)
+        await lora.load_weights(versions.folders[adapter], version, ANY_PROOF)
         made = await lora.generate(PROMPT, GREEDY, "a")
         assert made.spans[0].version == lora.version == version
         assert worst(made, merged[model], GREEDY) < 1e-4
@@ -78,7 +79,7 @@ async def test_no_prefix_computed_with_the_adapter_before_is_reused(
     lora: Misled, versions: AdapterVersions, merged: dict[str, PreTrainedModel]
 ) -> None:
     prompt = [7, 9] * BLOCK
-    await lora.load_weights(versions.folders["old kept"], 1, None)
+    await lora.load_weights(versions.folders["old kept"], 1, versions.before)
     await lora.generate(prompt, SHORT, "a")
 
     await lora.load_weights(versions.folders["right"], 2, versions.proof)
@@ -92,7 +93,7 @@ async def test_no_prefix_computed_with_the_adapter_before_is_reused(
 async def test_a_request_in_flight_keeps_the_adapter_that_it_began_with_and_says_so(
     engine: VllmEngine, lora: Misled, versions: AdapterVersions, merged: dict[str, PreTrainedModel]
 ) -> None:
-    await lora.load_weights(versions.folders["old kept"], 1, None)
+    await lora.load_weights(versions.folders["old kept"], 1, versions.before)
     with slowed(engine):
         task = asyncio.create_task(lora.generate(PROMPT, LONG, "a"))
         await busy(engine)
@@ -127,7 +128,7 @@ async def test_the_proof_tells_the_traps_of_adapters_and_the_one_before_serves_o
     verdicts: dict[str, Verdict] = {}
     for number, (fault, folder) in enumerate(versions.folders.items()):
         lora.instead = {}
-        await lora.load_weights(versions.folders["old kept"], 2 * number + 1, None)
+        await lora.load_weights(versions.folders["old kept"], 2 * number + 1, versions.before)
         lora.instead = {versions.folders["right"]: folder}
         try:
             await lora.load_weights(versions.folders["right"], 2 * number + 2, versions.proof)
@@ -150,7 +151,7 @@ async def test_the_proof_tells_the_traps_of_adapters_and_the_one_before_serves_o
 async def test_an_adapter_that_fails_its_proof_is_taken_back(
     lora: Misled, versions: AdapterVersions, merged: dict[str, PreTrainedModel]
 ) -> None:
-    await lora.load_weights(versions.folders["old kept"], 1, None)
+    await lora.load_weights(versions.folders["old kept"], 1, versions.before)
 
     with pytest.raises(TrackwayError, match=r"off by 0\.5") as raised:
         await lora.load_weights(versions.folders["right"], 2, proof_of(merged["2"], shift=0.5))
@@ -176,7 +177,7 @@ async def test_an_adapter_of_other_layers_or_a_larger_rank_is_refused_before_vll
     for prepare, name in zip(tries, ("other prefix", "right"), strict=True):
         prepare()
         with pytest.raises(TrackwayError) as raised:
-            await lora.load_weights(versions.folders[name], 1, None)
+            await lora.load_weights(versions.folders[name], 1, ANY_PROOF)
         refused.append(raised.value.message)
 
     assert "another name or shape in base_model.model.lm.model.layers" in refused[0]

@@ -70,7 +70,7 @@ async def verdicts(engine: CanBeMisled, versions: Versions, proof: WeightProof |
     number = engine.version
     for fault, folder in versions.folders.items():
         engine.instead = {}
-        await engine.load_weights(versions.folders["old kept"], number := number + 1, None)
+        await engine.load_weights(versions.folders["old kept"], number := number + 1, versions.before)
         engine.instead = {versions.folders["right"]: folder}
         try:
             await engine.load_weights(versions.folders["right"], number := number + 1, proof or versions.proof)
@@ -109,7 +109,7 @@ async def test_all_published_tensors_are_counted_and_refused_ones_are_named(
     await whole.load_weights(made.folders["right"], 1, made.proof)
     judgement = whole.judgement
     whole.instead = {made.folders["right"]: made.folders["one left out"]}
-    await whole.load_weights(made.folders["old kept"], 2, None)
+    await whole.load_weights(made.folders["old kept"], 2, made.before)
 
     with pytest.raises(TrackwayError, match=r"layers\.1\.self_attn\.q_proj\.weight.*: other than published"):
         await whole.load_weights(made.folders["right"], 3, made.proof)

@@ -1,4 +1,4 @@
-"""Weights under a real vLLM: between and during generations, versions, prefix cache, canary, the way back."""
+"""Weights under a real vLLM: between and during generations, versions, prefix cache, proof, the way back."""
 
 import asyncio
 import shutil
@@ -26,6 +26,7 @@ from tests.vllm.vllm_runs import (
     until,
     worst,
 )
+from tests.weight_proofs import ANY_PROOF
 from trackway.rollout.engines.generation_builder import Collector
 from trackway.rollout.engines.protocol import Generation, Piece
 from trackway.rollout.engines.remote.vllm import VllmEngine
@@ -111,7 +112,7 @@ async def test_no_prefix_computed_by_old_weights_is_reused(
     assert engine.stats().reused_tokens == before + 2 * BLOCK
 
 
-async def test_weights_that_fail_their_canary_are_taken_back_and_cost_a_request_only_bad_tokens(
+async def test_weights_that_fail_their_proof_are_taken_back_and_cost_a_request_only_bad_tokens(
     engine: VllmEngine, first: Weights, second: Weights
 ) -> None:
     with slowed(engine):
@@ -155,16 +156,9 @@ async def test_tied_weights_without_their_head_are_caught(
     assert worst(await engine.generate(PROMPT, GREEDY, "b"), second.model, GREEDY) < 1e-4
 
 
-async def test_tied_weights_without_head_and_canary_are_refused_unloaded(
-    engine: VllmEngine, first: Weights, without_head: Path
-) -> None:
-    assert "lm_head.weight" in await refused(engine.load_weights(without_head, engine.version + 1, None))
-    assert worst(await engine.generate(PROMPT, GREEDY, "a"), first.model, GREEDY) < 1e-4
-
-
 async def test_a_folder_that_vllm_cannot_load_is_refused_before_it_sees_it(engine: VllmEngine, tmp_path: Path) -> None:
     """A reload that raises inside a worker would end the whole server."""
-    await refused(engine.load_weights(tmp_path / "nowhere", engine.version + 1, None))
+    await refused(engine.load_weights(tmp_path / "nowhere", engine.version + 1, ANY_PROOF))
     assert len((await engine.generate(PROMPT, SHORT, "a")).token_ids) == 8
 
 

@@ -36,7 +36,6 @@ from trackway.system import atomic_write, digests, find_difference, locked, new_
 from trackway.system.storage import FULL, NOT_WRITABLE, error_number, storage_error
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.weights import (
-    Canary,
     FileDigest,
     LatestWeights,
     UpdateMode,
@@ -108,13 +107,12 @@ class WeightStore:
         version: int,
         run: str,
         folder: Path,
-        canary: Canary | None = None,
-        proof: WeightProof | None = None,
+        proof: WeightProof,
         update_mode: UpdateMode | None = None,
         base: WholeWeights | None = None,
         writers: Writers | None = None,
     ) -> WeightManifest:
-        """Make the files directly inside `folder` the newest version.
+        """Make the files directly inside `folder` the newest version, which replicas check against `proof`.
 
         With a `base` the version is a delta against it where that takes at most half the bytes. `writers` copy the
         files; None for this process. The manifest follows when all have. Publishing the same
@@ -124,9 +122,7 @@ class WeightStore:
         """
         writers = writers or OneWriter()
         files = writers.describe(folder)
-        manifest = WeightManifest(
-            version=version, run=run, files=files, canary=canary, proof=proof, update_mode=update_mode
-        )
+        manifest = WeightManifest(version=version, run=run, files=files, proof=proof, update_mode=update_mode)
         latest = self.latest()
         if latest is not None and version <= latest.version:
             return self._published(manifest, latest)
@@ -154,7 +150,7 @@ class WeightStore:
         """The manifest of a version.
 
         Raises NOT_FOUND when the version was pruned or never published, and WEIGHTS_CORRUPT when its manifest is
-        invalid: earlier releases published NaN weights with a proof of nulls.
+        invalid or has no proof.
         """
         path = f"{self._path(version)}/{MANIFEST}"
         try:

@@ -318,7 +318,7 @@ class WeightsReply(WireReply):
     model: str
     replica: str
     verdict: Verdict | None = None
-    """Result of the proof after the load; None for weights without a proof."""
+    """Result of the proof after the load; None for the base weights."""
     transport: TransportName = "store"
     """How the replica can take new weights, besides from the store."""
 

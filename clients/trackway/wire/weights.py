@@ -1,9 +1,9 @@
 """Published weights: a folder per version with a manifest of digests, and `latest.json`, which names the newest."""
 
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from trackway.wire.base import RelativePath, WireReply
 
@@ -21,14 +21,6 @@ class FileDigest(WireReply):
     size: int = Field(ge=0)
     """Bytes."""
     sha256: str
-
-
-class Canary(WireReply):
-    """A fixed sequence and the logprobs of its tokens 1..n-1 under the publisher's model (temperature 1)."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    tolerance: float = 1e-3
 
 
 class TensorDigest(WireReply):
@@ -70,6 +62,12 @@ class WeightProof(WireReply):
     rounding: float | None = None
     """Root mean square change of the publisher's logprobs when computed in bfloat16."""
 
+    @model_validator(mode="after")
+    def _proves_something(self) -> Self:
+        if not self.digests and not any(probe.positions for probe in self.probes):
+            raise ValueError("expected digests or a probe with positions, got neither")
+        return self
+
 
 class Verdict(StrEnum):
     """The result of proving an engine's weights."""
@@ -110,9 +108,7 @@ class WeightManifest(WireReply):
     """The version's files, as a replica loads them."""
     delta: WeightDelta | None = None
     """None: these files are published whole."""
-    canary: Canary | None = None
-    """For replicas of a release that does not know `proof`."""
-    proof: WeightProof | None = None
+    proof: WeightProof
     update_mode: UpdateMode | None = None
     """None: each rollout service's own."""
 

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from trackway.clients.weights import CACHE_LOCK, WeightStore, version_of
 from trackway.rollout.engines.protocol import Engine, PauseMode
-from trackway.rollout.engines.weight_proof import proof_of
 from trackway.system import LockTaken, locked
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Ready
@@ -174,7 +173,7 @@ class WeightWatcher:
             raise self._refused[1]
         mode = manifest.update_mode or self._update_mode
         try:
-            await self._engine.load_weights(folder, version, proof_of(manifest), lambda: self._swapping(mode))
+            await self._engine.load_weights(folder, version, manifest.proof, lambda: self._swapping(mode))
         except TrackwayError as error:
             if error.code in (ErrorCode.WEIGHTS_CORRUPT, ErrorCode.WEIGHTS_STALE):
                 self._refused = manifest, error
@@ -183,8 +182,8 @@ class WeightWatcher:
             raise
         await asyncio.to_thread(self._tidy, version)
         judgement = self._engine.judgement
-        proof = "no proof" if judgement is None else judgement.summary()
-        _log.info("weights version %d of run %s loaded: %s", version, manifest.run, proof)
+        verdict = "no verdict yet" if judgement is None else judgement.summary()
+        _log.info("weights version %d of run %s loaded: %s", version, manifest.run, verdict)
         async with self._loaded:
             self._loaded.notify_all()
 

@@ -13,12 +13,13 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from tests.weight_proofs import ANY_PROOF
 from trackway.clients import weights as module
 from trackway.clients.publisher_lock import FlockPublisherLock, LeasePublisherLock
 from trackway.clients.weights import WeightStore, WholeWeights, version_of
 from trackway.system import LockTaken, locked
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.weights import Canary, WeightOffer
+from trackway.wire.weights import WeightOffer
 
 
 @pytest.fixture
@@ -48,12 +49,11 @@ def test_an_empty_store_has_no_latest_version(store: WeightStore) -> None:
 
 
 def test_a_published_version_is_the_latest_and_fetched_whole(store: WeightStore, source: Path, tmp_path: Path) -> None:
-    canary = Canary(token_ids=[1, 2], logprobs=[-0.5])
-    store.publish(1, "run-a", source, canary)
+    store.publish(1, "run-a", source, ANY_PROOF)
     latest = store.latest()
     assert latest is not None
     assert (latest.version, latest.run, latest.path) == (1, "run-a", "1")
-    assert store.manifest(1).canary == canary
+    assert store.manifest(1).proof == ANY_PROOF
     assert [(f.name, f.size) for f in store.manifest(1).files] == [("config.json", 2), ("model.safetensors", 3)]
     assert (store.fetch(1, tmp_path / "cache") / "model.safetensors").read_bytes() == b"one"
     assert store.fetched_bytes == (0 if store.is_folder else 5)
@@ -77,32 +77,32 @@ def test_an_offer_that_cannot_be_read_is_none(store: WeightStore) -> None:
 
 
 def test_publishing_the_same_version_again_changes_nothing(store: WeightStore, source: Path) -> None:
-    first = store.publish(1, "run-a", source)
-    store.publish(2, "run-a", change(source, b"two"))
-    assert store.publish(1, "run-a", change(source, b"one")) == first
+    first = store.publish(1, "run-a", source, ANY_PROOF)
+    store.publish(2, "run-a", change(source, b"two"), ANY_PROOF)
+    assert store.publish(1, "run-a", change(source, b"one"), ANY_PROOF) == first
     assert store.versions() == [1, 2]
     latest = store.latest()
     assert latest is not None and latest.version == 2
 
 
 def test_publishing_a_version_again_with_other_files_is_a_conflict(store: WeightStore, source: Path) -> None:
-    store.publish(1, "run-a", source)
+    store.publish(1, "run-a", source, ANY_PROOF)
     with pytest.raises(TrackwayError, match="already published by run-a with other digests") as raised:
-        store.publish(1, "run-b", change(source, b"other"))
+        store.publish(1, "run-b", change(source, b"other"), ANY_PROOF)
     assert raised.value.code is ErrorCode.CONFLICT
     assert store.manifest(1).run == "run-a"
 
 
 def test_a_version_below_the_latest_is_a_conflict_that_names_the_latest(store: WeightStore, source: Path) -> None:
-    store.publish(5, "run-a", source)
+    store.publish(5, "run-a", source, ANY_PROOF)
     with pytest.raises(TrackwayError) as raised:
-        store.publish(3, "run-b", source)
+        store.publish(3, "run-b", source, ANY_PROOF)
     assert raised.value.code is ErrorCode.CONFLICT
     assert raised.value.detail == {"version": 3, "latest": 5}
 
 
 def test_a_file_that_differs_from_its_digest_is_refused(store: WeightStore, source: Path, tmp_path: Path) -> None:
-    manifest = store.publish(1, "run-a", source)
+    manifest = store.publish(1, "run-a", source, ANY_PROOF)
     file = manifest.files[1]
     with store._fs.open(f"{store._root}/1/{file.name}", "wb") as target:
         target.write(b"bad")
@@ -114,7 +114,7 @@ def test_a_file_that_differs_from_its_digest_is_refused(store: WeightStore, sour
 
 
 def test_a_missing_file_is_refused_by_name(store: WeightStore, source: Path, tmp_path: Path) -> None:
-    store.publish(1, "run-a", source)
+    store.publish(1, "run-a", source, ANY_PROOF)
     store._fs.rm(f"{store._root}/1/model.safetensors")
     with pytest.raises(TrackwayError, match=r"model\.safetensors of weights version 1: .* got no file"):
         store.fetch(1, tmp_path / "cache")
@@ -130,7 +130,7 @@ def test_a_version_that_was_never_published_is_not_found(store: WeightStore, tmp
 def test_a_publisher_that_dies_leaves_the_old_version_and_can_publish_again(
     store: WeightStore, source: Path, monkeypatch: pytest.MonkeyPatch, dies_at: str, tmp_path: Path
 ) -> None:
-    store.publish(1, "run-a", source)
+    store.publish(1, "run-a", source, ANY_PROOF)
     replace = WeightStore._replace
 
     def dying(self: WeightStore, path: str, content: module.BaseModel) -> None:
@@ -140,32 +140,32 @@ def test_a_publisher_that_dies_leaves_the_old_version_and_can_publish_again(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(WeightStore, "_replace", dying)
-        store.publish(2, "run-a", change(source, b"lost"))
+        store.publish(2, "run-a", change(source, b"lost"), ANY_PROOF)
     latest = store.latest()
     assert latest is not None and latest.version == 1
-    store.publish(2, "run-a", change(source, b"recomputed"))
+    store.publish(2, "run-a", change(source, b"recomputed"), ANY_PROOF)
     assert (store.fetch(2, tmp_path / "cache") / "model.safetensors").read_bytes() == b"recomputed"
 
 
 def test_latest_json_of_a_folder_is_replaced_not_rewritten(source: Path, tmp_path: Path) -> None:
     store = WeightStore(str(tmp_path / "store"))
-    store.publish(1, "run-a", source)
+    store.publish(1, "run-a", source, ANY_PROOF)
     with (tmp_path / "store" / "latest.json").open() as reader:
-        store.publish(2, "run-a", change(source, b"two"))
+        store.publish(2, "run-a", change(source, b"two"), ANY_PROOF)
         assert reader.read() == '{\n  "version": 1,\n  "run": "run-a",\n  "path": "1"\n}'
     assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["1", "2", "latest.json"]
 
 
 def test_a_folder_is_verified_in_place_without_a_copy(source: Path, tmp_path: Path) -> None:
     store = WeightStore(str(tmp_path / "store"))
-    store.publish(1, "run-a", source)
+    store.publish(1, "run-a", source, ANY_PROOF)
     assert store.fetch(1, tmp_path / "cache") == tmp_path / "store" / "1"
     assert not (tmp_path / "cache").exists()
 
 
 def test_pruning_keeps_the_newest_and_what_is_being_published(store: WeightStore, source: Path) -> None:
     for version in range(1, 6):
-        store.publish(version, "run-a", change(source, bytes([version])))
+        store.publish(version, "run-a", change(source, bytes([version])), ANY_PROOF)
     store._fs.makedirs(f"{store._root}/9", exist_ok=True)
     store._fs.pipe_file(f"{store._root}/9/model.safetensors", b"unfinished")
     assert store.prune(keep=2) == [1, 2, 3]
@@ -180,7 +180,7 @@ def test_pruning_leaves_a_version_that_is_being_published_first(store: WeightSto
 
 def test_pruning_to_nothing_is_refused_and_to_the_latest_version_is_not(store: WeightStore, source: Path) -> None:
     for version in (1, 2):
-        store.publish(version, "run-a", source)
+        store.publish(version, "run-a", source, ANY_PROOF)
     with pytest.raises(ValueError, match=r"expected keep >= 1 .*, got 0"):
         store.prune(keep=0)
     assert (store.prune(keep=1), store.versions()) == ([1], [2])
@@ -195,12 +195,15 @@ def test_a_folder_is_claimed_by_a_lock_and_any_other_storage_by_a_lease(tmp_path
 def test_only_the_files_of_a_folder_are_published_and_no_manifest(store: WeightStore, source: Path) -> None:
     (source / "manifest.json").write_bytes(b"of another version")
     (source / "checkpoints").mkdir()
-    assert [file.name for file in store.publish(1, "run-a", source).files] == ["config.json", "model.safetensors"]
+    assert [file.name for file in store.publish(1, "run-a", source, ANY_PROOF).files] == [
+        "config.json",
+        "model.safetensors",
+    ]
 
 
 def test_a_copy_in_the_cache_is_verified_and_not_fetched_again(source: Path, tmp_path: Path) -> None:
     store = WeightStore(f"memory://{tmp_path.name}")
-    store.publish(1, "run-a", source)
+    store.publish(1, "run-a", source, ANY_PROOF)
     folder = store.fetch(1, tmp_path / "cache")
     store._fs.rm(f"{store._root}/1/model.safetensors")
 
@@ -218,13 +221,13 @@ def test_a_folder_of_a_cache_is_known_by_its_name(name: str, version: int | None
 
 def test_an_empty_folder_cannot_be_published(store: WeightStore, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="got an empty folder"):
-        store.publish(1, "run-a", tmp_path)
+        store.publish(1, "run-a", tmp_path, ANY_PROOF)
 
 
 def test_a_leftover_of_a_publisher_that_died_is_not_mixed_into_the_version(store: WeightStore, source: Path) -> None:
     store._fs.makedirs(f"{store._root}/1", exist_ok=True)
     store._fs.pipe_file(f"{store._root}/1/model-00002-of-00002.safetensors", b"old shard")
-    store.publish(1, "run-a", source)
+    store.publish(1, "run-a", source, ANY_PROOF)
     names = sorted(path.rsplit("/", 1)[-1] for path in store._fs.ls(f"{store._root}/1", detail=False))
     assert names == ["config.json", "manifest.json", "model.safetensors"]
 
@@ -233,14 +236,14 @@ def test_a_full_disk_leaves_readers_at_the_old_version_and_room_for_others(
     small_disk: Path, source: Path, tmp_path: Path
 ) -> None:
     store = WeightStore(str(small_disk / "store"))
-    store.publish(1, "run-a", source)
+    store.publish(1, "run-a", source, ANY_PROOF)
     with pytest.raises(TrackwayError, match="expected to write the 2000002 bytes of weights version 2 to") as raised:
-        store.publish(2, "run-a", change(source, b"x" * 2_000_000))
+        store.publish(2, "run-a", change(source, b"x" * 2_000_000), ANY_PROOF)
     assert (raised.value.code, raised.value.status) == (ErrorCode.DISK_FULL, 507)
     latest = store.latest()
     assert latest is not None and latest.version == 1
     assert store.versions() == [1]
-    assert store.publish(2, "run-a", change(source, b"smaller")).version == 2
+    assert store.publish(2, "run-a", change(source, b"smaller"), ANY_PROOF).version == 2
 
 
 @pytest.mark.parametrize(
@@ -253,7 +256,7 @@ def test_a_full_disk_leaves_readers_at_the_old_version_and_room_for_others(
 def test_a_version_that_cannot_be_written_is_removed_and_the_error_says_what_helps(
     store: WeightStore, source: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: ErrorCode, remedy: str
 ) -> None:
-    store.publish(1, "run-a", source)
+    store.publish(1, "run-a", source, ANY_PROOF)
     put_file = store._fs.put_file
 
     def fails(local: str, remote: str) -> None:
@@ -263,7 +266,7 @@ def test_a_version_that_cannot_be_written_is_removed_and_the_error_says_what_hel
 
     monkeypatch.setattr(store._fs, "put_file", fails)
     with pytest.raises(TrackwayError) as caught:
-        store.publish(2, "run-a", source)
+        store.publish(2, "run-a", source, ANY_PROOF)
 
     assert (caught.value.code, store.versions()) == (code, [1])
     if store.url.startswith("memory"):
@@ -281,7 +284,7 @@ def test_an_error_of_the_storage_that_is_neither_full_nor_closed_is_raised_as_it
 
     monkeypatch.setattr(store._fs, "put_file", fails)
     with pytest.raises(ConnectionResetError):
-        store.publish(1, "run-a", source)
+        store.publish(1, "run-a", source, ANY_PROOF)
 
 
 @pytest.mark.parametrize(("number", "error"), [(errno.ENOSPC, TrackwayError), (errno.ECONNRESET, ConnectionResetError)])
@@ -289,7 +292,7 @@ def test_a_copy_that_cannot_be_written_leaves_nothing_behind(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception]
 ) -> None:
     store = WeightStore(f"memory://{tmp_path.name}")
-    store.publish(1, "run-a", source)
+    store.publish(1, "run-a", source, ANY_PROOF)
 
     def fails(remote: str, local: str) -> None:
         Path(local).write_bytes(b"a part")
@@ -306,7 +309,7 @@ def test_a_copy_that_cannot_be_written_leaves_nothing_behind(
 
 
 def test_of_several_fields_that_cannot_be_read_the_first_is_named(store: WeightStore, source: Path) -> None:
-    store.publish(1, "run-a", source)
+    store.publish(1, "run-a", source, ANY_PROOF)
     path = f"{store._root}/1/manifest.json"
     store._fs.pipe_file(path, json.dumps({"version": -1, "run": None, "files": []}).encode())
     with pytest.raises(TrackwayError) as caught:
@@ -321,7 +324,7 @@ def test_of_several_fields_that_cannot_be_read_the_first_is_named(store: WeightS
 def test_a_store_whose_files_cannot_be_read_says_which_and_what_to_do(
     store: WeightStore, source: Path, content: bytes
 ) -> None:
-    store.publish(1, "run-a", source)
+    store.publish(1, "run-a", source, ANY_PROOF)
     fs, root = fsspec.core.url_to_fs(store.url)
     for name in ("latest.json", "1/manifest.json"):
         fs.pipe_file(f"{root}/{name}", content)
@@ -336,7 +339,7 @@ def test_a_store_whose_files_cannot_be_read_says_which_and_what_to_do(
 def test_a_publisher_removes_what_a_killed_one_left_of_a_file(tmp_path: Path, source: Path) -> None:
     folder = tmp_path / "store"
     store = WeightStore(str(folder))
-    store.publish(1, "r", source)
+    store.publish(1, "r", source, ANY_PROOF)
     drafts = [folder / ".latest.json.0123456789ab.tmp", folder / "1" / ".manifest.json.ba9876543210.tmp"]
     for draft in drafts:
         draft.touch()
@@ -362,7 +365,7 @@ def publish_deltas(store: WeightStore, source: Path, changed: list[int], with_mo
         for name in ("added.json", "config.json") if version == with_more else ("config.json",):
             (folder / name).write_bytes(b"{}")
         (folder / "model.safetensors").write_bytes(words(count))
-        base = WholeWeights(store.publish(version, "run-a", folder, base=base), folder)
+        base = WholeWeights(store.publish(version, "run-a", folder, ANY_PROOF, base=base), folder)
 
 
 def weights_in(folder: Path) -> bytes:
@@ -400,9 +403,9 @@ def test_a_delta_takes_at_most_half_the_bytes_and_may_have_whole_files(
 ) -> None:
     before = tmp_path / "before"
     shutil.copytree(source, before)
-    base = WholeWeights(store.publish(1, "run-a", source), before)
+    base = WholeWeights(store.publish(1, "run-a", source, ANY_PROOF), before)
 
-    manifest = store.publish(2, "run-a", change(source, content), base=base)
+    manifest = store.publish(2, "run-a", change(source, content), ANY_PROOF, base=base)
 
     assert (manifest.delta is None) == bool(unchanged)
     assert names_of(store, 2) == [*unchanged, "manifest.json", "model.safetensors"]
@@ -496,7 +499,7 @@ def test_a_delta_that_is_damaged_or_missing_is_refused_by_name_and_the_next_anch
         assert (raised.value.code, raised.value.detail["version"]) == (ErrorCode.WEIGHTS_CORRUPT, 2)
 
     assert (store.anchor_before(3), store.anchor_before(1)) == (1, None)
-    store.publish(4, "run-a", source)
+    store.publish(4, "run-a", source, ANY_PROOF)
     assert (store.fetch(4, tmp_path / "cache") / "model.safetensors").read_bytes() == b"one"
 
 
@@ -561,21 +564,21 @@ def test_pruning_takes_a_base_without_a_manifest_for_the_first_and_keeps_all_whe
 
 
 def test_pruning_keeps_what_the_kept_versions_are_deltas_of(store: WeightStore, source: Path, tmp_path: Path) -> None:
-    store.publish(1, "run-a", source)
+    store.publish(1, "run-a", source, ANY_PROOF)
     (source / "model.safetensors").write_bytes(words(0))
-    base = WholeWeights(store.publish(2, "run-a", source), source)
+    base = WholeWeights(store.publish(2, "run-a", source, ANY_PROOF), source)
     for version in (3, 4, 5):
         folder = tmp_path / str(version)
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(words(version))
         (folder / "config.json").write_bytes(b"{}")
-        base = WholeWeights(store.publish(version, "run-a", folder, base=base), folder)
+        base = WholeWeights(store.publish(version, "run-a", folder, ANY_PROOF, base=base), folder)
 
     assert store.prune(keep=2) == [1]
     assert store.versions() == [2, 3, 4, 5]
     assert weights_in(store.fetch(5, tmp_path / "cache")) == words(5)
-    store.publish(6, "run-a", source)
-    store.publish(7, "run-a", source)
+    store.publish(6, "run-a", source, ANY_PROOF)
+    store.publish(7, "run-a", source, ANY_PROOF)
     assert store.prune(keep=2) == [2, 3, 4, 5]
 
 
@@ -605,10 +608,10 @@ def test_a_publisher_that_dies_in_a_delta_leaves_the_version_before(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(WeightStore, "_replace", dying)
         patch.setattr(store._fs, "put_file", half)
-        store.publish(3, "run-a", tmp_path / "new", base=base)
+        store.publish(3, "run-a", tmp_path / "new", ANY_PROOF, base=base)
 
     latest = store.latest()
     assert latest is not None and latest.version == 2
     assert weights_in(store.fetch(2, tmp_path / "cache")) == words(5)
-    store.publish(3, "run-a", tmp_path / "new", base=base)
+    store.publish(3, "run-a", tmp_path / "new", ANY_PROOF, base=base)
     assert weights_in(store.fetch(3, tmp_path / "cache")) == words(9)

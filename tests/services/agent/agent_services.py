@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.services.agent.replaceable import ModelLine, Replaceable
 from tests.services.agent.scripted_model import ScriptedModel, Words
+from tests.weight_proofs import ANY_PROOF
 from trackway.agent.app import create_app as create_agent
 from trackway.agent.settings import AgentSettings
 from trackway.clients.weights import WeightStore
@@ -111,7 +112,7 @@ class AgentServices:
 
     def publish_weights(self, version: int) -> None:
         """The trainer publishes; the rollout service looks when a request wants them."""
-        self.weights.publish(version, "run-a", self.model_path)
+        self.weights.publish(version, "run-a", self.model_path, ANY_PROOF)
 
     async def run(self, request: GroupRequest) -> list[Trajectory]:
         """A whole group, ordered by rollout number."""

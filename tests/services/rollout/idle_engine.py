@@ -50,7 +50,7 @@ class IdleEngine:
     async def resume(self) -> None: ...
 
     async def load_weights(
-        self, folder: Path, version: int, proof: WeightProof | None, swapping: Swapping = nullcontext
+        self, folder: Path, version: int, proof: WeightProof, swapping: Swapping = nullcontext
     ) -> None:
         async with swapping():
             self.version = version

@@ -22,6 +22,8 @@ Tensors = dict[str, Tensor]
 class AdapterVersions(NamedTuple):
     """Version 2 of a run, what was published with it, and folders of what an engine may hold in its place."""
 
+    before: WeightProof
+    """Of version 1, the folder "old kept"."""
     proof: WeightProof
     folders: dict[str, Path]
     whole: dict[str, Path]
@@ -49,18 +51,20 @@ def make_adapters(model: Path, pairs: Pairs, root: Path, dtype: str = "float32")
     """Of a run that begins at the model and trains a LoRA adapter on these pairs."""
     lora = {"lora_rank": RANK, "lora_alpha": ALPHA, "lr": 10 * DEMO}
     run = Learner(learner_config(model, dtype=dtype, bypass_mode=False, **lora))
+    proofs: list[WeightProof] = []
     for version in ("1", "2"):
         run.update(batch(pairs, good=1))
         run.export_to_engines(root / version)
         run.export(root / f"whole-{version}")
-    proof = run.proof(root / "2", 1)
+        proofs.append(run.proof(root / version, len(proofs) or None))
     folders = {
         "right": root / "2",
         "old kept": root / "1",
         "scaled twice": changed(root / "2", root / "scaled", scaled),
         "other prefix": changed(root / "2", root / "prefix", other_prefix),
     }
-    return AdapterVersions(proof, folders, {version: root / f"whole-{version}" for version in ("1", "2")})
+    before, proof = proofs
+    return AdapterVersions(before, proof, folders, {version: root / f"whole-{version}" for version in ("1", "2")})
 
 
 def with_config(folder: Path, into: Path, **values: object) -> Path:

@@ -25,6 +25,8 @@ Pairs = Sequence[tuple[list[int], list[int]]]
 class Versions(NamedTuple):
     """Version 2 of a run, what was published with it, and folders of what an engine may hold in its place."""
 
+    before: WeightProof
+    """Of version 1, the folder "old kept"."""
     proof: WeightProof
     folders: dict[str, Path]
 
@@ -75,6 +77,7 @@ def make_versions(model: Path, pairs: Pairs, root: Path, dtype: str, lr: float, 
     run, another_run = (learner_of(model, dtype, lr, device) for _ in range(2))
     run.update(batch(pairs, good=1))
     run.export(root / "1")
+    before = run.proof(root / "1", None)
     run.update(batch(pairs, good=1))
     run.export(root / "2")
     for _ in range(2):
@@ -88,4 +91,4 @@ def make_versions(model: Path, pairs: Pairs, root: Path, dtype: str, lr: float, 
         "two swapped": planted(root / "2", root / "swapped", swap),
         "another run": root / "another run",
     }
-    return Versions(run.proof(root / "2", 1), folders)
+    return Versions(before, run.proof(root / "2", 1), folders)

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from tests.weight_proofs import ANY_PROOF
 from trackway.clients.weights import WeightStore
 from trackway.rollout.app import create_app
 from trackway.rollout.settings import RolloutSettings
@@ -70,11 +71,13 @@ async def test_published_weights_are_served_and_named(
     running: Running, settings: RolloutSettings, other_path: Path
 ) -> None:
     assert settings.weights_url is not None
-    WeightStore(settings.weights_url).publish(3, "run", other_path)
+    WeightStore(settings.weights_url).publish(3, "run", other_path, ANY_PROOF)
     async with running(create_app(settings)) as client:
         weights = WeightsReply.model_validate((await client.get("/weights")).json())
         answer = await client.post("/generate", json={**PROMPT, "min_weight_version": 3})
-    assert weights == WeightsReply(version=3, latest=3, model="tiny", replica=settings.replica)
+    assert weights == WeightsReply(
+        version=3, latest=3, model="tiny", replica=settings.replica, verdict=Verdict.INDISTINGUISHABLE
+    )
     assert answer.json()["choices"][0]["weight_versions"] == [{"version": 3, "start": 0, "end": 6}]
 
 
@@ -138,7 +141,7 @@ async def test_a_corrupt_first_version_keeps_the_replica_unready(
     running: Running, settings: RolloutSettings, other_path: Path
 ) -> None:
     store = WeightStore(str(settings.weights_url))
-    store.publish(1, "run", other_path)
+    store.publish(1, "run", other_path, ANY_PROOF)
     (Path(str(settings.weights_url)) / "1" / "model.safetensors").write_bytes(b"torn")
     async with running(create_app(settings)) as client:
         ready = await client.get("/ready")
@@ -197,7 +200,7 @@ async def test_loading_what_was_just_published_is_no_incident(
 ) -> None:
     follows = settings.model_copy(update={"watch_interval_s": 60, "weight_wait_s": 30, "weights_late_s": 30})
     async with running(create_app(follows)) as client:
-        WeightStore(str(settings.weights_url)).publish(2, "run", other_path)
+        WeightStore(str(settings.weights_url)).publish(2, "run", other_path, ANY_PROOF)
         waited = await client.post("/generate", json={**PROMPT, "min_weight_version": 2})
     assert (waited.status_code, waited.headers.get("x-trackway-trace")) == (200, None)
 
@@ -210,7 +213,7 @@ async def test_the_answer_tells_the_agent_that_the_replica_was_behind(
     follows = settings.model_copy(update=waits)
     async with running(create_app(follows)) as client:
         if published is not None:
-            WeightStore(str(settings.weights_url)).publish(published, "run", other_path)
+            WeightStore(str(settings.weights_url)).publish(published, "run", other_path, ANY_PROOF)
         waited = await client.post("/generate", json={**PROMPT, "min_weight_version": 2})
         after = await client.post("/generate", json=PROMPT)
     assert (waited.status_code, waited.headers["x-trackway-trace"]) == (status, "incidents=weights_behind")

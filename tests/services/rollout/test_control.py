@@ -12,6 +12,7 @@ from fastapi import FastAPI
 
 from tests.services.rollout.engine_runs import until
 from tests.time_limits import ENDS_SOON
+from tests.weight_proofs import ANY_PROOF
 from trackway.clients.weights import WeightStore
 from trackway.rollout.app import create_app
 from trackway.rollout.engines.sim.engine import SimEngine
@@ -101,7 +102,7 @@ async def test_an_operator_does_not_wait_for_weights_that_are_being_read(
 
     monkeypatch.setattr(torch_engine, "load", slow_load)
     async with running(create_app(settings, engine)) as client:
-        store.publish(1, "run", other_path)
+        store.publish(1, "run", other_path, ANY_PROOF)
         await until(reading.is_set)
         async with asyncio.timeout(10):
             paused = (await client.post("/pause?mode=abort")).json()["paused"]
@@ -149,7 +150,7 @@ async def test_what_a_sleep_retracts_and_what_comes_meanwhile_is_answered_after_
         await until(lambda: engine.stats().running == 1)
         await client.post("/sleep?mode=retract")
         late = asyncio.create_task(client.post("/generate", json={"token_ids": [11], "min_weight_version": 1}))
-        store.publish(1, "run", other_path)
+        store.publish(1, "run", other_path, ANY_PROOF)
         await client.post("/wake_up?tags=weights&min_weight_version=1")
         waits = not begun.done() and not late.done()
         await client.post("/wake_up?tags=kv_cache")
@@ -172,7 +173,7 @@ async def test_a_wake_up_answers_when_the_weights_asked_for_are_loaded(
     settings = RolloutSettings(engine="sim", enable_sleep=True, weights_url=url, watch_interval_s=60, weight_wait_s=5)
     async with running(create_app(settings)) as client:
         await client.post("/sleep")
-        store.publish(3, "run", other_path)
+        store.publish(3, "run", other_path, ANY_PROOF)
         woken = await client.post("/wake_up?tags=weights&min_weight_version=3")
         held = (await client.get("/weights")).json()["version"]
         await client.post("/wake_up?tags=kv_cache")

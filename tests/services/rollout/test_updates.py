@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.services.rollout.engine_runs import until, watching
+from tests.weight_proofs import ANY_PROOF, WRONG_PROOF
 from trackway.clients.weights import WeightStore
 from trackway.rollout import continuation
 from trackway.rollout.continuation import ResumableGeneration
@@ -19,14 +20,13 @@ from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.weight_watcher import WeightWatcher
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import GenerateRequest, SamplingParams, StructuredOutputs
-from trackway.wire.weights import Canary
+from trackway.wire.weights import WeightProof
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 Surviving = Callable[..., AbstractAsyncContextManager[tuple[ResumableGeneration, WeightWatcher]]]
 Answer = asyncio.Task[tuple[Generation, list[Piece]]]
 LENGTH = 900
-WRONG = Canary(token_ids=[3, 4, 5], logprobs=[-99.0, -99.0])
 LONG = GenerateRequest(
     token_ids=[11, 12, 13], sampling_params=SamplingParams(max_tokens=LENGTH, ignore_eos=True, seed=5)
 )
@@ -65,11 +65,11 @@ async def begun(survivor: ResumableGeneration, request: GenerateRequest = LONG) 
 
 @asynccontextmanager
 async def updated_midway(
-    survivor: ResumableGeneration, store: WeightStore, weights: Path, canary: Canary | None = None
+    survivor: ResumableGeneration, store: WeightStore, weights: Path, proof: WeightProof = ANY_PROOF
 ) -> AsyncIterator[Answer]:
     """As `begun`, and version 1 is published then."""
     async with begun(survivor) as answer:
-        await asyncio.to_thread(store.publish, 1, "run", weights, canary)
+        await asyncio.to_thread(store.publish, 1, "run", weights, proof)
         yield answer
 
 
@@ -123,7 +123,7 @@ async def test_a_guided_answer_that_an_update_cuts_is_begun_again_and_a_stream_o
     guided = LONG.model_copy(update={"sampling_params": params})
     async with surviving("abort") as (survivor, _), begun(survivor, guided) as streamed:
         whole = asyncio.create_task(survivor.generate(guided, "whole"))
-        await asyncio.to_thread(store.publish, 1, "run", other_path, None)
+        await asyncio.to_thread(store.publish, 1, "run", other_path, ANY_PROOF)
         with pytest.raises(TrackwayError, match="its grammar cannot be entered in the middle; retry") as raised:
             await streamed
         answer = await whole
@@ -163,7 +163,7 @@ async def test_a_retracted_generation_keeps_its_tokens_and_goes_on_once_it_is_re
     async with surviving("keep") as (survivor, watcher), begun(survivor) as answer:
         survivor.retract()
         await engine.pause("abort")
-        await asyncio.to_thread(store.publish, 1, "run", other_path)
+        await asyncio.to_thread(store.publish, 1, "run", other_path, ANY_PROOF)
         await watcher.catch_up(1)
         await engine.resume()
         waits = engine.stats().running == 0 and not answer.done()
@@ -204,11 +204,11 @@ async def test_leaving_a_stream_early_frees_its_slot(surviving: Surviving, engin
         await until(lambda: not engine.stats().running)
 
 
-async def test_an_update_that_fails_its_canary_leaves_the_request_on_the_old_weights(
+async def test_an_update_that_fails_its_proof_leaves_the_request_on_the_old_weights(
     surviving: Surviving, store: WeightStore, other_path: Path
 ) -> None:
     async with surviving("abort", wait_s=0.5) as (survivor, watcher):
-        async with updated_midway(survivor, store, other_path, WRONG) as answer:
+        async with updated_midway(survivor, store, other_path, WRONG_PROOF) as answer:
             whole, _ = await answer
         with pytest.raises(TrackwayError, match="got other weights"):
             await watcher.catch_up(1)

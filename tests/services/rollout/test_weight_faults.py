@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.services.rollout.engine_runs import watching
+from tests.weight_proofs import ANY_PROOF
 from trackway.clients.weights import WeightStore, WholeWeights
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.system import free_port
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.anyio
 DYING = """
 import sys, time
 from fsspec.implementations.local import LocalFileSystem
+from tests.weight_proofs import ANY_PROOF
 from trackway.clients.weights import WeightStore, WholeWeights
 from pathlib import Path
 
@@ -43,7 +45,7 @@ def half(self, source, target, **options):
 LocalFileSystem.put_file = half
 store, new, old = WeightStore(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
 base = WholeWeights(store.manifest(1), old) if sys.argv[3] else None
-store.publish(2, "dying", new, base=base)
+store.publish(2, "dying", new, ANY_PROOF, base=base)
 """
 
 REPLICA = """
@@ -89,7 +91,7 @@ async def test_a_trainer_killed_while_it_publishes_leaves_readers_at_the_old_ver
     if as_delta:
         old = in_bfloat16(model_path, tmp_path / "old")
         other_path = in_bfloat16(model_path, tmp_path / "new", changed=50)
-    store.publish(1, "run", old)
+    store.publish(1, "run", old, ANY_PROOF)
     with program(DYING, store.url, other_path, old if as_delta else "") as trainer:
         assert trainer.stdout is not None
         assert await asyncio.to_thread(trainer.stdout.readline) == "half\n"
@@ -98,7 +100,8 @@ async def test_a_trainer_killed_while_it_publishes_leaves_readers_at_the_old_ver
         async with watching(engine, store, tmp_path / "cache") as watcher:
             assert (engine.version, watcher.latest, watcher.ready().ready) == (1, 1, True)
             store.claim("run").close()
-            store.publish(2, "run", other_path, base=WholeWeights(store.manifest(1), old) if as_delta else None)
+            base = WholeWeights(store.manifest(1), old) if as_delta else None
+            store.publish(2, "run", other_path, ANY_PROOF, base=base)
             await watcher.catch_up(2)
             assert (store.manifest(2).delta is not None) is as_delta
 
@@ -145,7 +148,7 @@ async def test_a_replica_killed_while_it_loads_is_right_when_it_is_back(
 ) -> None:
     store, url = http_store
     anchor = in_bfloat16(other_path, tmp_path / "anchor")
-    manifest = store.publish(7, "run", anchor)
+    manifest = store.publish(7, "run", anchor, ANY_PROOF)
     cache, port = tmp_path / "cache", free_port()
     with program(REPLICA, model_path, url, cache, port) as replica:
         assert await asyncio.to_thread(StallingFiles.stalled.wait, 60)
@@ -155,7 +158,7 @@ async def test_a_replica_killed_while_it_loads_is_right_when_it_is_back(
     assert torn.name.startswith(".7.")
     StallingFiles.go_on.set()
     new = in_bfloat16(other_path, tmp_path / "new", changed=50)
-    assert store.publish(8, "run", new, base=WholeWeights(manifest, anchor)).delta is not None
+    assert store.publish(8, "run", new, ANY_PROOF, base=WholeWeights(manifest, anchor)).delta is not None
     with program(REPLICA, model_path, url, cache, port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
             async with asyncio.timeout(60):
@@ -178,7 +181,7 @@ async def test_a_replica_without_room_for_new_weights_keeps_the_old_ones_and_say
     engine: TorchEngine, model_path: Path, other_path: Path, small_disk: Path, tmp_path: Path
 ) -> None:
     store = WeightStore(f"memory://{tmp_path.name}")
-    store.publish(1, "run", other_path)
+    store.publish(1, "run", other_path, ANY_PROOF)
     big = tmp_path / "big"
     big.mkdir()
     for file in other_path.iterdir():
@@ -186,13 +189,13 @@ async def test_a_replica_without_room_for_new_weights_keeps_the_old_ones_and_say
     (big / "padding.bin").write_bytes(bytes(2_000_000))
     async with watching(engine, store, small_disk / "cache") as watcher:
         assert engine.version == 1
-        store.publish(2, "run", big)
+        store.publish(2, "run", big, ANY_PROOF)
         watcher._wait_s = 0.3
         with pytest.raises(TrackwayError, match="No space left on device") as raised:
             await watcher.catch_up(2)
         assert raised.value.code is ErrorCode.WEIGHTS_BEHIND
         assert (engine.version, watcher.ready().ready) == (1, True)
-        store.publish(3, "run", other_path)
+        store.publish(3, "run", other_path, ANY_PROOF)
         watcher._wait_s = 10.0
         await watcher.catch_up(3)
     assert sorted(path.name for path in (small_disk / "cache").iterdir()) == [".lock", "1", "3"]  # nothing of 2
@@ -205,7 +208,7 @@ async def test_of_copied_versions_only_the_last_three_stay(
     store = WeightStore(f"memory://{tmp_path.name}")
     async with watching(engine, store, tmp_path / "cache") as watcher:
         for version in (1, 2, 3, 4):
-            store.publish(version, "run", other_path)
+            store.publish(version, "run", other_path, ANY_PROOF)
             await watcher.catch_up(version)
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [".lock", "2", "3", "4"]
     fsspec.filesystem("memory").store.clear()

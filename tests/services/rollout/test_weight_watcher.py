@@ -11,6 +11,7 @@ import pytest
 
 from tests.services.rollout.engine_runs import until, watching
 from tests.services.rollout.idle_engine import IdleEngine
+from tests.weight_proofs import ANY_PROOF
 from trackway.clients.weights import WeightStore, WholeWeights
 from trackway.rollout import weight_watcher as module
 from trackway.rollout.engines.protocol import Swapping
@@ -36,7 +37,7 @@ class NotingEngine(IdleEngine):
         self.drained.set()
 
     async def load_weights(
-        self, folder: Path, version: int, proof: WeightProof | None, swapping: Swapping = nullcontext
+        self, folder: Path, version: int, proof: WeightProof, swapping: Swapping = nullcontext
     ) -> None:
         await self.reads.wait()
         async with swapping():
@@ -105,7 +106,7 @@ async def test_only_a_newer_version_is_loaded(
     engine: NotingEngine, store: WeightStore, source: Path, tmp_path: Path, held: int, loaded: list[str]
 ) -> None:
     engine.version = held
-    store.publish(7, "run", source)
+    store.publish(7, "run", source, ANY_PROOF)
     async with watching(engine, store, tmp_path / "cache", interval_s=60) as watcher:
         assert (engine.events, watcher.updates, watcher.latest) == (loaded, len(loaded), max(held, 7))
         assert watcher.ready() == Ready(ready=True)
@@ -123,7 +124,7 @@ async def test_a_sleeping_engine_is_left_alone(
     engine: NotingEngine, store: WeightStore, source: Path, tmp_path: Path
 ) -> None:
     engine.asleep = frozenset({"weights"})
-    store.publish(7, "run", source)
+    store.publish(7, "run", source, ANY_PROOF)
     async with watching(engine, store, tmp_path / "cache", interval_s=60) as watcher:
         assert (engine.events, watcher.latest, watcher.ready()) == ([], 7, Ready(ready=True))
 
@@ -183,7 +184,7 @@ async def test_a_request_for_a_newer_version_makes_the_watcher_look(
 ) -> None:
     async with watching(engine, store, tmp_path / "cache", interval_s=60) as watcher:
         for version in (1, 2):
-            store.publish(version, "run", source)
+            store.publish(version, "run", source, ANY_PROOF)
             await watcher.catch_up(version)
             assert engine.version == version
 
@@ -192,7 +193,7 @@ async def test_looks_that_fail_come_ever_later_up_to_five_seconds(
     engine: NotingEngine, store: WeightStore, source: Path, tmp_path: Path, waits: Waits
 ) -> None:
     engine.refusals = [OSError("no room") for _ in range(6)]
-    store.publish(1, "run", source)
+    store.publish(1, "run", source, ANY_PROOF)
     async with watching(engine, store, tmp_path / "cache", interval_s=0.5):
         await until(lambda: len(waits.noted) >= 8)
     assert waits.noted[:8] == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0, 0.5, 0.5]
@@ -203,12 +204,12 @@ async def test_a_version_that_the_engine_refuses_is_tried_once_and_the_next_one_
     engine: NotingEngine, store: WeightStore, source: Path, tmp_path: Path, waits: Waits
 ) -> None:
     engine.refusals = [corrupt()]
-    store.publish(1, "run", source)
+    store.publish(1, "run", source, ANY_PROOF)
     async with watching(engine, store, tmp_path / "cache", interval_s=0.5) as watcher:
         await until(lambda: len(waits.noted) >= 3)
         reason = "weights are not loaded yet: other weights"
         assert (engine.events, watcher.updates, watcher.ready()) == (["load 1"], 1, Ready(ready=False, reason=reason))
-        store.publish(2, "run", source)
+        store.publish(2, "run", source, ANY_PROOF)
         await until(lambda: engine.version == 2)
     assert engine.events == ["load 1", "load 2"]
 
@@ -216,18 +217,18 @@ async def test_a_version_that_the_engine_refuses_is_tried_once_and_the_next_one_
 async def test_a_request_for_a_refused_version_fails_at_once(
     engine: NotingEngine, store: WeightStore, source: Path, tmp_path: Path
 ) -> None:
-    store.publish(1, "run", source)
+    store.publish(1, "run", source, ANY_PROOF)
     async with watching(engine, store, tmp_path / "cache", wait_s=600.0) as watcher:
         await until(lambda: engine.version == 1)
         engine.refusals = [corrupt()]
         waiting = asyncio.create_task(watcher.catch_up(2))
-        store.publish(2, "run", source)
+        store.publish(2, "run", source, ANY_PROOF)
         for request in (waiting, watcher.catch_up(2)):
             with pytest.raises(TrackwayError, match="other weights") as raised:
                 async with asyncio.timeout(30):
                     await request
             assert (raised.value.code, raised.value.retryable) == (ErrorCode.WEIGHTS_CORRUPT, False)
-        store.publish(3, "run", source)
+        store.publish(3, "run", source, ANY_PROOF)
         await watcher.catch_up(3)
     assert engine.version == 3
 
@@ -241,7 +242,7 @@ async def test_an_error_is_logged_once_and_again_when_it_changes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine.refusals = [OSError(why) for why in ("no room", "no room", "no room", "no right")]
-    store.publish(1, "run", source)
+    store.publish(1, "run", source, ANY_PROOF)
     async with watching(engine, store, tmp_path / "cache", interval_s=0.5):
         await until(lambda: engine.version == 1)
     assert [record.message for record in caplog.records] == [
@@ -254,15 +255,17 @@ async def test_a_version_that_failed_once_is_no_reason_any_more_when_it_is_loade
     engine: NotingEngine, store: WeightStore, source: Path, tmp_path: Path
 ) -> None:
     engine.refusals = [OSError("no room")]
-    store.publish(1, "run", source)
+    store.publish(1, "run", source, ANY_PROOF)
     async with watching(engine, store, tmp_path / "cache", interval_s=0.001) as watcher:
         await until(lambda: watcher.ready().ready)
         with pytest.raises(TrackwayError, match="got 1: the newest version published is 1; retry later"):
             await watcher.catch_up(2, 0.01)
 
 
-@pytest.mark.parametrize(("judgement", "said"), [(None, "no proof"), (Judgement(Verdict.PROVEN, "right"), "proven")])
-async def test_a_load_is_logged_with_its_proof(
+@pytest.mark.parametrize(
+    ("judgement", "said"), [(None, "no verdict yet"), (Judgement(Verdict.PROVEN, "right"), "proven")]
+)
+async def test_a_load_is_logged_with_its_verdict(
     engine: NotingEngine,
     store: WeightStore,
     source: Path,
@@ -273,7 +276,7 @@ async def test_a_load_is_logged_with_its_proof(
 ) -> None:
     caplog.set_level(logging.INFO, "trackway.rollout")
     engine.judgement = judgement
-    store.publish(3, "run-a", source)
+    store.publish(3, "run-a", source, ANY_PROOF)
     async with watching(engine, store, tmp_path / "cache", interval_s=60):
         pass
     assert [record.message for record in caplog.records] == [f"weights version 3 of run run-a loaded: {said}"]
@@ -295,7 +298,7 @@ async def test_requests_are_held_back_unless_they_may_run_on_or_none_can(
     engine: NotingEngine, store: WeightStore, source: Path, tmp_path: Path, mode, wanted, paused, events, updates
 ) -> None:
     engine.paused = paused
-    store.publish(1, "run", source, update_mode=wanted)
+    store.publish(1, "run", source, ANY_PROOF, update_mode=wanted)
     async with watching(engine, store, tmp_path / "cache", interval_s=60, mode=mode) as watcher:
         assert (engine.events, watcher.updates) == (events, updates)
 
@@ -306,7 +309,7 @@ async def test_while_requests_are_held_back_the_replica_is_not_ready_and_the_gat
     async with watching(engine, store, tmp_path / "cache", wait_s=0.01, interval_s=0.001, mode="abort") as watcher:
         await watcher.gate()
         engine.loads.clear()
-        store.publish(3, "run", source)
+        store.publish(3, "run", source, ANY_PROOF)
         await until(lambda: "load 3" in engine.events)
 
         assert watcher.ready() == Ready(ready=False, reason="weights version 3 is being loaded")
@@ -326,7 +329,7 @@ async def test_requests_that_do_not_finish_in_time_are_cut(
     engine: NotingEngine, store: WeightStore, source: Path, tmp_path: Path, waits: Waits
 ) -> None:
     engine.drained.clear()
-    store.publish(1, "run", source)
+    store.publish(1, "run", source, ANY_PROOF)
     async with watching(engine, store, tmp_path / "cache", interval_s=60, mode="wait"):
         assert engine.events == ["pause wait", "pause abort", "load 1", "resume"]
         assert waits.noted[0] == 300.0
@@ -339,7 +342,7 @@ async def test_of_the_copies_the_loaded_version_and_two_before_are_kept_and_noth
     for name in ("2", "8", "9", "10", ".8.5f0e", ".12.77aa", "13", "notes"):
         (cache / name).mkdir(parents=True)
     (cache / "7").write_bytes(b"a file")
-    remote.publish(11, "run", source)
+    remote.publish(11, "run", source, ANY_PROOF)
 
     async with watching(engine, remote, cache, interval_s=60) as watcher:
         assert watcher.ready() == Ready(ready=True)
@@ -351,7 +354,7 @@ async def test_versions_that_are_read_in_place_are_the_stores_own(
     engine: NotingEngine, store: WeightStore, source: Path, tmp_path: Path
 ) -> None:
     for version in (1, 2, 3):
-        store.publish(version, "run", source)
+        store.publish(version, "run", source, ANY_PROOF)
     async with watching(engine, store, tmp_path / "cache", interval_s=60) as watcher:
         assert (watcher.ready(), store.versions()) == (Ready(ready=True), [1, 2, 3])
 
@@ -362,14 +365,14 @@ def publish_delta(store: WeightStore, source: Path, version: int) -> None:
     folder = source.with_name(f"{version}")
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(b"xy" * version + b"ab" * (5000 - version))
-    store.publish(version, "run", folder, base=base if base.folder.is_dir() else None)
+    store.publish(version, "run", folder, ANY_PROOF, base=base if base.folder.is_dir() else None)
 
 
 @pytest.fixture
 def deltas(store: WeightStore, source: Path) -> WeightStore:
     """An anchor, version 4, and three deltas."""
     (source / "model.safetensors").write_bytes(b"ab" * 5000)
-    store.publish(3, "run", source)
+    store.publish(3, "run", source, ANY_PROOF)
     for version in (4, 5, 6, 7):
         publish_delta(store, source, version)
     assert [store.manifest(version).delta is None for version in (4, 5, 6, 7)] == [True, False, False, False]
@@ -412,7 +415,7 @@ async def test_without_a_delta_on_the_way_the_newest_whole_version_is_loaded_unt
         assert watcher.ready().ready is bool(loaded)
         with pytest.raises(TrackwayError, match=r"model\.safetensors\.delta of weights version 6: .* got no file"):
             await watcher.catch_up(7 if loaded else 0, 0.01)
-        deltas.publish(8, "run", source)
+        deltas.publish(8, "run", source, ANY_PROOF)
         await until(lambda: watcher.ready().ready)
         await watcher.catch_up(8)
 

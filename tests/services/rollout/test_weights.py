@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.services.rollout.engine_runs import LONG, PROMPT, started, until, watching
 from tests.services.rollout.idle_engine import IdleEngine
+from tests.weight_proofs import ANY_PROOF, WRONG_PROOF
 from trackway.clients.weights import WeightStore
 from trackway.rollout.app import create_app
 from trackway.rollout.engines.protocol import Piece
@@ -25,17 +26,15 @@ from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.settings import RolloutSettings
 from trackway.trainer.learner.weight_proof import tensor_digests
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.weights import Canary, Verdict, WeightProof
+from trackway.wire.weights import Verdict, WeightProof
 
 pytestmark = pytest.mark.anyio
-
-WRONG = Canary(token_ids=[3, 4, 5], logprobs=[-99.0, -99.0])
 
 
 async def test_a_replica_that_starts_late_holds_the_latest_version_once_started(
     engine: TorchEngine, store: WeightStore, other_path: Path, tmp_path: Path
 ) -> None:
-    store.publish(7, "run", other_path)
+    store.publish(7, "run", other_path, ANY_PROOF)
     async with watching(engine, store, tmp_path / "cache") as watcher:
         assert (engine.version, watcher.latest, watcher.ready().ready) == (7, 7, True)
 
@@ -43,11 +42,11 @@ async def test_a_replica_that_starts_late_holds_the_latest_version_once_started(
 async def test_an_older_version_in_the_store_is_not_loaded_over_a_newer_one(
     engine: TorchEngine, store: WeightStore, model_path: Path, other_path: Path, tmp_path: Path
 ) -> None:
-    store.publish(7, "run", other_path)
+    store.publish(7, "run", other_path, ANY_PROOF)
     async with watching(engine, store, tmp_path / "cache"):
         assert engine.version == 7
     older = WeightStore(str(tmp_path / "older"))
-    older.publish(3, "run", model_path)
+    older.publish(3, "run", model_path, ANY_PROOF)
     async with watching(engine, older, tmp_path / "cache", interval_s=60) as watcher:
         assert (engine.version, watcher.latest, watcher.updates) == (7, 7, 0)
         await watcher.catch_up(7)
@@ -57,7 +56,7 @@ async def test_a_request_waits_until_the_version_it_wants_is_loaded(
     engine: TorchEngine, store: WeightStore, other_path: Path, tmp_path: Path
 ) -> None:
     async with watching(engine, store, tmp_path / "cache", interval_s=60) as watcher:
-        store.publish(1, "run", other_path)
+        store.publish(1, "run", other_path, ANY_PROOF)
         assert engine.version == 0
         await watcher.catch_up(1)
         assert engine.version == 1
@@ -67,7 +66,7 @@ async def test_a_version_published_later_is_loaded_without_a_request(
     engine: TorchEngine, store: WeightStore, other_path: Path, tmp_path: Path
 ) -> None:
     async with watching(engine, store, tmp_path / "cache"):
-        store.publish(1, "run", other_path)
+        store.publish(1, "run", other_path, ANY_PROOF)
         await until(lambda: engine.version == 1)
 
 
@@ -120,7 +119,7 @@ async def test_replicas_of_a_host_share_a_cache_for_each_store(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name in ("a", "b"):
         store = WeightStore(f"memory://{tmp_path.name}-{name}")
-        store.publish(1, "run", other_path)
+        store.publish(1, "run", other_path, ANY_PROOF)
         for _ in range(2):
             app = create_app(RolloutSettings(model_path=model_path, weights_url=store.url), IdleEngine())
             async with app.router.lifespan_context(app):
@@ -140,7 +139,7 @@ async def test_while_the_weights_are_asleep_nothing_is_loaded(
     ):
         await engine.pause("wait")
         await engine.sleep(["weights", "kv_cache"])
-        store.publish(1, "run", other_path)
+        store.publish(1, "run", other_path, ANY_PROOF)
         with pytest.raises(TrackwayError, match="got 0: the newest version published is 1"):
             await watcher.catch_up(1)
         assert (watcher.updates, watcher.ready().ready) == (0, True)
@@ -167,16 +166,16 @@ async def test_without_a_store_a_newer_version_is_refused_at_once(engine: TorchE
     assert raised.value.code is ErrorCode.WEIGHTS_BEHIND
 
 
-async def test_a_canary_mismatch_keeps_the_old_weights_says_so_once_and_a_next_version_mends_it(
+async def test_a_wrong_proof_keeps_the_old_weights_says_so_once_and_a_next_version_mends_it(
     engine: TorchEngine, store: WeightStore, other_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR)
     async with watching(engine, store, tmp_path / "cache", wait_s=0.3) as watcher:
-        store.publish(1, "run", other_path, WRONG)
+        store.publish(1, "run", other_path, WRONG_PROOF)
         with pytest.raises(TrackwayError, match="got other weights"):
             await watcher.catch_up(1)
         assert (engine.version, watcher.latest, watcher.updates) == (0, 1, 0)  # no request was held back for it
-        store.publish(2, "run", other_path)
+        store.publish(2, "run", other_path, ANY_PROOF)
         await watcher.catch_up(2)
         assert engine.version == 2
     assert [record.message.split(":")[0] for record in caplog.records] == ["weights stay at version 0"]
@@ -202,7 +201,7 @@ async def test_an_engine_that_keeps_old_weights_is_said_to_be_stale_once_and_ser
 async def test_a_replica_whose_first_load_fails_is_not_ready_and_does_not_generate(
     engine: TorchEngine, store: WeightStore, other_path: Path, tmp_path: Path
 ) -> None:
-    store.publish(1, "run", other_path, WRONG)
+    store.publish(1, "run", other_path, WRONG_PROOF)
     async with watching(engine, store, tmp_path / "cache") as watcher:
         assert not watcher.ready().ready
         assert "other weights" in watcher.ready().reason
@@ -223,15 +222,15 @@ def spoiled(source: Path, into: Path, number: float) -> Path:
 
 
 @pytest.mark.parametrize("number", [math.nan, -math.inf, 1e300], ids=["NaN", "infinity", "infinite in float32"])
-async def test_weights_that_are_not_finite_are_refused_by_name_without_any_proof(
+async def test_weights_that_are_not_finite_are_refused_by_name_whatever_their_proof(
     engine: TorchEngine, store: WeightStore, other_path: Path, tmp_path: Path, number: float
 ) -> None:
     async with watching(engine, store, tmp_path / "cache", wait_s=0.3) as watcher:
-        store.publish(1, "run", spoiled(other_path, tmp_path / "spoiled", number))
+        store.publish(1, "run", spoiled(other_path, tmp_path / "spoiled", number), ANY_PROOF)
         with pytest.raises(TrackwayError, match=r"NaN or infinities in model\.layers\.1\.mlp\.up_proj\.weight"):
             await watcher.catch_up(1)
         assert (engine.version, watcher.latest, watcher.updates) == (0, 1, 0)
-        store.publish(2, "run", other_path)
+        store.publish(2, "run", other_path, ANY_PROOF)
         await watcher.catch_up(2)
 
 
@@ -242,15 +241,27 @@ async def test_an_engine_does_not_start_on_a_model_that_is_not_finite(model_path
     assert raised.value.code is ErrorCode.WEIGHTS_CORRUPT
 
 
-async def test_nan_weights_that_an_earlier_version_published_with_a_canary_of_nulls_are_named(
-    engine: TorchEngine, store: WeightStore, other_path: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("proof", "wrong"),
+    [
+        (None, "proof: Field required"),
+        ({}, "proof: Value error, expected digests or a probe with positions, got neither"),
+        ({"probes": [{"token_ids": [5], "positions": [], "logprobs": []}]}, "proof: Value error, expected digests or"),
+    ],
+    ids=["none", "empty", "of no token"],
+)
+async def test_a_version_without_a_proof_is_refused_by_name(
+    engine: TorchEngine, store: WeightStore, other_path: Path, tmp_path: Path, proof: object, wrong: str
 ) -> None:
-    store.publish(1, "run", other_path, WRONG)
+    store.publish(1, "run", other_path, ANY_PROOF)
     manifest = tmp_path / "weights" / "1" / "manifest.json"
     content = json.loads(manifest.read_text())
-    content["canary"]["logprobs"] = [None] * 15
-    manifest.write_text(json.dumps(content))
+    del content["proof"]
+    manifest.write_text(json.dumps(content if proof is None else {**content, "proof": proof}))
     async with watching(engine, store, tmp_path / "cache") as watcher:
         reason = watcher.ready().reason
-    assert f"expected {manifest} to be readable, got canary.logprobs.0: Input should be a valid number" in reason
+        with pytest.raises(TrackwayError) as raised:
+            store.manifest(1)
+    assert (engine.version, raised.value.code) == (0, ErrorCode.WEIGHTS_CORRUPT)
+    assert f"expected {manifest} to be readable, got {wrong}" in reason
     assert "publish a new version" in reason

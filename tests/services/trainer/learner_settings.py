@@ -1,5 +1,6 @@
 """The configuration of a learner under test, made from a run's keys."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from trackway.trainer.config import resolve
 from trackway.trainer.config.policy import OptimConfig, PolicyLossConfig
 from trackway.trainer.config.rollout_correction import RolloutCorrectionConfig
 from trackway.trainer.learner.config import LearnerConfig
+from trackway.trainer.learner.learner import Learner
 from trackway.trainer.loop.from_config import learner_config as of_run
 
 POLICY, ACTOR = "actor_rollout_ref", "actor_rollout_ref.actor"
@@ -64,6 +66,12 @@ def learner_config(model: Path | str, **settings: Any) -> LearnerConfig:
     keys = {_key(name): value for name, value in (SIMPLE | settings).items()}
     config = of_run(resolve({f"{POLICY}.model.path": str(model), **keys}), total_steps=0)
     return replace(config, **{"dtype": "float32", "device": "cpu", **fields})
+
+
+def logprobs_of(learner: Learner, token_ids: Sequence[int] = range(3, 19)) -> list[float]:
+    """The policy's logprobs of tokens 1..n-1 as it computes them in training, equal for equal weights."""
+    with learner.policy._inference():
+        return learner.policy._logprobs([list(token_ids)])[0]
 
 
 def _key(name: str) -> str:

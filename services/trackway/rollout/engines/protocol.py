@@ -30,8 +30,6 @@ class Capability(StrEnum):
     """Release memory for the trainer and allocate it again, in parts."""
     SPANS = "spans"
     """Report which weights generated which tokens when they change during a request."""
-    CANARY = "canary"
-    """Verify new weights by their outputs before any request uses them."""
     TOP_LOGPROBS = "top_logprobs"
     """Return the most likely tokens of each position."""
     STRUCTURED_OUTPUTS = "structured_outputs"
@@ -103,7 +101,7 @@ class Engine(Protocol):
 
     @property
     def judgement(self) -> Judgement | None:
-        """The verdict on the current weights; None for the base weights and for weights without a proof."""
+        """The verdict on the current weights; None for the base weights."""
         ...
 
     @property
@@ -152,7 +150,7 @@ class Engine(Protocol):
         ...
 
     async def load_weights(
-        self, folder: Path, version: int, proof: WeightProof | None, swapping: Swapping = nullcontext
+        self, folder: Path, version: int, proof: WeightProof, swapping: Swapping = nullcontext
     ) -> None:
         """Replace the weights between two steps, once files and proof are verified; all or nothing.
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.weights import Canary, Probe, Verdict, WeightManifest, WeightProof
+from trackway.wire.weights import Probe, Verdict, WeightProof
 
 _OLD, _NEW = 0.25, 0.75
 """Nearness up to which weights may be the old ones, and from which they may be the new ones."""
@@ -90,20 +90,6 @@ class _Answers:
     """The differences; empty unless all are known."""
 
 
-def proof_of(manifest: WeightManifest) -> WeightProof | None:
-    """A version's proof, converted from an older publisher's canary if need be; None without either."""
-    if manifest.proof is not None:
-        return manifest.proof
-    return None if manifest.canary is None else proof_of_canary(manifest.canary)
-
-
-def proof_of_canary(canary: Canary) -> WeightProof:
-    """A single probe without logprobs of the previous version."""
-    positions = list(range(1, len(canary.token_ids)))
-    probe = Probe(token_ids=canary.token_ids, positions=positions, logprobs=canary.logprobs)
-    return WeightProof(probes=[probe], tolerance=canary.tolerance)
-
-
 def compare_digests(
     held: Mapping[str, str], published: Mapping[str, str], before: Mapping[str, str] | None = None
 ) -> HeldDigests:
@@ -154,8 +140,9 @@ def judge(
         return judged(Verdict.WRONG, "; ".join(parts))
     if not all(map(math.isfinite, answers.got)) or len(scored) != len(proof.probes):
         return judged(Verdict.WRONG, "not all of its logprobs are numbers")
-    if proof.probes and not answers.got:
-        return judged(Verdict.WRONG, "it scored no token of the probes")
+    if not answers.got and (proof.probes or not digests.complete):
+        shown = f"{len(digests.right)} of {len(proof.digests)} tensors by digest"
+        return judged(Verdict.WRONG, f"it scored no token, and showed {shown}")
     bound = _bound(proof, dtype)
     fits = off <= bound  # False for NaN
     if digests.complete:

@@ -76,11 +76,10 @@ from trackway.trainer.learner.weights.offload import CpuOffload
 from trackway.trainer.learner.weights.sharded_files import is_saved, read_whole
 from trackway.trainer.metrics.clock import Clock, Metrics
 from trackway.wire.trajectory import Trajectory
-from trackway.wire.weights import Canary, TensorDigest, WeightProof
+from trackway.wire.weights import TensorDigest, WeightProof
 
-CANARY_LENGTH = 16
-CANARY_TOLERANCE = {"bfloat16": 0.25}
-"""By compute dtype, else the wire's default; a bfloat16 sampler was up to 0.054 from a float32 trainer."""
+PROBE_LENGTH = 16
+"""Tokens of the fixed sequence."""
 
 T = TypeVar("T")
 REFERENCE = "reference"
@@ -277,7 +276,7 @@ class Learner:
         prepared = self._prepared(used, rows, owners, version)
         batch, mismatch = prepared.batch, prepared.mismatch
         sequences = choose_sequences(rows, by_token(batch.advantages).abs().amax(-1).tolist())
-        self._before = self.policy.published_logprobs([self._canary_tokens(), *sequences])
+        self._before = self.policy.published_logprobs([self._fixed_tokens(), *sequences])
         metrics = {**batch_metrics(used, batch, prepared.rewards, prepared.returns), **prepared.kl_metrics}
         if self.critic is not None:
             with self._clock("update_critic"):
@@ -445,7 +444,7 @@ class Learner:
         NaN or infinities.
         """
         before = self._before if previous_version is not None else None
-        sequences = [self._canary_tokens()] if before is None else [sequence.token_ids for sequence in before]
+        sequences = [self._fixed_tokens()] if before is None else [sequence.token_ids for sequence in before]
         now = self.policy.published_logprobs(sequences)
         require_finite_logprobs([logprob for sequence in now for logprob in sequence.logprobs])
         probes = probes_of(now, before)
@@ -464,7 +463,7 @@ class Learner:
         return sorted(chain(*self.ranks.of_each(own, TypeAdapter(list[TensorDigest]))), key=lambda digest: digest.name)
 
     def _base_logprobs(self) -> Tensor:
-        return torch.tensor(self.policy.base_logprobs(self._canary_tokens()), dtype=torch.float64)
+        return torch.tensor(self.policy.base_logprobs(self._fixed_tokens()), dtype=torch.float64)
 
     def _check_base(self, saved: Tensor) -> None:
         difference = float((self._base_logprobs() - saved).abs().max())
@@ -474,22 +473,13 @@ class Learner:
                 f"logprobs differ by {difference:.2g}; resume with that model"
             )
 
-    def _canary_tokens(self) -> list[int]:
+    def _fixed_tokens(self) -> list[int]:
         # Low ids exist in every tokenizer, while a model's vocabulary is often padded beyond its tokenizer.
         vocabulary = min(256, self._vocabulary)
-        return [(37 * i + 11) % vocabulary for i in range(CANARY_LENGTH)]
+        return [(37 * i + 11) % vocabulary for i in range(PROBE_LENGTH)]
 
     def close(self) -> None:
         """Ends what the learner has started; nothing in one process."""
-
-    def canary(self) -> Canary:
-        """A fixed sequence and its logprobs under the current weights, for engines older than `proof`."""
-        token_ids = self._canary_tokens()
-        logprobs = self.policy.sequence_logprobs(token_ids)
-        require_finite_logprobs(logprobs)
-        canary = Canary(token_ids=token_ids, logprobs=logprobs)
-        tolerance = CANARY_TOLERANCE.get(self.config.dtype, canary.tolerance)
-        return canary.model_copy(update={"tolerance": tolerance})
 
     def _with_shares(self, batch: TrainingBatch, used: Sequence[Trajectory], version: float | None) -> TrainingBatch:
         """The batch, ready for `proximal_logprobs=loglinear` if that is configured."""

@@ -302,18 +302,16 @@ class Policy:
     def published_logprobs(
         self, sequences: Sequence[list[int]], compute: torch.dtype = torch.float32
     ) -> list[ScoredSequence]:
-        """`sequence_logprobs` under the published weights: rounded to the published dtype, computed in `compute`."""
+        """Logprobs of each sequence's tokens 1..n-1, each given those before it, at temperature 1.
+
+        The weights are rounded to the published dtype, and computed with in `compute`.
+        """
         with self._inference(), self._merged(), rounded(self.model, self.published_dtype, compute):
             scored = [self._logprobs(group, autocast=False) for group in _groups(sequences)]
         return list(map(ScoredSequence, sequences, chain.from_iterable(scored)))
 
-    def sequence_logprobs(self, token_ids: list[int]) -> list[float]:
-        """Logprobs of tokens 1..n-1 of one sequence, each given those before it, at temperature 1."""
-        with self._inference():
-            return self._logprobs([token_ids])[0]
-
     def base_logprobs(self, token_ids: list[int]) -> list[float]:
-        """`sequence_logprobs` of the model without its adapter, computed in the dtype of logprobs."""
+        """Logprobs of a sequence under the model without its adapter, computed in the dtype of logprobs."""
         without = nullcontext() if self.adapter is None else self.adapter.off()
         with self._inference(), without, rounded(self.model, self.published_dtype, self.master_dtype):
             return self._logprobs([token_ids], autocast=False)[0]

@@ -94,7 +94,6 @@ class Publisher:
                 version,
                 self._run,
                 self._scratch,
-                self._learner.canary(),
                 proof,
                 self._update_mode,
                 self._base(version),

@@ -12,11 +12,10 @@ from trackway.rollout.engines.weight_proof import (
     Judgement,
     compare_digests,
     judge,
-    proof_of,
     require_accepted,
 )
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.weights import Canary, Probe, Verdict, WeightManifest, WeightProof
+from trackway.wire.weights import Probe, TensorDigest, Verdict, WeightProof
 
 SIGMA = 0.02
 """What bfloat16 does to a logprob of the demo's model."""
@@ -186,6 +185,17 @@ def test_answers_that_are_missing_or_no_numbers_are_wrong(
     assert judge(published, "bfloat16", scored, digests).verdict is Verdict.WRONG
 
 
+@pytest.mark.parametrize("digests", [None, HeldDigests(right=("a",), published=2)], ids=["none", "one of two"])
+def test_digests_that_an_engine_does_not_show_prove_nothing_without_answers(digests: HeldDigests | None) -> None:
+    published = WeightProof(digests=[TensorDigest(name=name, dtype="float32", sha256={}) for name in ("a", "b")])
+
+    judgement = judge(published, "float32", [], digests)
+
+    shown = 0 if digests is None else 1
+    assert judgement.verdict is Verdict.WRONG
+    assert judgement.reason == f"it scored no token, and showed {shown} of 2 tensors by digest"
+
+
 def test_infinite_answers_are_wrong_beside_a_version_before() -> None:
     published = proof([0.1, -0.1, 0.2])
 
@@ -300,16 +310,3 @@ def test_accepted_weights_are_described_in_one_line() -> None:
 
     assert require_accepted(judgement, published, 7, Path("w")) is judgement
     assert judgement.summary() == "rounded (1 of 2 tensors by digest, 100 tokens off by 0, nearness 1 +- 0.03)"
-
-
-def test_an_older_publishers_canary_is_a_proof_without_a_version_before() -> None:
-    canary = Canary(token_ids=[5, 6, 7], logprobs=[-1.0, -2.0], tolerance=0.25)
-    manifest = WeightManifest(version=1, run="r", files=[], canary=canary)
-
-    published = proof_of(manifest)
-
-    assert published == WeightProof(
-        probes=[Probe(token_ids=[5, 6, 7], positions=[1, 2], logprobs=[-1.0, -2.0])], tolerance=0.25
-    )
-    assert proof_of(manifest.model_copy(update={"canary": None})) is None
-    assert proof_of(manifest.model_copy(update={"proof": proof([0.1])})) == proof([0.1])

@@ -9,12 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.services.trainer.learner_settings import learner_config
+from tests.services.trainer.learner_settings import learner_config, logprobs_of
 from trackway.trainer.learner.algorithm import AGGREGATIONS
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import EmptyBatchError, Learner
 from trackway.wire.trajectory import StopReason, Trajectory
-from trackway.wire.weights import Canary
 
 pytestmark = pytest.mark.slow
 
@@ -192,22 +191,22 @@ def test_a_mask_shifted_by_one_shows_in_the_logprob_difference(tiny_model: Path,
 
 def test_an_empty_batch_is_refused_and_leaves_the_weights(tiny_model: Path):
     learner = Learner(learner_config(tiny_model, lr=1.0))
-    before = learner.canary()
+    before = logprobs_of(learner)
 
     with pytest.raises(EmptyBatchError, match="expected a trajectory to train on, got none; look at their errors"):
         learner.update([])
 
-    assert (learner.canary(), learner.updates) == (before, 0)
+    assert (logprobs_of(learner), learner.updates) == (before, 0)
 
 
 def test_a_trajectory_without_a_reward_is_refused_and_leaves_the_weights(tiny_model: Path, rollout: Rollout):
     learner = Learner(learner_config(tiny_model, lr=1.0))
-    before = learner.canary()
+    before = logprobs_of(learner)
 
     with pytest.raises(ValueError, match="expected a reward, got none in r/1/0/1; drop it with filter_trajectories"):
         learner.update([rollout(0, 0, 1.0), rollout(0, 1, reward=None)])
 
-    assert (learner.canary(), learner.updates) == (before, 0)
+    assert (logprobs_of(learner), learner.updates) == (before, 0)
 
 
 def test_an_update_returns_the_advantages_in_the_order_of_the_batch(tiny_model: Path, rollout: Rollout):
@@ -291,14 +290,14 @@ def test_an_observer_gets_the_trajectories_of_each_optimizer_step_and_changes_no
     assert metrics["actor/grad_norm"] == pytest.approx(
         sum(reported["actor/grad_norm"] for _, reported in observations) / 6
     )
-    assert observed.canary() == alone.canary()
+    assert logprobs_of(observed) == logprobs_of(alone)
 
 
 def test_mini_batches_are_drawn_by_their_own_seed_if_there_is_one(tiny_model: Path, rollout: Rollout):
-    def after(**seeds: int) -> Canary:
+    def after(**seeds: int) -> list[float]:
         learner = Learner(learner_config(tiny_model, lr=1e-2, shuffle=True, mini_batch_size=2, **seeds))
         learner.update(ragged(rollout))
-        return learner.canary()
+        return logprobs_of(learner)
 
     assert after(seed=1, data_loader_seed=6) == after(seed=2, data_loader_seed=6) == after(seed=6)
     assert after(seed=1, data_loader_seed=7) != after(seed=6)
@@ -314,13 +313,13 @@ def test_warm_up_climbs_in_equal_steps_from_the_first_update(tiny_model: Path, r
 
 def test_a_gradient_that_is_not_finite_is_not_stepped_on(tiny_model: Path, rollout: Rollout):
     learner = Learner(learner_config(tiny_model, lr=1.0))
-    before = learner.canary()
+    before = logprobs_of(learner)
     next(learner.policy.model.parameters()).register_hook(lambda gradient: gradient * float("inf"))
 
     metrics = learner.update([rollout(0, 0, 1.0), rollout(0, 1, 0.0)]).metrics
 
     assert metrics["actor/skipped_steps"] == 1.0
-    assert learner.canary() == before
+    assert logprobs_of(learner) == before
 
 
 def test_prompts_of_one_index_in_two_steps_are_two_groups(tiny_model: Path, rollout: Rollout):

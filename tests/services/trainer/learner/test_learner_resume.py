@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.services.trainer.learner_settings import learner_config
+from tests.services.trainer.learner_settings import learner_config, logprobs_of
 from trackway.trainer.config.policy import CheckpointContents
 from trackway.trainer.learner.learner import Learner
 from trackway.wire.trajectory import Trajectory
@@ -56,7 +56,7 @@ def test_a_resumed_learner_goes_on_as_if_uninterrupted(
 
     for resumed, uninterrupted in zip(metrics, expected, strict=True):
         assert resumed == pytest.approx(uninterrupted, abs=1e-6)
-    assert second.canary() == straight.canary()
+    assert logprobs_of(second) == logprobs_of(straight)
 
 
 def test_a_resumed_run_keeps_the_original_reference_when_its_model_path_has_moved_on(
@@ -83,7 +83,7 @@ def test_a_learner_loads_the_contents_that_it_is_asked_for(tiny_model: Path, rol
     for name, contents in (("whole", {}), ("lean", lean)):
         learner.config = learner_config(tiny_model, **settings, **contents)
         learner.save(tmp_path / name)
-    answer = learner.canary()
+    answer = logprobs_of(learner)
 
     weights_alone = Learner(learner_config(tiny_model, **settings, **{"checkpoint.load_contents": ["model"]}))
     weights_alone.load(tmp_path / "whole")
@@ -92,7 +92,7 @@ def test_a_learner_loads_the_contents_that_it_is_asked_for(tiny_model: Path, rol
 
     assert [path.name for path in (tmp_path / "lean").iterdir()] == ["model.safetensors"]
     for loaded in (weights_alone, from_lean):
-        assert loaded.canary() == answer
+        assert logprobs_of(loaded) == answer
         assert (loaded.updates, len(loaded.optimizer.state)) == (0, 0)
     with pytest.raises(ValueError, match=r"^expected optimizer and extra in .*/lean, got none: .* leave it out of"):
         Learner(learner_config(tiny_model, **settings)).load(tmp_path / "lean")
@@ -134,7 +134,7 @@ def test_bfloat16_weights_train_with_bfloat16_moments_and_resume_bit_for_bit(
     models = (straight.policy.model, straight.critic.model.model)
     weights = [parameter for model in models for parameter in model.parameters()]
     assert {tensor.dtype for tensor in (*moments, *weights)} == {torch.bfloat16}
-    assert second.canary() == straight.canary()
+    assert logprobs_of(second) == logprobs_of(straight)
     near = full.update(batches[0]).metrics
     assert expected[0]["actor/pg_loss"] == pytest.approx(near["actor/pg_loss"], abs=0.05)
     assert expected[0]["actor/grad_norm"] == pytest.approx(near["actor/grad_norm"], rel=0.05)

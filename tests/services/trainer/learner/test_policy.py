@@ -173,14 +173,14 @@ def test_an_offer_of_a_learner_has_the_tensors_that_it_exports_to_the_bit(tiny_m
     assert all(torch.equal(parts[name], tensor) for name, tensor in exported.items())
 
 
-def test_canary_is_what_transformers_says_of_the_exported_weights(tiny_model: Path, tmp_path: Path):
+def test_a_proof_has_what_transformers_computes_of_the_exported_weights(tiny_model: Path, tmp_path: Path):
     learner = Learner(learner_config(tiny_model, temperature=0.5))
     learner.export(tmp_path)
 
-    canary = learner.canary()
+    [probe] = learner.proof(tmp_path, None).probes
 
-    assert len(canary.token_ids) == 16
-    assert canary.logprobs == pytest.approx(reference_logprobs(tmp_path, canary.token_ids), abs=1e-5)
+    assert probe.positions == list(range(1, 16))
+    assert probe.logprobs == pytest.approx(reference_logprobs(tmp_path, probe.token_ids), abs=1e-5)
 
 
 def test_weights_of_another_model_are_refused(tiny_model: Path, tmp_path: Path):

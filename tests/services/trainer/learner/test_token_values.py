@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.services.trainer.learner.test_learner import ragged
-from tests.services.trainer.learner_settings import learner_config
+from tests.services.trainer.learner_settings import learner_config, logprobs_of
 from trackway.trainer.learner.learner import Learner
 from trackway.wire.trajectory import Trajectory
 
@@ -87,4 +87,4 @@ def test_the_values_are_asked_for_and_change_nothing(tiny_model: Path, rollout: 
     first, second = with_values.update(trajectories), without.update(trajectories)
 
     assert second.tokens is None
-    assert (first.metrics, with_values.canary()) == (second.metrics, without.canary())
+    assert (first.metrics, logprobs_of(with_values)) == (second.metrics, logprobs_of(without))

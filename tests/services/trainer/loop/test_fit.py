@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.services.trainer.learner_settings import logprobs_of
 from trackway.clients import AgentClient
 from trackway.clients.weights import WeightStore
 from trackway.deploy.bundled import TINY_MODEL
@@ -183,7 +184,7 @@ async def test_a_run_begins_at_another_runs_checkpoint_validates_there_and_goes_
     asked = {request.step: set() for request in agent.requests if not request.validation}
     assert (sorted(asked), validated(second), checkpoints(second)) == ([2, 3], [1, 3], ["global_step_3"])
     assert learned(second) == learned(first)
-    assert second.learner.canary() == first.learner.canary()
+    assert logprobs_of(second.learner) == logprobs_of(first.learner)
 
 
 async def test_a_run_over_sessions_trains_each_once_and_keeps_no_file_of_them(new_run: NewRun, rollout):
@@ -240,7 +241,7 @@ async def test_a_run_warms_its_value_model_up_saves_it_and_resumes_with_it(new_r
 
 async def test_a_run_that_only_validates_a_named_checkpoint_holds_its_weights(new_run: NewRun):
     first = new_run("first", "trainer.total_training_steps=1", "actor_rollout_ref.actor.optim.lr=1e-2")
-    before = first.learner.canary()
+    before = logprobs_of(first.learner)
     await fit(first)
 
     path = first.folder.checkpoints / "global_step_1"
@@ -250,7 +251,7 @@ async def test_a_run_that_only_validates_a_named_checkpoint_holds_its_weights(ne
     await fit(only)
 
     assert validated(only) == [1]
-    assert only.learner.canary() == first.learner.canary() != before
+    assert logprobs_of(only.learner) == logprobs_of(first.learner) != before
 
 
 async def test_a_stop_before_the_first_step_does_not_validate_twice(new_run: NewRun):
@@ -379,10 +380,10 @@ async def test_transformers_loads_a_checkpoints_weights_and_tokenizer(new_run: N
     assert folder is not None
     model = AutoModelForCausalLM.from_pretrained(folder / "actor" / "huggingface", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder / "actor" / "huggingface")
-    ids = run.learner.canary().token_ids
+    ids = list(range(3, 19))
     with torch.no_grad():
         logp = model(torch.tensor([ids])).logits.log_softmax(-1)[0]
-    ours = run.learner.canary().logprobs
+    ours = logprobs_of(run.learner, ids)
     theirs = [float(logp[place, token]) for place, token in enumerate(ids[1:])]
     assert ours[-len(theirs) :] == pytest.approx(theirs, abs=1e-4)
     assert tokenizer.decode(tokenizer.encode("2+2")) == AutoTokenizer.from_pretrained(TINY_MODEL).decode(
@@ -450,7 +451,7 @@ async def test_a_row_without_a_difference_is_never_trained_and_a_killed_run_goes
     evicted = [row.data["training/filter_groups/evicted_samples"] for row in again.folder.rows()[1:]]
     assert evicted == [1, 0, 1, 1]
     assert again.folder.rows()[-1].data["rollouts/dropped_filtered"] == 6
-    assert again.learner.canary() == whole.learner.canary()
+    assert logprobs_of(again.learner) == logprobs_of(whole.learner)
 
 
 async def test_a_step_that_takes_too_many_prompts_fails_the_run_and_keeps_the_newest_step(new_run: NewRun, agent):
@@ -492,7 +493,7 @@ async def test_a_run_killed_ahead_trains_what_was_finished_and_requests_only_the
     asked = [(request.step, request.sample.index) for request in agent.requests if not request.validation]
     assert sorted(asked) == [(2, 0), (2, 1), (3, 2), (3, 3)]
     assert trained(again) == trained(first)
-    assert again.learner.canary() == whole.learner.canary()
+    assert logprobs_of(again.learner) == logprobs_of(whole.learner)
 
 
 async def test_what_was_finished_before_a_restart_is_as_stale_as_without_it(new_run: NewRun):
@@ -523,7 +524,7 @@ async def test_what_was_finished_before_a_restart_is_as_stale_as_without_it(new_
         return [(row.data[worst], row.data["rollouts/dropped_stale"]) for row in run.folder.rows()[1:]]
 
     assert staleness(again) == staleness(whole) == [(0, 0), (1, 0), (1, 0), (1, 0)]
-    assert again.learner.canary() == whole.learner.canary()
+    assert logprobs_of(again.learner) == logprobs_of(whole.learner)
     assert again.progress.versions.republications == ((7, 11), (12, 13))
 
 
@@ -590,7 +591,7 @@ async def test_a_validation_goes_on_beside_the_training_until_other_weights_are_
     assert meanwhile == (4, [0, 1], 3)  # steps 3 and 4 were trained; step 4 ends with the publication
     assert [row.step for row in run.folder.rows()] == [0, 1, 2, 3, 4, 5]
     assert (validated(run), validated_versions(agent)) == ([0, 2, 4, 5], {0: 0, 2: 1, 4: 2, 5: 3})
-    assert run.learner.canary() == whole.learner.canary()
+    assert logprobs_of(run.learner) == logprobs_of(whole.learner)
     of_steps = [row.data for row in run.folder.rows()]
     assert ["timing_s/testing" in data for data in of_steps] == [True, False, True, False, True, True]
     assert of_steps[4]["timing_s/await_testing"] > 0
@@ -625,7 +626,7 @@ async def test_a_validation_that_was_cut_off_beside_the_training_is_done_with_it
     assert [row.step for row in again.folder.rows()] == [0, 1, 2, 3, 4, 5]
     assert validated(again) == [0, 2, 4, 5]
     assert all("actor/pg_loss" in row.data for row in again.folder.rows()[1:])
-    assert again.learner.canary() == whole.learner.canary()
+    assert logprobs_of(again.learner) == logprobs_of(whole.learner)
     assert validated_versions(agent)[2] == (2 if checkpoint == 2 else 1)  # those of step 2 are published once more
 
 

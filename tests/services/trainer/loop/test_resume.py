@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.services.trainer.learner_settings import learner_config
+from tests.services.trainer.learner_settings import learner_config, logprobs_of
 from trackway.system import digests
 from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.data.dataset import Position
@@ -75,7 +75,7 @@ def test_a_named_checkpoint_gives_its_weights_and_place_but_not_its_row(
     beginning = begin(folder, mode("resume_path", tmp_path / "other" / "global_step_4"), fresh)
 
     assert beginning == (Progress(step=4, position=Position(epoch=1, batch=4)), None, "", ())
-    assert (fresh.canary(), fresh.updates) == (learner.canary(), 1)
+    assert (logprobs_of(fresh), fresh.updates) == (logprobs_of(learner), 1)
     assert rows(folder) == []
 
 
@@ -170,7 +170,7 @@ def test_damaged_checkpoints_are_left_out_when_that_is_asked_for_and_their_rows_
     folder: RunFolder, learner: Learner, tiny_model: Path, has_digests: bool, rollout
 ):
     saved = checkpoint(folder.checkpoints, learner, 1)
-    before = learner.canary()
+    before = logprobs_of(learner)
     learner.update([rollout(0, n, float(n)) for n in range(2)])
     for step in (2, 3):
         checkpoint(folder.checkpoints, learner, step)
@@ -180,7 +180,7 @@ def test_damaged_checkpoints_are_left_out_when_that_is_asked_for_and_their_rows_
 
     progress, saved_step, notice, _ = begin(folder, mode("auto"), learner, skip_damaged=True)
 
-    assert (progress, saved_step, learner.canary()) == (saved, 1, before)
+    assert (progress, saved_step, logprobs_of(learner)) == (saved, 1, before)
     assert rows(folder) == [0, 1]
     assert checkpoints(folder) == ["damaged_global_step_2", "damaged_global_step_3", "global_step_1"]
     assert re.fullmatch(

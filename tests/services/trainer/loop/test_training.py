@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from torch import Tensor
 
-from tests.services.trainer.learner_settings import learner_config
+from tests.services.trainer.learner_settings import learner_config, logprobs_of
 from trackway.clients import AgentClient
 from trackway.clients.weights import WeightStore
 from trackway.tracing import Tracing, TracingSettings
@@ -235,7 +235,7 @@ async def test_dropped_trajectories_change_nothing_and_each_trace_gets_its_fate(
 
     metrics = await training.update([stale, good[0], failed, good[1]], version=7)
 
-    assert training.learner.canary() == alone.canary()
+    assert logprobs_of(training.learner) == logprobs_of(alone)
     assert {assessment.trace_id: dict(assessment.values) for assessment in backend.given} == {
         "s2": {"reward": 1.0, "fate": "dropped_stale"},
         "g0": {"reward": 1.0, "advantage": pytest.approx(0.7071, abs=1e-4), "fate": "used"},
@@ -415,7 +415,7 @@ async def test_a_slow_learner_and_a_slow_weight_store_are_named_by_what_they_do(
 
     class SlowExport:
         def __init__(self, learner: Learner) -> None:
-            self.canary, self.proof = learner.canary, learner.proof
+            self.proof = learner.proof
             self._export = learner.export
 
         def export_to_engines(self, folder: Path) -> None:
@@ -441,7 +441,7 @@ async def test_a_slow_learner_and_a_slow_weight_store_are_named_by_what_they_do(
 
 async def test_a_step_with_no_trajectory_to_train_on_fails_with_the_counts(training: Training, rollout: Rollout):
     stale = [rollout(0, n, 1.0, weight_versions=from_weights(2)) for n in range(3)]
-    before = training.learner.canary()
+    before = logprobs_of(training.learner)
 
     with pytest.raises(TrackwayError) as caught:
         await training.update([*stale, rollout(0, 3, error=FAILED)], version=7)
@@ -450,7 +450,7 @@ async def test_a_step_with_no_trajectory_to_train_on_fails_with_the_counts(train
         "step 1: 0 used, 1 dropped infrastructure, 0 dropped failed, 0 dropped filtered, 3 dropped stale: expected a "
     )
     assert "<" not in caught.value.message and "got none; look" in caught.value.message
-    assert (training.learner.canary(), training.step) == (before, 0)
+    assert (logprobs_of(training.learner), training.step) == (before, 0)
 
 
 @pytest.mark.usefixtures("shared_http")

@@ -7,12 +7,14 @@ from typing import cast
 
 import pytest
 
+from tests.weight_proofs import ANY_PROOF
 from trackway.clients.weights import WeightStore
 from trackway.system import StorageError
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.loop import weight_publisher
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.weights import WeightProof
 
 
 def open_publisher(store: Path, run: str) -> Publisher:
@@ -63,11 +65,8 @@ class Exporter:
     def export_to_engines(self, folder: Path) -> None:
         (folder / "weights").write_bytes(bytes(self.size))
 
-    def canary(self) -> None:
-        return None
-
-    def proof(self, folder: Path, previous_version: int | None) -> None:
-        return None
+    def proof(self, folder: Path, previous_version: int | None) -> WeightProof:
+        return ANY_PROOF
 
 
 @pytest.mark.parametrize("size", [2_000_000, 600_000], ids=["no room for the export", "none for its copy"])
@@ -98,11 +97,8 @@ class Stepping:
         self.exports += 1
         (folder / "model.safetensors").write_bytes(b"xy" * self.exports + b"ab" * (5000 - self.exports))
 
-    def canary(self) -> None:
-        return None
-
-    def proof(self, folder: Path, previous_version: int | None) -> None:
-        return None
+    def proof(self, folder: Path, previous_version: int | None) -> WeightProof:
+        return ANY_PROOF
 
 
 def bases(store: WeightStore, versions: Iterable[int]) -> list[int | None]:
@@ -132,7 +128,7 @@ def test_after_a_version_of_another_run_comes_a_whole_one(tmp_path: Path) -> Non
     other = tmp_path / "other"
     other.mkdir()
     (other / "model.safetensors").write_bytes(b"cd" * 5000)
-    store.publish(3, "other", other)
+    store.publish(3, "other", other, ANY_PROOF)
     for _ in range(2):
         publisher.publish()
     publisher.close()

@@ -11,7 +11,7 @@ from pydantic import JsonValue
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.services.trainer.learner_settings import learner_config
+from tests.services.trainer.learner_settings import learner_config, logprobs_of
 from trackway.trainer.config import resolve
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.run_state.checkpoint import save_checkpoint
@@ -68,8 +68,8 @@ def test_a_checkpoint_of_a_whole_model_is_a_folder_that_transformers_loads(
 
     assert (newest.kind, Path(newest.checkpoint).name) == ("model", "global_step_2")
     assert (first.kind, Path(first.checkpoint).name) == ("model", "global_step_1")
-    assert logprobs(loaded(tmp_path / "newest")) == pytest.approx(learner.policy.sequence_logprobs(IDS), abs=1e-5)
-    assert logprobs(loaded(tmp_path / "first")) != pytest.approx(learner.policy.sequence_logprobs(IDS), abs=1e-3)
+    assert logprobs(loaded(tmp_path / "newest")) == pytest.approx(logprobs_of(learner, IDS), abs=1e-5)
+    assert logprobs(loaded(tmp_path / "first")) != pytest.approx(logprobs_of(learner, IDS), abs=1e-3)
     assert (tmp_path / "newest/tokenizer_config.json").read_text() == (tiny_model / "tokenizer_config.json").read_text()
 
 
@@ -78,7 +78,7 @@ def test_a_checkpoint_of_an_adapter_is_loaded_beside_its_base_model_by_peft_and_
     run_of: Callable[..., Run], tiny_model: Path, tmp_path: Path
 ):
     run, learner = run_of(**LORA)
-    expected = learner.policy.sequence_logprobs(IDS)
+    expected = logprobs_of(learner, IDS)
 
     adapter = export_checkpoint(run, tmp_path / "adapter")
     whole = export_checkpoint(run, tmp_path / "whole", merge=True)
@@ -92,7 +92,7 @@ def test_a_checkpoint_of_an_adapter_is_loaded_beside_its_base_model_by_peft_and_
     assert logprobs(loaded(tmp_path / "whole")) == pytest.approx(expected, abs=1e-5)
     started = Learner(learner_config(tiny_model, **LORA, lora_adapter_path=str(tmp_path / "adapter")))
     by_folder = Learner(learner_config(tiny_model, lora_adapter_path=str(tmp_path / "adapter")))
-    assert started.policy.sequence_logprobs(IDS) == by_folder.policy.sequence_logprobs(IDS) == expected
+    assert logprobs_of(started, IDS) == logprobs_of(by_folder, IDS) == expected
     assert by_folder.config.lora is not None and by_folder.config.lora[:2] == (LORA["lora_rank"], LORA["lora_alpha"])
     assert started.policy.base_logprobs(IDS) == pytest.approx(logprobs(loaded(tiny_model)), abs=1e-5)
 
@@ -119,7 +119,7 @@ def test_a_checkpoint_with_the_whole_model_is_exported_without_the_model_that_th
 
     export_checkpoint(run, tmp_path / "exported")
 
-    assert logprobs(loaded(tmp_path / "exported")) == pytest.approx(learner.policy.sequence_logprobs(IDS), abs=1e-5)
+    assert logprobs(loaded(tmp_path / "exported")) == pytest.approx(logprobs_of(learner, IDS), abs=1e-5)
 
 
 def test_what_cannot_be_exported_is_refused_and_nothing_is_written(run_of: Callable[..., Run], tmp_path: Path):

@@ -63,7 +63,7 @@ class _Trial:
 
     new: Serving
     old: Serving
-    proof: WeightProof | None
+    proof: WeightProof
     before: list[list[float]] | None
     """The server's logprobs of the probes before the load, if available."""
     over: asyncio.Event
@@ -187,7 +187,7 @@ class ServerControl:
         if sent:
             await self._server.cut(sent)
 
-    async def load_weights(self, folder: Path, version: int, proof: WeightProof | None) -> None:
+    async def load_weights(self, folder: Path, version: int, proof: WeightProof) -> None:
         """Load weights, all or nothing; see `Engine.load_weights`. While the KV cache sleeps, the proof is deferred."""
         async with self._lock:
             if "weights" in self.asleep:
@@ -234,10 +234,10 @@ class ServerControl:
         try:
             if load:
                 await self._install(trial.new)
-            if self.asleep and trial.proof is not None:
+            if self.asleep:
                 self.serving = trial.new  # no request runs before the wake-up has verified them
                 return
-            judgement = await self._prove(trial, trial.proof) if trial.proof is not None else None
+            judgement = await self._prove(trial)
             await self._settle(trial, trial.new)
             self.judgement = judgement
         except Exception as error:
@@ -253,15 +253,15 @@ class ServerControl:
         self.held = weights.name
         self._hollow = False
 
-    async def _prove(self, trial: _Trial, proof: WeightProof) -> Judgement:
+    async def _prove(self, trial: _Trial) -> Judgement:
         digests = await self._server.digests(trial.new.folder, trial.old.folder)
         await self._set_frozen(False)
-        judgement = judge(proof, self._dtype, await self._scores(proof), digests, trial.before)
-        return require_accepted(judgement, proof, trial.new.version, trial.new.folder)
+        judgement = judge(trial.proof, self._dtype, await self._scores(trial.proof), digests, trial.before)
+        return require_accepted(judgement, trial.proof, trial.new.version, trial.new.folder)
 
-    async def _score_before(self, proof: WeightProof | None) -> list[list[float]] | None:
+    async def _score_before(self, proof: WeightProof) -> list[list[float]] | None:
         """Only if these logprobs can decide, and the server is running anyway."""
-        if proof is None or not any(probe.previous for probe in proof.probes):
+        if not any(probe.previous for probe in proof.probes):
             return None
         if self._trial or self.asleep or self._hollow or self.frozen or self.broken is not None:
             return None

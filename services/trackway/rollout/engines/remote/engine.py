@@ -84,7 +84,7 @@ class RemoteEngine(ABC):
 
     @property
     def judgement(self) -> Judgement | None:
-        """The verdict on the current weights; None for the base weights and for weights without a proof."""
+        """The verdict on the current weights; None for the base weights."""
         return self.control.judgement
 
     @property
@@ -199,7 +199,7 @@ class RemoteEngine(ABC):
         await self.control.resume()
 
     async def load_weights(
-        self, folder: Path, version: int, proof: WeightProof | None, swapping: Swapping = nullcontext
+        self, folder: Path, version: int, proof: WeightProof, swapping: Swapping = nullcontext
     ) -> None:
         """Load weights, all or nothing; see `Engine.load_weights`. While the KV cache sleeps, the proof is deferred."""
         if is_adapter(folder):

@@ -261,7 +261,7 @@ class SglangEngine(RemoteEngine):
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": 0,
-            "extra_key": f"canary-{self._key()}",
+            "extra_key": f"probe-{self._key()}",
             **self._model(),
         }
         scored = _meta(await self.http.post("/generate", body, idempotent=True)).input_token_logprobs[1:]

@@ -90,7 +90,7 @@ class VllmEngine(RemoteEngine):
         self._ipc: IpcReceiver | None = None
         if settings.weights_transport == "ipc" and settings.weights_url is not None:
             self._ipc = IpcReceiver(lambda: self.http, WeightStore(settings.weights_url))
-        self._wanted: tuple[Path, int, WeightProof | None] | None = None
+        self._wanted: tuple[Path, int, WeightProof] | None = None
         """What was to be loaded last."""
 
     @property
@@ -106,11 +106,12 @@ class VllmEngine(RemoteEngine):
         await super().stop()
 
     async def load_weights(
-        self, folder: Path, version: int, proof: WeightProof | None, swapping: Swapping = nullcontext
+        self, folder: Path, version: int, proof: WeightProof, swapping: Swapping = nullcontext
     ) -> None:
         """As `Engine.load_weights`; rejects in advance what would crash vLLM or be misread silently."""
         if not is_adapter(folder):
-            await asyncio.to_thread(self._check_folder, folder, proof)
+            # A reload that raises in a worker terminates the whole server.
+            await asyncio.to_thread(check_same_model, folder, self.settings.model_path)
         self._wanted = (folder, version, proof)
         await self._or_from_store(super().load_weights(folder, version, proof, swapping), swapping)
 
@@ -137,21 +138,11 @@ class VllmEngine(RemoteEngine):
         """The ways into the server for a version, the store's last.
 
         Only the store has weights that were verified before, those for a server that has just started, since it may be
-        the one after a transfer that ended it, and those without a proof of what was transferred.
+        the one after a transfer that ended it.
         """
-        is_new = self._wanted is not None and self._wanted[1] == version and self._wanted[2] is not None
+        is_new = self._wanted is not None and self._wanted[1] == version
         shorter: list[WeightReceiver] = [] if self._ipc is None or not self.version or not is_new else [self._ipc]
         return [*shorter, self._from_folder]
-
-    def _check_folder(self, folder: Path, proof: WeightProof | None) -> None:
-        # A reload that raises in a worker terminates the whole server.
-        check_same_model(folder, self.settings.model_path)
-        if proof is None and lacks_head(folder, self.settings.model_path):
-            raise TrackwayError(
-                ErrorCode.WEIGHTS_CORRUPT,
-                f"expected lm_head.weight or a proof with the tied weights in {folder}, got neither: vLLM may keep "
-                "the old head without an error; publish lm_head.weight too",
-            )
 
     def _command(self, port: int) -> list[str]:
         settings = self.settings

@@ -33,7 +33,7 @@ class SimEngine:
 
     def __init__(self, settings: RolloutSettings) -> None:
         sleeps = {Capability.SLEEP} if settings.enable_sleep else set()
-        lacking = {Capability.SLEEP, Capability.CANARY, Capability.TOP_LOGPROBS, Capability.STRUCTURED_OUTPUTS}
+        lacking = {Capability.SLEEP, Capability.TOP_LOGPROBS, Capability.STRUCTURED_OUTPUTS}
         self.capabilities = frozenset(set(Capability) - lacking | sleeps)
         self._settings = settings
         self._max_len = settings.max_model_len or settings.sim.max_len
@@ -130,12 +130,12 @@ class SimEngine:
         self._set_timer()
 
     async def load_weights(
-        self, folder: Path, version: int, proof: WeightProof | None, swapping: Swapping = nullcontext
+        self, folder: Path, version: int, proof: WeightProof, swapping: Swapping = nullcontext
     ) -> None:
         """Wait for the simulated load time, then switch to the version; reads files only for published digests."""
         await asyncio.sleep(self._settings.sim.load_s)
         judgement = None
-        if proof is not None and proof.digests:
+        if proof.digests:
             held = await asyncio.to_thread(file_digests, folder)
             published = {tensor.name: tensor.sha256[tensor.dtype] for tensor in proof.digests}
             digests = compare_digests(held, published, self._held)

@@ -156,7 +156,7 @@ class TorchEngine:
         await self._thread.freeze(False)
 
     async def load_weights(
-        self, folder: Path, version: int, proof: WeightProof | None, swapping: Swapping = nullcontext
+        self, folder: Path, version: int, proof: WeightProof, swapping: Swapping = nullcontext
     ) -> None:
         """All or nothing; see `Engine.load_weights`."""
         core = self._started()
@@ -174,17 +174,13 @@ class TorchEngine:
         finally:
             self._read = None
 
-    async def _read_weights(
-        self, core: EngineCore, folder: Path, version: int, proof: WeightProof | None
-    ) -> Judgement | None:
+    async def _read_weights(self, core: EngineCore, folder: Path, version: int, proof: WeightProof) -> Judgement:
         if is_adapter(folder):
             weights = await asyncio.to_thread(load_merged, self._decoder, self._settings.model_path, folder)
         else:
             weights = await asyncio.to_thread(load, self._decoder, folder)
-        judgement = None
-        if proof is not None:
-            judgement = await asyncio.to_thread(prove, self._decoder, weights, core.weights, proof)
-            require_accepted(judgement, proof, version, folder)
+        judgement = await asyncio.to_thread(prove, self._decoder, weights, core.weights, proof)
+        require_accepted(judgement, proof, version, folder)
         self._read = weights
         return judgement
 

@@ -49,7 +49,7 @@ from trackway.trainer.learner.ranks.publication import AnyWork, LookFor, Work
 from trackway.trainer.learner.ranks.sharding import join
 from trackway.trainer.learner.ranks.snapshot import Snapshot
 from trackway.wire.trajectory import Trajectory
-from trackway.wire.weights import Canary, WeightProof
+from trackway.wire.weights import WeightProof
 
 START_S = 300.0
 """Longest wait for the ranks to import torch and join."""
@@ -81,7 +81,6 @@ COMMANDS: Mapping[str, TypeAdapter[tuple[Any, ...]]] = {
     "export_to_engines": TypeAdapter(tuple[Path]),
     "publish_share": TypeAdapter(tuple[AnyWork]),
     "proof": TypeAdapter(tuple[Path, int | None]),
-    "canary": TypeAdapter(tuple[()]),
     STOP: TypeAdapter(tuple[()]),
 }
 """The commands that a rank obeys, methods of its learner, with the types of their arguments."""
@@ -301,11 +300,6 @@ class LeadingLearner(Learner):
         """As of one process."""
         with self._group.command("proof", folder, previous_version):
             return super().proof(folder, previous_version)
-
-    def canary(self) -> Canary:
-        """As of one process."""
-        with self._group.command("canary"):
-            return super().canary()
 
     def close(self) -> None:
         """Stops the other ranks; they are killed when they do not exit."""

@@ -37,9 +37,6 @@ class ModelInMemory:
         """As of a Learner."""
         shutil.copytree(self.folder, folder, dirs_exist_ok=True)
 
-    def canary(self) -> None:
-        """None."""
-
     def proof(self, folder: Path, previous_version: int | None) -> WeightProof:
         """Digests alone."""
         return WeightProof(digests=tensor_digests(folder), dtype="bfloat16")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.services.rollout.engine_runs import started
+from tests.weight_proofs import ANY_PROOF
 from trackway.rollout.engines.sim.answers import Answers
 from trackway.rollout.engines.sim.engine import SimEngine
 from trackway.rollout.engines.sim.model import PrefixCache, Request, SimCore
@@ -277,7 +278,7 @@ async def test_requests_frozen_over_an_update_have_a_span_of_each_version(punctu
     before = (await anext(stream)).token_ids
     await engine.pause("keep")
     frozen = engine.stats()
-    await engine.load_weights(Path("none"), 3, None)
+    await engine.load_weights(Path("none"), 3, ANY_PROOF)
     assert engine.stats() == frozen
     await engine.resume()
     after = [piece async for piece in stream]

@@ -10,11 +10,10 @@ from transformers import AutoModelForCausalLM
 from tests.services.rollout.engine_runs import LONG, PROMPT, running, started
 from tests.services.rollout.rollout_models import EOS, VOCAB
 from trackway.rollout.engines.torch.engine import TorchEngine
-from trackway.rollout.engines.weight_proof import proof_of_canary
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.weights import Canary, WeightProof
+from trackway.wire.weights import Probe, WeightProof
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -29,7 +28,8 @@ def proof_of(folder: Path, shift: float = 0.0) -> WeightProof:
     tokens = list(range(3, 20))
     logits = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([tokens])).logits[0, :-1]
     logprobs = torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
-    return proof_of_canary(Canary(token_ids=tokens, logprobs=(logprobs + shift).tolist(), tolerance=1e-3))
+    positions = list(range(1, len(tokens)))
+    return WeightProof(probes=[Probe(token_ids=tokens, positions=positions, logprobs=(logprobs + shift).tolist())])
 
 
 async def test_generation_ends_with_a_stop_token_which_is_part_of_it(engine: TorchEngine) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.services.rollout.engine_runs import LONG, PROMPT, running
 from tests.services.rollout.rollout_models import EOS
+from tests.weight_proofs import ANY_PROOF
 from trackway.rollout.engines.protocol import Piece
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -60,7 +61,7 @@ async def test_each_piece_names_the_weights_that_made_it(engine: TorchEngine, ot
     await running(engine, 1)
     await engine.pause("keep")
     cut = engine.stats().generated_tokens
-    await engine.load_weights(other_path, 4, None)
+    await engine.load_weights(other_path, 4, ANY_PROOF)
     await engine.resume()
     assert [piece.version for piece in await task] == [0] * cut + [4] * (300 - cut + 1)
 

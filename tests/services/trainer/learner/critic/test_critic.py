@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.services.trainer.learner.test_learner_resume import ragged
-from tests.services.trainer.learner_settings import learner_config
+from tests.services.trainer.learner_settings import learner_config, logprobs_of
 from trackway.trainer.learner.batch import TrainingBatch
 from trackway.trainer.learner.critic.value_model import WEIGHT, exchange_head
 from trackway.trainer.learner.learner import Learner
@@ -39,10 +39,10 @@ def tensors(learner: Learner) -> dict[str, Tensor]:
 
 def test_the_policy_waits_for_the_step_of_its_first_update(tiny_model: Path, rollout: Rollout):
     learner = new(tiny_model, **{"trainer.critic_warmup": 3, "lr_warmup_steps": 2, "critic.optim.lr_warmup_steps": 4})
-    policies, critics, metrics = [learner.canary()], [tensors(learner)], []
+    policies, critics, metrics = [logprobs_of(learner)], [tensors(learner)], []
     for seed in range(4):
         metrics.append(learner.update(ragged(rollout, seed)).metrics)
-        policies.append(learner.canary())
+        policies.append(logprobs_of(learner))
         critics.append(tensors(learner))
 
     assert [policies[0] == policy for policy in policies] == [True, True, True, False, False]
@@ -143,7 +143,7 @@ def test_a_checkpoint_without_a_value_model_starts_a_new_one(
         learner.load(tmp_path / "actor")
 
     assert without.critic is None
-    assert learner.canary() == without.canary()
+    assert logprobs_of(learner) == logprobs_of(without)
     assert "has no value model; its training starts from" in caplog.text
     assert float(tensors(learner)["lm_head.weight"].abs().max()) == 0
 
@@ -225,7 +225,7 @@ def test_other_estimators_may_have_a_value_model_and_train_as_without_it(tiny_mo
 
     assert result.advantages == expected.advantages
     assert {name: result.metrics[name] for name in expected.metrics} == expected.metrics
-    assert learner.canary() == without.canary()
+    assert logprobs_of(learner) == logprobs_of(without)
     assert result.metrics["critic/vf_loss"] > 0
 
 

@@ -14,6 +14,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from tests.services.trainer.learner_settings import learner_config
 from tests.services.trainer.rank_processes import listening
+from tests.weight_proofs import ANY_PROOF
 from trackway.clients.weights import WeightStore
 from trackway.trainer.config.placement import Placement
 from trackway.trainer.learner.config import LearnerConfig
@@ -103,14 +104,13 @@ def test_a_learner_of_two_ranks_does_what_one_process_does_until_a_command_fails
         metrics.append(learner.update(batch).metrics)
         learner.export(tmp_path / "several")
         learner.proof(tmp_path / "several", 1)
-        canary, log_probs = learner.canary(), learner.log_probs(batch)
+        log_probs = learner.log_probs(batch)
         error = r"^'load' failed in other ranks .*: rank 1: FileNotFoundError"
         with only_here(tmp_path / "start") as folder, pytest.raises(RankError, match=error):
             learner.load(folder)
         assert [process.wait(10) for process in group.processes.values()] == [-signal.SIGKILL]
 
     assert metrics == [pytest.approx(row, abs=1e-10) for row in expected]
-    assert canary.logprobs == pytest.approx(alone.canary().logprobs, abs=1e-10)
     assert log_probs == [pytest.approx(row, abs=1e-10) for row in alone.log_probs(batch)]
 
 
@@ -125,10 +125,10 @@ def test_a_rank_killed_between_files_of_a_version_leaves_it_invisible_and_traini
         saved.write(tmp_path)
         saved.close()
         learner.export_to_engines(exported)
-        store.publish(1, "run", exported, writers=RankWriters(learner))
+        store.publish(1, "run", exported, ANY_PROOF, writers=RankWriters(learner))
         error = r"^rank 2 of the learner ended by SIGKILL during 'publish_share' \(.* by peer"
         with pytest.raises(RankError, match=error):
-            store.publish(2, "run", exported, writers=LosesARank(learner, group.pids[1], shares[2]))
+            store.publish(2, "run", exported, ANY_PROOF, writers=LosesARank(learner, group.pids[1], shares[2]))
         with pytest.raises(RankError, match=r"rank 2 of the learner ended by SIGKILL during 'write of a checkpoint'"):
             lost.write(tmp_path / "lost")
 
@@ -140,7 +140,7 @@ def test_a_rank_killed_between_files_of_a_version_leaves_it_invisible_and_traini
     assert latest.version == 1
     with pytest.raises(TrackwayError, match=r"expected weights version 2 in .*, got none"):
         store.fetch(2, tmp_path / "cache")
-    store.publish(2, "run", exported)
+    store.publish(2, "run", exported, ANY_PROOF)
     assert store.fetch(2, tmp_path / "cache") == tmp_path / "store" / "2"
 
     alone = Learner(config)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from tests.services.trainer.learner_settings import learner_config
+from tests.services.trainer.learner_settings import learner_config, logprobs_of
 from trackway.trainer.learner.learner import Learner
 from trackway.wire.trajectory import Trajectory
 
@@ -53,7 +53,7 @@ def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], atol: float
 def test_a_new_adapter_changes_nothing(tiny_model: Path, tmp_path: Path):
     learner, whole = adapted(tiny_model), adapted(tiny_model, lora_rank=0)
 
-    assert learner.policy.sequence_logprobs(IDS) == whole.policy.sequence_logprobs(IDS)
+    assert logprobs_of(learner, IDS) == logprobs_of(whole, IDS)
     learner.export(tmp_path / "adapted")
     whole.export(tmp_path / "whole")
     assert_equal(weights(tmp_path / "adapted"), weights(tmp_path / "whole"))
@@ -63,12 +63,12 @@ def test_exported_weights_answer_as_the_model_with_its_adapter(
     tiny_model: Path, batch: list[Trajectory], tmp_path: Path
 ):
     learner = adapted(tiny_model)
-    base = learner.policy.sequence_logprobs(IDS)
+    base = logprobs_of(learner, IDS)
     learner.update(batch)
 
     learner.export(tmp_path)
 
-    logprobs = learner.policy.sequence_logprobs(IDS)
+    logprobs = logprobs_of(learner, IDS)
     assert transformers_logprobs(tmp_path) == pytest.approx(logprobs, abs=1e-10)
     assert max(abs(now - before) for now, before in zip(logprobs, base, strict=True)) > 1e-2
     (scored,) = learner.policy.published_logprobs([IDS])
@@ -195,7 +195,7 @@ def test_layers_that_hold_their_weights_transposed_are_merged_so(batch: list[Tra
 
     learner.export(tmp_path / "out")
 
-    assert transformers_logprobs(tmp_path / "out") == pytest.approx(learner.policy.sequence_logprobs(IDS), abs=1e-10)
+    assert transformers_logprobs(tmp_path / "out") == pytest.approx(logprobs_of(learner, IDS), abs=1e-10)
 
 
 @pytest.mark.parametrize("setting", ["remove_padding", "gradient_checkpointing", "param_offload", "optimizer_offload"])
@@ -231,7 +231,7 @@ def test_engines_get_the_adapter_alone_as_peft_loads_it(tiny_model: Path, batch:
     assert learner.proof(tmp_path / "adapter", 1).digests == []
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().save_pretrained(tmp_path / "merged")
-    assert transformers_logprobs(tmp_path / "merged") == pytest.approx(learner.policy.sequence_logprobs(IDS), abs=1e-10)
+    assert transformers_logprobs(tmp_path / "merged") == pytest.approx(logprobs_of(learner, IDS), abs=1e-10)
 
 
 def test_with_merge_engines_get_whole_weights(tiny_model: Path, tmp_path: Path):

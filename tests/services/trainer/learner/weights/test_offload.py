@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.services.trainer.learner_settings import learner_config
+from tests.services.trainer.learner_settings import learner_config, logprobs_of
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.optimizer import state_tensors
@@ -52,7 +52,7 @@ def test_an_offloaded_learner_computes_the_same_as_one_without_offload(
     second = resumed.update(pairs(rollout)).metrics
 
     assert [first, second] == [pytest.approx(metrics, abs=1e-12) for metrics in expected]
-    assert resumed.canary() == resident.canary()
+    assert logprobs_of(resumed) == logprobs_of(resident)
 
 
 @pytest.mark.parametrize("kind", ["low_var_kl", "full"])
@@ -73,7 +73,7 @@ def test_each_part_is_on_the_device_only_while_it_is_computed_with(config: Confi
     before = (policy.is_on_device, reference.is_on_device, moments.is_on_device)
 
     learner.update(pairs(rollout))
-    learner.canary()
+    logprobs_of(learner)
 
     full = kind == "full"
     assert seen == {

@@ -43,7 +43,7 @@ async def lora(starts: Starts, tmp_path: Path) -> AsyncIterator[SglangEngine]:
         yield engine
 
 
-async def test_an_adapter_serves_after_its_canary_is_right_and_nothing_of_the_one_before_is_reused(
+async def test_an_adapter_serves_after_its_proof_is_right_and_nothing_of_the_one_before_is_reused(
     lora: SglangEngine, fake: Fake, adapter: Callable[[int], Path]
 ) -> None:
     for version, seed in ((1, 4), (2, 5)):

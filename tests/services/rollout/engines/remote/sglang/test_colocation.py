@@ -53,7 +53,7 @@ async def test_the_trainer_puts_two_sglang_replicas_to_sleep_and_wakes_them_with
             ("/resume_memory_occupation", ["weights"]),
             ("/update_weights_from_disk", "1"),
             ("/resume_memory_occupation", ["kv_cache"]),
-            ("/generate", None),  # the canary
+            ("/generate", None),  # the proof
         ]
     ] * 2
     assert [fake.crimes for fake in fakes] == [[], []]

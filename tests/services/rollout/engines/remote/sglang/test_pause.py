@@ -195,7 +195,7 @@ async def test_weights_are_loaded_between_the_two_stages_of_the_wake_up_and_prov
     assert len(sent(fake, "/update_weights_from_disk")) == 1
 
 
-async def test_a_canary_that_is_wrong_at_the_wake_up_brings_the_old_weights_back(
+async def test_a_proof_that_is_wrong_at_the_wake_up_brings_the_old_weights_back(
     engine: SglangEngine, fake: Fake, folder: Folder
 ) -> None:
     await engine.pause("wait")

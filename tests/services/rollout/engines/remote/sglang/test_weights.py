@@ -34,7 +34,7 @@ Folder = Callable[[int], Path]
 Starts = Callable[..., AbstractAsyncContextManager[SglangEngine]]
 
 
-async def test_new_weights_serve_after_their_canary_is_right(engine: SglangEngine, fake: Fake, folder: Folder) -> None:
+async def test_new_weights_serve_after_their_proof_is_right(engine: SglangEngine, fake: Fake, folder: Folder) -> None:
     await engine.load_weights(folder(4), 7, proof(4))
     made = await engine.generate(PROMPT, params(5), "r")
     assert engine.version == 7
@@ -72,7 +72,7 @@ async def test_a_streams_tokens_are_never_labelled_newer_than_they_are(
     pieces, stream = list[Piece](), engine.stream(PROMPT, LONG, "streamed")
     pieces.append(await anext(stream))
     await until(lambda: len(fake.requests[0].output) >= 5)
-    await engine.load_weights(folder(4), 1, None)
+    await engine.load_weights(folder(4), 1, proof(4))
     pieces += [piece async for piece in stream]
 
     joined = GenerateChoice.of([GeneratePiece.model_validate(vars(piece)) for piece in pieces])
@@ -85,7 +85,7 @@ async def test_a_streams_tokens_are_never_labelled_newer_than_they_are(
 
 async def test_an_aborted_stream_says_which_tokens_are_new(engine: SglangEngine, fake: Fake, folder: Folder) -> None:
     task = await in_flight(engine, fake)
-    await engine.load_weights(folder(4), 1, None)
+    await engine.load_weights(folder(4), 1, proof(4))
     met = len(fake.requests[0].output)
     await until(lambda: len(fake.requests[0].output) > met)
     await engine.abort("long")
@@ -101,7 +101,7 @@ async def test_a_server_that_falls_silent_leaves_the_oldest_version(
 ) -> None:
     fake.stream_interval = 8
     task = await in_flight(engine, fake)
-    await engine.load_weights(folder(4), 1, None)
+    await engine.load_weights(folder(4), 1, proof(4))
     met = len(fake.requests[0].output)
     await until(lambda: len(fake.requests[0].output) >= met + 8)
     engine.calls.end_all(0.0)
@@ -112,14 +112,14 @@ async def test_a_server_that_falls_silent_leaves_the_oldest_version(
 
 async def test_nothing_that_old_weights_computed_is_reused(engine: SglangEngine, fake: Fake, folder: Folder) -> None:
     task = await in_flight(engine, fake)
-    await engine.load_weights(folder(4), 1, None)
+    await engine.load_weights(folder(4), 1, proof(4))
     await task  # its KV, half of the old weights, goes to the cache under load
     for _ in range(2):
         assert (await engine.generate(PROMPT, params(5), "r")).token_ids == answer(4, 5)
     assert engine.stats().reused_tokens == 2
 
 
-async def test_weights_whose_canary_is_wrong_never_show_a_token(
+async def test_weights_whose_proof_is_wrong_never_show_a_token(
     engine: SglangEngine, fake: Fake, folder: Folder
 ) -> None:
     await engine.load_weights(folder(1), 1, proof(1))
@@ -212,7 +212,7 @@ async def test_a_folder_that_does_not_load_leaves_frozen_requests_whole(
     assert (made.token_ids, made.spans) == (answer(0, 200), [WeightSpan(version=0, start=0, end=200)])
 
 
-async def test_an_answer_to_the_canary_that_makes_no_sense_brings_the_old_weights_back(
+async def test_an_answer_to_a_probe_that_makes_no_sense_brings_the_old_weights_back(
     engine: SglangEngine, fake: Fake, folder: Folder
 ) -> None:
     fake.fail["/generate"] = (200, {"meta_info": {"input_token_logprobs": "none"}})
@@ -282,7 +282,7 @@ async def test_a_folder_that_is_not_finite_is_refused_before_the_server_sees_it(
     save_file({"model.norm.weight": torch.tensor([1.0, math.nan])}, folder(4) / "model.safetensors")
 
     with pytest.raises(TrackwayError, match=r"NaN or infinities in model\.norm\.weight") as raised:
-        await engine.load_weights(folder(4), 1, None)
+        await engine.load_weights(folder(4), 1, proof(4))
 
     assert raised.value.code is ErrorCode.WEIGHTS_CORRUPT
     assert sent(fake, "/update_weights_from_disk") == []
