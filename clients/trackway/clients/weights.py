@@ -420,8 +420,17 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def verify(folder: Path, manifest: WeightManifest) -> Path:
-    """The folder, if each file of the manifest exists with its digest; else raises WEIGHTS_CORRUPT."""
-    return _verify(folder, manifest.files, manifest.version)
+    """The folder, if it has the files of the manifest with their digests and no others; else raises WEIGHTS_CORRUPT."""
+    _verify(folder, manifest.files, manifest.version)
+    others = {path.name for path in folder.iterdir()} - {MANIFEST} - {file.name for file in manifest.files}
+    if others:
+        raise TrackwayError(
+            ErrorCode.WEIGHTS_CORRUPT,
+            f"expected only the files of the manifest in {folder}, got also {', '.join(sorted(others)[:3])}; "
+            "remove them, or publish a new version",
+            version=manifest.version,
+        )
+    return folder
 
 
 def _verify(folder: Path, files: Iterable[FileDigest], version: int) -> Path:

@@ -1,7 +1,7 @@
 """Helpers that all parts share: whole files, file locks, storage errors, digests, back-off, ports, text, logs."""
 
 from trackway.system.backoff import Backoff
-from trackway.system.digests import Difference, digests, find_difference
+from trackway.system.digests import Difference, digests, find_difference, indexed_files
 from trackway.system.files import append_line, atomic_write, log_tail, new_folder, remove_drafts, replacing
 from trackway.system.locks import LockTaken, acquire_lock, locked
 from trackway.system.logs import escape_log_records
@@ -21,6 +21,7 @@ __all__ = [
     "escape_log_records",
     "find_difference",
     "free_port",
+    "indexed_files",
     "locked",
     "log_tail",
     "new_folder",

@@ -23,6 +23,7 @@ from trackway.rollout.engines.admission import OF_REWARD_MODEL, too_long
 from trackway.rollout.engines.protocol import EngineStats
 from trackway.rollout.engines.torch.loading import device_of, dtype_of
 from trackway.rollout.settings import RolloutSettings
+from trackway.system import indexed_files
 from trackway.system.cpu_threads import choose_threads, usable_cores
 from trackway.wire.errors import ErrorCode, TrackwayError
 
@@ -171,6 +172,7 @@ def load_classifier(
 
     `max_positions` replaces `max_position_embeddings`; a model that learned its positions has no weights for more.
     """
+    indexed_files(folder)  # transformers reads what they name
     override = {} if max_positions is None else {"max_position_embeddings": max_positions}
     model, info = AutoModelForSequenceClassification.from_pretrained(
         folder,

@@ -118,7 +118,10 @@ def lacks_head(folder: Path, base: Path) -> bool:
 
 
 def with_head(folder: Path, into: Path) -> Path:
-    """Links the folder's files in `into`, and adds its embedding as `lm_head.weight`."""
+    """Links the folder's files in `into`, and adds its embedding as `lm_head.weight`. Raises WEIGHTS_CORRUPT."""
+    if (folder / _HEAD_FILE).exists():  # it would be written to through its link
+        message = f"expected {_HEAD_FILE} to hold {HEAD}, got other tensors in {folder}; publish the weights again"
+        raise TrackwayError(ErrorCode.WEIGHTS_CORRUPT, message)
     into.mkdir()
     for file in folder.iterdir():
         (into / file.name).symlink_to(file.resolve())

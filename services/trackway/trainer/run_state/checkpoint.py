@@ -124,7 +124,10 @@ def find_all(root: Path) -> list[Path]:
     file = root / LATEST
     if not file.exists():
         return folders
-    name = PREFIX + file.read_text(errors="replace").strip()
+    step = file.read_text(errors="replace").strip()
+    if not step.isdecimal():
+        return folders
+    name = PREFIX + step
     latest = next((folder for folder in (root / name, root / f"{REPLACED}{name}") if folder.is_dir()), None)
     return folders if latest is None else [latest, *(folder for folder in folders if folder.name != name)]
 

@@ -46,7 +46,7 @@ def export_checkpoint(run: RunFolder, target: Path, step: int | None = None, *, 
         if kind == "adapter":
             _write_adapter(actor, draft, model)
         elif (actor / "huggingface").is_dir():
-            shutil.copytree(actor / "huggingface", draft, dirs_exist_ok=True)
+            shutil.copytree(actor / "huggingface", draft, symlinks=True, dirs_exist_ok=True)
         else:
             _write_model(actor, draft, model)
     return Export(str(checkpoint), kind, str(target), sorted(path.name for path in target.iterdir()))

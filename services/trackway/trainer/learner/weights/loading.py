@@ -6,7 +6,6 @@ safetensors files. Where files and model do not have the same names, or transfor
 (as it does for mixtures of experts), the first rank loads the whole model and sends each rank its rows.
 """
 
-import json
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
+from trackway.system import indexed_files
 from trackway.trainer.learner.finite import SHOWN_TENSORS
 from trackway.trainer.learner.passes.head import head_of
 from trackway.trainer.learner.ranks.messages import NOTHING, broadcast
@@ -156,6 +156,7 @@ def _config(folder: Path, max_positions: int | None) -> PreTrainedConfig:
 def _loaded(folder: Path, dtype: torch.dtype, max_positions: int | None = None) -> tuple[PreTrainedModel, set[str]]:
     """The model, and the names of the parameters that the folder lacks. Raises ValueError for tied ones that differ."""
     config = _config(folder, max_positions)
+    indexed_files(folder)  # transformers reads what they name
     loaded = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, output_loading_info=True)
     model, report = cast(tuple[PreTrainedModel, dict[str, set[str]]], loaded)
     # transformers takes away the pairs that differ.
@@ -211,10 +212,7 @@ def _files(folder: Path) -> list[Path]:
     """The safetensors files of a folder; none without them."""
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
-    if not (folder / INDEX).exists():
-        return []
-    names: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
-    return [folder / name for name in sorted(set(names.values()))]
+    return indexed_files(folder, INDEX)
 
 
 def _require_none(lacking: Collection[str], model: PreTrainedModel, folder: Path) -> None:
