@@ -1,13 +1,23 @@
 """The embedded engine names what is wrong when another adapter replaces the one that the learner published."""
 
-from collections.abc import AsyncIterator
+import math
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
 from tests.attacks.test_planted_weights import sampled
 from tests.services.rollout.engine_runs import started, watching
-from tests.services.rollout.planted_adapters import AdapterVersions, make_adapters
+from tests.services.rollout.planted_adapters import (
+    ALPHA,
+    RANK,
+    AdapterVersions,
+    Tensors,
+    changed,
+    make_adapters,
+    scaled,
+    with_config,
+)
 from tests.weight_proofs import ANY_PROOF
 from trackway.clients.weights import WeightStore
 from trackway.deploy.bundled import TINY_MODEL
@@ -15,7 +25,7 @@ from trackway.rollout.engines.torch import engine as torch_engine
 from trackway.rollout.engines.torch.decoder import Decoder, DecoderWeights
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.settings import RolloutSettings
-from trackway.wire.errors import TrackwayError
+from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.weights import Verdict
 
@@ -102,3 +112,52 @@ async def test_a_replica_that_follows_a_store_takes_adapters_from_it(
 
     assert engine.judgement is not None
     assert engine.judgement.verdict is Verdict.ROUNDED
+
+
+def halved(tensors: Tensors) -> Tensors:
+    """Of half the rank."""
+    half = RANK // 2
+    cut = {name: tensor[:half] if ".lora_A." in name else tensor[:, :half] for name, tensor in tensors.items()}
+    return {name: tensor.contiguous() for name, tensor in cut.items()}
+
+
+def swapped(tensors: Tensors) -> Tensors:
+    """With the matrices of two layers exchanged, which no shape tells apart."""
+    return {
+        name: tensors[name.translate(str.maketrans("01", "10"))] if ".q_proj.lora_A." in name else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def spoiled(tensors: Tensors) -> Tensors:
+    """With one NaN."""
+    tensors[next(iter(tensors))][0, 0] = math.nan
+    return tensors
+
+
+POISONS: dict[str, Callable[[Path, Path], Path]] = {
+    "scaled twice": lambda right, into: changed(right, into, scaled),
+    "alpha doubled": lambda right, into: with_config(right, into, lora_alpha=2 * ALPHA),
+    "no effect": lambda right, into: changed(right, into, lambda tensors: scaled(tensors, 0.0)),
+    "half of the rank": lambda right, into: with_config(
+        changed(right, into.with_name("cut"), halved), into, r=RANK // 2, lora_alpha=ALPHA // 2
+    ),
+    "another rank in the configuration": lambda right, into: with_config(right, into, r=2 * RANK),
+    "two layers swapped": lambda right, into: changed(right, into, swapped),
+    "NaN": lambda right, into: changed(right, into, spoiled),
+}
+
+
+@pytest.mark.parametrize("poison", POISONS)
+async def test_a_poisoned_adapter_whose_files_have_their_digests_is_refused(
+    engine: TorchEngine, versions: AdapterVersions, tmp_path: Path, poison: str
+) -> None:
+    poisoned = POISONS[poison](versions.folders["right"], tmp_path / "poisoned")
+    store = WeightStore(str(tmp_path / "store"))
+    store.publish(1, "run", versions.folders["old kept"], versions.before)
+    async with watching(engine, store, tmp_path / "cache") as watcher:
+        store.publish(2, "run", poisoned, versions.proof)
+        with pytest.raises(TrackwayError) as raised:
+            await watcher.catch_up(2)
+
+    assert (raised.value.code, engine.version) == (ErrorCode.WEIGHTS_CORRUPT, 1)

@@ -4,6 +4,7 @@ Digests find each of them in both types and at any learning rate. What the answe
 it is what an engine has that cannot tell digests.
 """
 
+import math
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -11,10 +12,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.services.rollout.engine_runs import started
+from tests.services.rollout.engine_runs import started, watching
 from tests.services.rollout.engines.remote.sglang import sglang_fake
 from tests.services.rollout.engines.remote.sglang.sglang_fake import Fake
-from tests.services.rollout.planted_weights import DEMO, USUAL, Versions, make_versions
+from tests.services.rollout.planted_weights import (
+    DEMO,
+    LEFT_OUT,
+    USUAL,
+    Tensors,
+    Versions,
+    make_versions,
+    planted,
+    swap,
+)
 from trackway.clients.weights import WeightStore, WholeWeights
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.rollout.engines.remote.sglang import SglangEngine
@@ -217,3 +227,29 @@ async def test_a_replica_that_follows_a_store_tells_what_it_proved(
     await engine.load_weights(store.fetch(2, tmp_path / "cache"), 2, manifest.proof)
     assert engine.judgement is not None
     assert engine.judgement.verdict is Verdict.PROVEN
+
+
+def scale(tensors: Tensors) -> None:
+    tensors[LEFT_OUT] *= 2
+
+
+def spoil(tensors: Tensors) -> None:
+    tensors[LEFT_OUT][0, 0] = math.nan
+
+
+@pytest.mark.parametrize("poison", [scale, spoil, swap])
+async def test_a_poisoned_delta_whose_files_have_their_digests_is_refused(
+    engine: TorchEngine,
+    versions: Callable[..., Versions],
+    tmp_path: Path,
+    poison: Callable[[Tensors], object],
+) -> None:
+    made, store = versions("bfloat16", USUAL), WeightStore(str(tmp_path / "store"))
+    old, poisoned = made.folders["old kept"], planted(made.folders["right"], tmp_path / "poisoned", poison)
+    base = WholeWeights(store.publish(1, "run", old, made.before), old)
+    async with watching(engine, store, tmp_path / "cache") as watcher:
+        assert store.publish(2, "run", poisoned, made.proof, base=base).delta is not None
+        with pytest.raises(TrackwayError, match=LEFT_OUT if poison is not swap else "other than published") as raised:
+            await watcher.catch_up(2)
+
+    assert (raised.value.code, engine.version) == (ErrorCode.WEIGHTS_CORRUPT, 1)

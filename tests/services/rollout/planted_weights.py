@@ -62,7 +62,7 @@ def planted(base: Path, folder: Path, change: Callable[[Tensors], object]) -> Pa
     shutil.copytree(base, folder)
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
-    save_file(tensors, folder / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
