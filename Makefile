@@ -72,8 +72,8 @@ test-agents: $(VENV)/.dev ## Run each agent of examples/agents with its framewor
 test-model: $(VENV)/.dev ## Check SmolLM2-135M in engines and learners (downloads 93 MB, once; minutes); SEEDS='0 1 2' also trains it.
 	SEEDS="$(SEEDS)" $(PYTEST) -s -m model tests/model $(ARGS)
 
-test-chaos: $(VENV)/.dev ## Kill, stop and terminate processes and nodes of whole deployments during runs (minutes; on demand).
-	$(PYTEST) -m chaos tests/e2e tests/cluster $(ARGS)
+test-chaos: $(VENV)/.dev ## Kill, stop and terminate processes and nodes during runs, and send 20,000 random requests (an hour; on demand); SEED=n, CASES=n.
+	SEED="$(SEED)" CASES="$(CASES)" $(PYTEST) -m chaos tests/attacks/test_fuzz.py tests/e2e tests/cluster $(ARGS)
 
 test-learning: $(VENV)/.dev ## Train the demo's task with every estimator and loss, three seeds each: which learn it? (hours; on demand).
 	$(BIN)/python benchmarks/learning.py estimators $(ARGS)

@@ -3,7 +3,7 @@
 import http.client
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,8 @@ class Cost:
     """Most memory beyond what the process had before."""
     health_cpu_s: float
     """The most CPU time that the service spent on other things while one `/health` waited for its answer."""
+    health_s: float
+    """The longest wait for one `/health`, on however busy a machine."""
 
 
 class Meter:
@@ -42,13 +44,17 @@ class Meter:
 
     def post(self, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> Cost:
         """What the body costs."""
+        return self.measured(lambda: self._exchange(path, body, headers or {}))
+
+    def measured(self, exchange: Callable[[], tuple[int, bytes]]) -> Cost:
+        """What an exchange costs that returns status and body of the answer."""
         before, cpu_before = self._memory("VmRSS"), self._cpu_s()
         Path(f"/proc/{self._pid}/clear_refs").write_text("5")  # VmHWM starts again from VmRSS
         with self._asking_for_health() as waits:
-            status, answer = self._exchange(path, body, headers or {})
+            status, answer = exchange()
         cpu_s = self._cpu_s() - cpu_before
         memory_mib = (self._memory("VmHWM") - before) / _MIB
-        return Cost(status, answer, cpu_s, memory_mib, max(waits))
+        return Cost(status, answer, cpu_s, memory_mib, max(cpu for cpu, _ in waits), max(wait for _, wait in waits))
 
     def _exchange(self, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
         with closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_S)) as connection:
@@ -57,9 +63,9 @@ class Meter:
             return answer.status, answer.read()
 
     @contextmanager
-    def _asking_for_health(self) -> Iterator[list[float]]:
-        """CPU seconds of the service during each `/health` until the block ends; one at least."""
-        waits: list[float] = []
+    def _asking_for_health(self) -> Iterator[list[tuple[float, float]]]:
+        """CPU seconds of the service and seconds during each `/health` until the block ends; one at least."""
+        waits: list[tuple[float, float]] = []
         over = threading.Event()
 
         def ask() -> None:
@@ -68,8 +74,9 @@ class Meter:
                 with closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=HEALTH_S)) as connection:
                     connection.request("GET", "/health")
                     connection.getresponse().read()
+                seconds = time.monotonic() - began
                 # What it did beside waiting for a core.
-                waits.append(min(self._cpu_s() - cpu_before, time.monotonic() - began))
+                waits.append((min(self._cpu_s() - cpu_before, seconds), seconds))
                 over.wait(_BETWEEN_S)
 
         asking = threading.Thread(target=ask)
