@@ -6,6 +6,7 @@ from trackway.system.files import append_line, atomic_write, log_tail, new_folde
 from trackway.system.locks import LockTaken, acquire_lock, locked
 from trackway.system.logs import escape_log_records
 from trackway.system.ports import free_port
+from trackway.system.secrecy import refuse_inspection
 from trackway.system.storage import StorageError, storage_problem, writing
 from trackway.system.text import visible
 
@@ -25,6 +26,7 @@ __all__ = [
     "locked",
     "log_tail",
     "new_folder",
+    "refuse_inspection",
     "remove_drafts",
     "replacing",
     "storage_problem",

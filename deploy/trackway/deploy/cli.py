@@ -8,6 +8,7 @@ import typer
 from trackway.deploy.commands import console, demo, doctor, export, new_project, services, training, trial, why
 from trackway.deploy.terminal.entry import enter
 from trackway.deploy.terminal.group import group
+from trackway.system import refuse_inspection
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 app.add_typer(new_project.app)
@@ -43,6 +44,7 @@ def _trackway(
 
 def main() -> None:
     """Entry point."""
+    refuse_inspection()
     enter(app)
 
 

@@ -36,6 +36,7 @@ from trackway.deploy.serve.replica_metrics import ReplicaMetrics, metrics_route
 from trackway.deploy.sigterm import end_at_sigterm
 from trackway.serving import AuthSettings, ServiceSettings, from_inside
 from trackway.serving.tokens import TokenTable
+from trackway.system import refuse_inspection
 from trackway.wire.errors import ErrorReply
 from trackway.wire.headers import REPLICA, REQUEST_TIMEOUT
 from trackway.wire.health import Health, Ready, ReplicaInfo, ServiceName
@@ -66,6 +67,7 @@ class Replica:
 
     def __init__(self, service: ServiceName, settings: ServiceSettings) -> None:
         end_at_sigterm()
+        refuse_inspection()
         keep_on_loopback()
         if service == "trainer" and ray.is_initialized():
             _hand_over_launcher()
