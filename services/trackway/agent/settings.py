@@ -51,6 +51,12 @@ class ExternalSettings(BaseModel):
     """Working folder of the command."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Further variables of the program."""
+    variables: list[str] = Field(default_factory=list)
+    """Names of the service's own variables that the program gets, beside PATH, HOME, locale, proxies, certificates and
+    such."""
+    hides_processes: bool = True
+    """Whether a command sees its own processes only, in a PID namespace, where the host allows it (else a warning says
+    so); an ordinary user's then has a user namespace too, in which setuid programs have no effect."""
     bounds: SessionBounds = Field(default_factory=SessionBounds)
     """Bounds of each rollout's session."""
     formats: FormatUse = "guide"

@@ -9,9 +9,11 @@ import asyncio
 import contextlib
 import inspect
 import json
+import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -19,6 +21,7 @@ from asyncio.subprocess import PIPE, STDOUT, Process, SubprocessStreamProtocol
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import ClassVar, SupportsFloat, cast
@@ -47,10 +50,18 @@ from trackway.wire.trajectory import StopReason
 AgentFunction = Callable[[SessionAccess, Sample], Awaitable[float | None] | float | None]
 """Runs the agent for a row, and may return its score; a plain function runs in a thread."""
 
-_SECRET = re.compile(r"TRACKWAY_|OTEL_EXPORTER_OTLP_.*HEADERS|.*(KEY|TOKEN|SECRET|PASSWORD)")
-"""Variables of this service that a program is not given, by their names."""
-_CREDENTIALS = re.compile(r"://[^/\s@]*:[^/\s]*@|\bhttps?://[^/\s]+@", re.IGNORECASE)
-"""And by their values: URLs with a password, or with a token in its place."""
+logger = logging.getLogger("trackway.agent")
+
+_ALLOWED = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|TERM|TZ|LANG|LANGUAGE|LC_\w+|TMPDIR|XDG_\w+|LD_LIBRARY_PATH|PYTHONPATH|VIRTUAL_ENV"
+    r"|OMP_NUM_THREADS|(HTTPS?|ALL|NO)_PROXY|SSL_CERT_(FILE|DIR)|(REQUESTS|CURL)_CA_BUNDLE|NODE_EXTRA_CA_CERTS"
+    r"|DOCKER_(HOST|CONTEXT|CONFIG|CERT_PATH|TLS_VERIFY)|CONTAINER_HOST|CONTAINERS_\w*CONF|DBUS_SESSION_BUS_ADDRESS"
+    r"|OTEL_EXPORTER_OTLP_(TRACES_)?(ENDPOINT|PROTOCOL)",
+    re.IGNORECASE,
+)
+"""Variables of this service that a program is given, by their names."""
+_CREDENTIALS = re.compile(r"://[^/\s@]*@")
+"""In the value of such a variable: a URL with a password or a token."""
 NO_TELEMETRY = {
     "OPENAI_AGENTS_DISABLE_TRACING": "1",  # it posts traces, with the session's key, whatever the base URL
     "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
@@ -64,6 +75,7 @@ _imports: dict[str, "Future[AgentFunction]"] = {}
 """Imports in progress, by `module:name`."""
 _READ_BYTES = 65_536
 _GUARD = Path(__file__).with_name("program_guard.py")
+_PROBE_S = 20.0
 _GUARD_S = 5.0
 """Longest wait for the guard, which gives the processes two seconds to end."""
 _CLEANUP_S = 10.0
@@ -125,7 +137,10 @@ class ExternalAgent(SessionAgent):
 
 
 def register_external(settings: AgentSettings) -> None:
-    """Register each agent of the setting `external_agents` as `external:NAME`."""
+    """Register each agent of the setting `external_agents` as `external:NAME`; warn if programs see other processes."""
+    agents = [*settings.external_agents.values(), *([settings.external] if settings.external is not None else [])]
+    if any(agent.command and agent.hides_processes for agent in agents):
+        can_hide_processes()
     for name in settings.external_agents:
         description = f"Own agent {name!r} of the setting `external_agents`."
         own = type("ExternalAgent", (ExternalAgent,), {"external_name": name, "__doc__": description})
@@ -197,14 +212,18 @@ class Program:
     """A command that ends what may be left."""
     cleanup_s: float = 0.0
     """Longest time of the cleanup."""
+    hides_processes: bool = False
+    """Whether it sees its own processes only."""
 
 
 def program_of(settings: ExternalSettings, access: SessionAccess) -> Program:
     """The command, or one that runs the container. INVALID_REQUEST without a container engine."""
     if settings.container is None:
-        return Program(settings.command[0], settings.command, settings.max_memory_bytes or 0)
+        hides = settings.hides_processes and can_hide_processes()
+        return Program(settings.command[0], settings.command, settings.max_memory_bytes or 0, hides_processes=hides)
     name = f"trackway-{access.session_id}"
-    run = run_command(settings.container, name, environment({}, settings, access), settings.max_memory_bytes)
+    own = {name: value for name, value in os.environ.items() if name in settings.variables}
+    run = run_command(settings.container, name, environment(own, settings, access), settings.max_memory_bytes)
     return Program(settings.container.image, run, 0, remove_command(settings.container, name), _CLEANUP_S)
 
 
@@ -213,7 +232,34 @@ def guarded(program: Program, owner: int) -> list[str]:
     if sys.platform != "linux":
         return program.command
     guard = [sys.executable, "-I", "-S", str(_GUARD), str(owner), str(program.max_memory_bytes)]
-    return [*guard, json.dumps(program.cleanup), *program.command]
+    return [*guard, json.dumps(program.cleanup), str(int(program.hides_processes)), *program.command]
+
+
+@cache
+def can_hide_processes() -> bool:
+    """Whether this host gives a program a PID namespace; tried once, with a warning if it does not."""
+    got = f"{sys.platform}, not Linux"
+    if sys.platform == "linux":
+        command = [sys.executable, "-I", "-S", "-c", ""]
+        held, holding = os.pipe()
+        try:
+            probe = guarded(Program("probe", command, hides_processes=True), held)
+            ended = subprocess.run(probe, pass_fds=(held,), timeout=_PROBE_S, capture_output=True, check=False)
+            if ended.returncode == 0:
+                return True
+            got = ended.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        except subprocess.TimeoutExpired as error:
+            got = str(error)
+        finally:
+            os.close(held)
+            os.close(holding)
+    logger.warning(
+        "expected PID namespaces for the programs of external agents, got %s: a program can read other processes' "
+        "environments in /proc; allow namespaces (a container needs CAP_SYS_ADMIN or user namespaces), or use "
+        "external.container",
+        got,
+    )
+    return False
 
 
 async def _ended(process: Process, guard_s: float) -> None:
@@ -288,11 +334,11 @@ async def _last(output: asyncio.StreamReader, most_bytes: int, episode: Episode)
 
 
 def environment(own: Mapping[str, str], settings: ExternalSettings, access: SessionAccess) -> dict[str, str]:
-    """The program's variables: the service's without its secrets, the settings', and how to reach the model."""
+    """The program's variables: allowed ones of the service's, the settings', and how to reach the model."""
     kept = {
         name: value
         for name, value in own.items()
-        if _SECRET.match(name.upper()) is None and _CREDENTIALS.search(value) is None
+        if name in settings.variables or (_ALLOWED.fullmatch(name) and _CREDENTIALS.search(value) is None)
     }
     traced = {} if access.traceparent is None else {"TRACEPARENT": access.traceparent}
     return {

@@ -1,12 +1,13 @@
 """Runs one program and ends all its processes with it; a standalone script for Linux, standard library only.
 
-    python -I -S program_guard.py OWNER MAX_BYTES CLEANUP COMMAND...
+    python -I -S program_guard.py OWNER MAX_BYTES CLEANUP HIDES COMMAND...
 
 The program has this process's standard input and output. OWNER is the number of an open pipe: its end of file, which
 follows any exit of the owner, ends the program. Orphans of the program become children of this process, so that those
 that left the process group are ended too. MAX_BYTES bounds the memory of all together, checked four times a second; 0
-is no bound. CLEANUP is a JSON list: a command to run at the end unless the program exits with 0, or nothing. The exit
-status is the program's, 128 and the signal for one that a signal ended.
+is no bound. CLEANUP is a JSON list: a command to run at the end unless the program exits with 0, or nothing. HIDES is 1
+to hide other processes from the program: it runs below `init` in a PID namespace, with a /proc of its own.
+The exit status is the program's, 128 and the signal for one that a signal ended.
 """
 
 import contextlib
@@ -20,6 +21,9 @@ import sys
 import time
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID = 0x20000, 0x10000000, 0x20000000
+_MS_REC, _MS_PRIVATE, _MNT_DETACH = 0x4000, 0x40000, 2
+_NO_MORE = 0xE  # MS_NOSUID | MS_NODEV | MS_NOEXEC
 _GRACE_S = 2.0
 _CHECK_S = 0.25
 _CLEANUP_S = 10.0
@@ -27,17 +31,25 @@ _CLEANUP_S = 10.0
 
 def main() -> int:
     """Run the program to its end, its owner's, or the bound of memory; returns its exit status."""
-    owner, max_bytes, cleanup, *command = sys.argv[1:]
-    prctl = ctypes.CDLL(None).prctl
-    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    owner, max_bytes, cleanup, hides, *command = sys.argv[1:]
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    is_hiding = hides == "1"
+    if is_hiding:
+        _enter_namespace(libc)
+        command = [sys.executable, "-I", "-S", __file__, "init", *command]
+
+    def prepare() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if is_hiding:
+            _mount_proc(libc)
+
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     # `preexec_fn` is safe here: the process is single-threaded.
-    program = subprocess.Popen(
-        command, preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL), start_new_session=True
-    )
+    program = subprocess.Popen(command, preexec_fn=prepare, start_new_session=True)
     os.close(0)
     status: int | None = None
     while status is None:
@@ -59,6 +71,52 @@ def main() -> int:
             subprocess.run(json.loads(cleanup), stdin=null, stdout=null, stderr=null, timeout=_CLEANUP_S)
     status = ended.get(program.pid, 128 + signal.SIGKILL) if status is None else status
     return status if status >= 0 else 128 - status
+
+
+def init(command: list[str]) -> int:
+    """Run the command as the first process of a PID namespace; returns its exit status, and ends what it has left."""
+    try:
+        program = subprocess.Popen(command, start_new_session=True)
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+        return 127
+    os.close(0)
+    while (ended := os.waitpid(-1, 0))[0] != program.pid:
+        pass
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGTERM)
+    end = time.monotonic() + _GRACE_S
+    with contextlib.suppress(ChildProcessError):
+        while time.monotonic() < end:
+            if not os.waitpid(-1, os.WNOHANG)[0]:
+                time.sleep(0.01)
+    status = os.waitstatus_to_exitcode(ended[1])  # with this process the kernel ends all others
+    return status if status >= 0 else 128 - status
+
+
+def _enter_namespace(libc: ctypes.CDLL) -> None:
+    """Give children a PID namespace; an ordinary user needs one of users too."""
+    if libc.unshare(_CLONE_NEWPID) == 0:
+        return
+    user, group = os.geteuid(), os.getegid()
+    _check(libc.unshare(_CLONE_NEWUSER | _CLONE_NEWPID))
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+
+
+def _mount_proc(libc: ctypes.CDLL) -> None:
+    """Replace /proc for this process by that of its PID namespace."""
+    _check(libc.unshare(_CLONE_NEWNS))
+    _check(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
+    libc.umount2(b"/proc", _MNT_DETACH)  # not allowed to an ordinary user, whose /proc is covered instead
+    _check(libc.mount(b"proc", b"/proc", b"proc", _NO_MORE, None))
+
+
+def _check(result: int) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def _end_all() -> dict[int, int]:
@@ -118,4 +176,4 @@ def _below() -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(init(sys.argv[2:]) if sys.argv[1] == "init" else main())

@@ -33,7 +33,8 @@ def installed(name: str) -> ExternalSettings:
     uv = shutil.which("uv")
     assert uv is not None, "expected uv on the PATH, got none; run `make test-agents`"
     subprocess.run([uv, "sync", "--quiet", "--script", FOLDER / name], check=True)
-    return ExternalSettings(command=[uv, "run", "--quiet", "--offline", str(FOLDER / name)])
+    own = [variable for variable in os.environ if variable.startswith("UV_")]
+    return ExternalSettings(command=[uv, "run", "--quiet", "--offline", str(FOLDER / name)], variables=own)
 
 
 def installed_by_npm(name: str) -> ExternalSettings:

@@ -1,6 +1,7 @@
 """Agents of the user's own, started for each rollout: what they are given, how they are bounded, what is trained."""
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -106,16 +107,75 @@ async def test_a_program_gets_the_row_and_none_of_the_services_secrets(
     monkeypatch.setenv("INDEX", "--index https://secret-of-the-service@host/simple")
     monkeypatch.setenv("DATABASE", "postgres://reader@host/rows")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "authorization=secret-of-the-service")
+    monkeypatch.setenv("HTTPS_PROXY", "http://user:secret-of-the-service@proxy:3128")
+    monkeypatch.setenv("NO_PROXY", "model.example")
+    monkeypatch.setenv("UNKNOWN", "secret-of-the-service")
     code = "import json, os, sys; print(json.load(sys.stdin)['prompt'][0]['content'], os.environ)"
-    async with serving(python(code, environment={"MODE": "fast"})) as services:
+    async with serving(python(code, environment={"MODE": "fast"}, variables=["DATABASE"])) as services:
         trajectory = await services.say(agent_name="external", trace=True)
 
     log = trajectory.log
     assert log.startswith("9+9? ") and "'MODE': 'fast'" in log and "secret-of-the-service" not in log
-    assert "'DATABASE': 'postgres://reader@host/rows'" in log
+    assert "'DATABASE': 'postgres://reader@host/rows'" in log and "'NO_PROXY': 'model.example'" in log
     assert f"00-{trajectory.trace_id}-{trajectory.span_id}" in log
     assert "'OPENAI_AGENTS_DISABLE_TRACING': '1'" in log and "'DO_NOT_TRACK': '1'" in log
     assert "/sessions/s-" in log and "'ANTHROPIC_API_KEY': 'sk-s-" in log
+
+
+SEARCH = """
+import glob
+texts = []
+for path in glob.glob('/proc/*/environ') + glob.glob('/proc/*/task/*/environ'):
+    try:
+        texts.append(open(path, 'rb').read())
+    except OSError:
+        pass
+print('sees itself', any(b'OPENAI_BASE_URL' in text for text in texts))
+print('sees the service', any(b'secret-of-the-service' in text for text in texts))
+"""
+"""Reads the environments of all processes."""
+
+
+@pytest.mark.skipif(not external_agents.can_hide_processes(), reason="needs PID namespaces")
+async def test_a_program_reads_no_other_processs_environment(serving: Serve) -> None:
+    secret = {**os.environ, "TRACKWAY_TOKEN": "secret-of-the-service"}
+    service = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE, env=secret
+    )
+    try:
+        async with serving(python(SEARCH)) as services:
+            trajectory = await services.say(agent_name="external")
+        async with serving(python(SEARCH, hides_processes=False)) as services:
+            unhidden = await services.say(agent_name="external")
+    finally:
+        service.kill()
+        await service.wait()
+
+    assert trajectory.log == "sees itself True\nsees the service False\n"
+    assert unhidden.log == "sees itself True\nsees the service True\n"
+
+
+async def test_a_host_without_pid_namespaces_is_told_once(
+    serving: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    refuses = tmp_path / "guard.py"
+    text = external_agents._GUARD.read_text()
+    refuses.write_text(
+        text.replace(
+            "def _enter_namespace(libc: ctypes.CDLL) -> None:",
+            "def _enter_namespace(libc):\n    raise OSError('none')\n\ndef _unused(libc):",
+        )
+    )
+    monkeypatch.setattr(external_agents, "_GUARD", refuses)
+    external_agents.can_hide_processes.cache_clear()
+    try:
+        async with serving(python("print('runs')")) as services:
+            logs = [(await services.say(agent_name="external")).log for _ in range(2)]
+    finally:
+        external_agents.can_hide_processes.cache_clear()
+
+    warnings_ = [record.getMessage() for record in caplog.records if "PID namespaces" in record.getMessage()]
+    assert logs == ["runs\n"] * 2 and len(warnings_) == 1 and "got OSError: none:" in warnings_[0]
 
 
 async def test_a_program_calls_the_model_at_the_replicas_own_port(serving: Serve) -> None:
@@ -192,57 +252,62 @@ async def test_a_program_that_cannot_start_fails_and_names_the_setting(serving: 
 
 
 async def test_a_program_is_ended_with_all_its_processes_at_the_time_limit(serving: Serve, tmp_path: Path) -> None:
-    pids = tmp_path / "pids"
+    begun = tmp_path / "begun"
     code = (
         "import os, subprocess, sys, time;"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
-        f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}'); time.sleep(60)"
+        f"child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)', {str(begun)!r}]);"
+        f"open({str(begun)!r}, 'w').close(); time.sleep(60)"
     )
     async with serving(python(code)) as services:
         trajectory = await services.say(agent_name="external", limits__timeout_s=3.0)
-        numbers = pids.read_text().split()
-        await until(lambda: not any(_runs(int(number)) for number in numbers))
+        await until(lambda: not _runs(begun))
 
+    assert begun.exists()
     assert trajectory.error is not None and trajectory.error.code is ErrorCode.DEADLINE_EXCEEDED
 
 
-def _runs(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
+def _runs(file: Path) -> bool:
+    """Whether a process has the file in its command line; a program's own numbers are those of its namespace."""
+    for line in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if str(file).encode() in line.read_bytes():
+                return True
+    return False
 
 
-LEAVES_ITS_GROUP = (
-    "import os, subprocess, sys, time;"
-    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True);"
-)
+def leaves_its_group(begun: Path) -> str:
+    """Code that starts a process in a session of its own, then creates the file."""
+    return (
+        "import os, subprocess, sys, time; command = [sys.executable, '-c', 'import time; time.sleep(600)'];"
+        f"subprocess.Popen([*command, {str(begun)!r}], start_new_session=True); open({str(begun)!r}, 'w').close();"
+    )
 
 
 async def test_a_child_that_left_the_process_group_is_ended_too(serving: Serve, tmp_path: Path) -> None:
-    number = tmp_path / "pid"
-    code = f"{LEAVES_ITS_GROUP} open({str(number)!r}, 'w').write(str(child.pid)); os._exit(0)"
+    begun = tmp_path / "begun"
+    code = f"{leaves_its_group(begun)} os._exit(0)"
     async with serving(python(code)) as services, asyncio.timeout(20):
         trajectory = await services.say(agent_name="external")
 
     assert trajectory.error is not None and "made no call" in trajectory.error.message
-    assert not _runs(int(number.read_text()))
+    assert begun.exists() and not _runs(begun)
 
 
-async def test_a_program_ends_with_the_service_that_was_killed(tmp_path: Path) -> None:
-    number = tmp_path / "pid"
-    program = f"{LEAVES_ITS_GROUP} open({str(number)!r}, 'w').write(str(child.pid)); time.sleep(60)"
-    guard = guarded(Program("", python(program).command), 3)
+@pytest.mark.parametrize("hides", [False, True] if external_agents.can_hide_processes() else [False])
+async def test_a_program_ends_with_the_service_that_was_killed(tmp_path: Path, hides: bool) -> None:
+    begun = tmp_path / "begun"
+    program = f"{leaves_its_group(begun)} time.sleep(60)"
+    guard = guarded(Program("", python(program).command, hides_processes=hides), 3)
     service = (
         "import os, subprocess, sys, time; held, holding = os.pipe(); os.dup2(held, 3);"
         f"guard = subprocess.Popen({guard!r}, stdin=subprocess.DEVNULL, pass_fds=(3,));"
-        f"\nwhile not os.path.exists({str(number)!r}): time.sleep(0.01)"
+        f"\nwhile not os.path.exists({str(begun)!r}): time.sleep(0.01)"
         "\nos.kill(os.getpid(), 9)"
     )
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", service)
     assert await process.wait() == -9
 
-    await until(lambda: not _runs(int(number.read_text())))
+    await until(lambda: not _runs(begun))
 
 
 def test_nothing_stays_open_of_a_program_whose_processes_cannot_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
