@@ -60,6 +60,8 @@ class ChaosRun:
 
     deployment: Deployment
     name: str
+    ahead: int = 0
+    """Steps whose rollouts are under way beyond the next one."""
     injections: list[Injection] = field(default_factory=list)
     resumes: int = 0
     steps_seen: list[tuple[float, int]] = field(default_factory=list)
@@ -126,7 +128,9 @@ class ChaosRun:
             return False
         if fault.target is Target.PROXY:
             return _answers(f"{self.deployment.base_url}/-/healthz")
-        return fault.target not in (Target.WORKER, Target.TRAINER) or self._trains()
+        if fault.target is Target.CONTROLLER:
+            return bool(self._processes(fault.target))
+        return fault.target not in (Target.WORKER, Target.RANK, Target.TRAINER) or self._trains()
 
     def _is_healthy(self) -> bool:
         return is_healthy(self.deployment)

@@ -1,7 +1,7 @@
 """Which process of a deployment gets which signal at which moment of a run: a pure function of a seed.
 
-On a single node Ray's own processes (the GCS, the raylet, the dashboard) and Serve's controller are no targets: without
-its head a single node has nothing that could start the services again. `tests/cluster` kills nodes and heads.
+On a single node Ray's own processes (the GCS, the raylet, the dashboard) are no targets: without its head a single node
+has nothing that could start the services again. `tests/cluster` kills nodes and heads.
 """
 
 import random
@@ -28,6 +28,10 @@ class Target(StrEnum):
     """MLflow's server and its children, without the process that started them."""
     PROXY = "proxy"
     """Ray Serve's HTTP proxy."""
+    CONTROLLER = "controller"
+    """Ray Serve's controller, which Ray starts again."""
+    RANK = "rank"
+    """A process of the learner of several ranks, beside the worker."""
 
 
 SERVICES = (Target.ROLLOUT, Target.TOOLS, Target.REWARD, Target.AGENT, Target.TRAINER)
@@ -55,7 +59,9 @@ class Fault(NamedTuple):
     """Seconds from SIGSTOP to SIGCONT; 0 for other signals."""
 
 
-def fault_schedule(seed: int, faults: int, steps: int, trajectories: int) -> tuple[Fault, ...]:
+def fault_schedule(
+    seed: int, faults: int, steps: int, trajectories: int, targets: Sequence[Target]
+) -> tuple[Fault, ...]:
     """`faults` faults in a run of `steps` steps with `trajectories` trajectories each, in the order of their moments.
 
     No two have the same step or the same pair of target and signal, and none comes during or after the last step.
@@ -63,7 +69,7 @@ def fault_schedule(seed: int, faults: int, steps: int, trajectories: int) -> tup
     Raises ValueError when there are fewer such steps or pairs than faults.
     """
     generator = random.Random(seed)
-    pairs = [(target, signal) for target in Target for signal in SIGNALS]
+    pairs = [(target, signal) for target in targets for signal in SIGNALS]
     drawn_steps = sorted(_drawn(generator, range(steps - 1), faults))
     schedule: list[Fault] = []
     for step, (target, signal) in zip(drawn_steps, _drawn(generator, pairs, faults), strict=True):

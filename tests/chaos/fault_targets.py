@@ -11,6 +11,7 @@ import psutil
 
 from tests.chaos.fault_schedule import SERVICES, Fault, Target
 from trackway.deploy.deployment.record import Deployment
+from trackway.trainer.learner.ranks.launch import RANK_PROGRAM
 from trackway.trainer.run_state.folder import RunFolder
 
 
@@ -18,6 +19,8 @@ def processes_of(target: Target, deployment: Deployment, run: Path) -> list[psut
     """The target's processes: of a service one replica, of MLflow the server and its children; empty for none."""
     if target is Target.WORKER:
         return workers(run)
+    if target is Target.RANK:
+        return [process for process in with_children(workers(run)) if RANK_PROGRAM in _command(process)][:1]
     if target is Target.MLFLOW:
         return mlflow_server(deployment)
     title = title_of(target)
@@ -25,11 +28,13 @@ def processes_of(target: Target, deployment: Deployment, run: Path) -> list[psut
 
 
 def title_of(target: Target) -> re.Pattern[str]:
-    """The title that Ray gives the process of a service's replica or of the proxy.
+    """The title that Ray gives the process of a service's replica, of the proxy or of the controller.
 
     It ends with the method that runs, and may have the actor's name before its class: `ray::NAME:ProxyActor.ready`.
     """
-    return re.compile(rf"ray::ServeReplica:{target}:" if target in SERVICES else r"ray::(\S+:)?ProxyActor\b")
+    if target in SERVICES:
+        return re.compile(rf"ray::ServeReplica:{target}:")
+    return re.compile(rf"ray::(\S+:)?{'ProxyActor' if target is Target.PROXY else 'ServeController'}\b")
 
 
 def family(deployment: Deployment, name: str) -> list[psutil.Process]:

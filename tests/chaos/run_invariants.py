@@ -108,7 +108,7 @@ def _windows(chaos: ChaosRun, service: Target) -> list[range]:
     for injection in chaos.injections:
         if injection.fault.target is service and not injection.fault.stop_s:
             exported = [step for seen, step in chaos.steps_seen if seen <= injection.since - EXPORT_S]
-            windows.append(range(max(exported, default=0), injection.step_after + 2))
+            windows.append(range(max(exported, default=0), injection.step_after + 2 + chaos.ahead))
     return windows
 
 

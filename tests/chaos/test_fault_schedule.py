@@ -4,10 +4,11 @@ from signal import SIGKILL, SIGSTOP, SIGTERM
 
 import pytest
 
-from tests.chaos.chaos_settings import IN_CI, ON_DEMAND, TRAJECTORIES
+from tests.chaos.chaos_settings import IN_CI, OF_KINDS, ON_DEMAND, TRAJECTORIES, RunKind
 from tests.chaos.fault_schedule import SIGNALS, Fault, Moment, Target, fault_schedule, spread
 
-SCHEDULES = [fault_schedule(seed, 6, 8, TRAJECTORIES) for seed in range(300)]
+TARGETS = IN_CI.targets or ()
+SCHEDULES = [fault_schedule(seed, 6, 8, TRAJECTORIES, TARGETS) for seed in range(300)]
 
 
 def test_the_schedule_of_ci_is_this_one():
@@ -20,15 +21,21 @@ def test_the_schedule_of_ci_is_this_one():
 
 
 def test_a_seed_gives_the_same_schedule_each_time_and_another_seed_another_one():
-    assert [fault_schedule(seed, 6, 8, TRAJECTORIES) for seed in range(300)] == SCHEDULES
+    assert [fault_schedule(seed, 6, 8, TRAJECTORIES, TARGETS) for seed in range(300)] == SCHEDULES
     assert len(set(SCHEDULES)) == 300
 
 
-def test_the_seeds_on_demand_send_every_signal_to_every_target():
-    sent = {(fault.target, fault.signal) for settings in ON_DEMAND for fault in settings.schedule}
+@pytest.mark.parametrize("kind", RunKind)
+def test_the_seeds_on_demand_send_every_signal_to_every_target_of_their_kind(kind: RunKind):
+    of_kind = [settings for settings in (*ON_DEMAND, *OF_KINDS) if settings.kind is kind]
+    sent = {(fault.target, fault.signal) for settings in of_kind for fault in settings.schedule}
 
-    assert len(ON_DEMAND) == 10
-    assert sent == {(target, signal) for target in Target for signal in SIGNALS}
+    assert len(of_kind) == (10 if kind is RunKind.PLAIN else 5)
+    assert sent == {(target, signal) for target in kind.targets for signal in SIGNALS}
+
+
+def test_together_the_kinds_signal_every_target():
+    assert {target for kind in RunKind for target in kind.targets} == set(Target)
 
 
 def test_faults_come_in_order_one_a_step_and_none_in_the_last_step():
@@ -61,6 +68,6 @@ def test_faults_whose_steps_went_by_are_spread_over_the_steps_that_are_left():
 
 def test_more_faults_than_steps_or_pairs_are_refused():
     with pytest.raises(ValueError, match="expected at most 7 faults, got 8; give the run more steps or draw fewer"):
-        fault_schedule(0, 8, 8, TRAJECTORIES)
+        fault_schedule(0, 8, 8, TRAJECTORIES, TARGETS)
     with pytest.raises(ValueError, match="expected at most 24 faults, got 25"):
-        fault_schedule(0, 25, 100, TRAJECTORIES)
+        fault_schedule(0, 25, 100, TRAJECTORIES, TARGETS)

@@ -72,9 +72,17 @@ def test_a_worker_that_was_started_before_its_run_is_the_one_that_owns_the_folde
 
 
 @pytest.mark.parametrize(
-    ("target", "matched"), [(Target.ROLLOUT, TITLES[1:3]), (Target.AGENT, [TITLES[3]]), (Target.PROXY, TITLES[4:6])]
+    ("target", "matched"),
+    [
+        (Target.ROLLOUT, TITLES[1:3]),
+        (Target.AGENT, [TITLES[3]]),
+        (Target.PROXY, TITLES[4:6]),
+        (Target.CONTROLLER, [TITLES[0]]),
+    ],
 )
-def test_a_replica_and_the_proxy_are_found_by_the_titles_that_ray_gives_them(target: Target, matched: list[str]):
+def test_a_replica_the_proxy_and_the_controller_are_found_by_the_titles_that_ray_gives_them(
+    target: Target, matched: list[str]
+):
     assert [title for title in TITLES if title_of(target).match(title)] == matched
 
 
