@@ -1,6 +1,7 @@
 """The processes of a deployment: which there are, and which go first."""
 
 from pathlib import Path
+from socket import SOCK_DGRAM
 
 import psutil
 import pytest
@@ -53,13 +54,13 @@ def test_ray_runs_nothing_that_only_its_dashboard_needs(deployment: Deployment):
 
 
 def listeners(deployment: Deployment) -> dict[str, set[str]]:
-    """The addresses on which each kind of process listens for TCP."""
+    """The addresses at which each kind of process takes connections and datagrams."""
     found: dict[str, set[str]] = {}
     for process in [*family(deployment, "ray"), *family(deployment, "mlflow")]:
         command = " ".join(process.cmdline())
         name = next((name for name in LISTENING if name in command), command)
-        for connection in process.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN:
+        for connection in process.net_connections("inet"):
+            if connection.status == psutil.CONN_LISTEN or (connection.type == SOCK_DGRAM and not connection.raddr):
                 found.setdefault(name, set()).add(connection.laddr.ip.removeprefix("::ffff:"))
     return found
 
