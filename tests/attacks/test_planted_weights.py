@@ -163,7 +163,7 @@ async def test_what_a_server_tells_that_gives_no_digests(
 
             def score(ids: list[int], fake: Fake = fake, fault: str = fault) -> list[float]:
                 with torch.inference_mode():
-                    return decoder.score(held[fault if fake.folder.name == "2" else "old kept"], ids)
+                    return decoder.score(held[fault if Path(fake.name).name == "2" else "old kept"], ids)
 
             fake.score = score
             async with started(SglangEngine(settings)) as engine:

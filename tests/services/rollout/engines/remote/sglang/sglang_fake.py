@@ -1,8 +1,8 @@
-"""A server that speaks SGLang 0.5.23's protocol without a model, for tests on machines without a GPU.
+"""A server that speaks SGLang 0.5.23's protocol without a model, for tests of what a real one does not do on demand.
 
-Routes, fields and refusals are those of SGLang's sources (`managers/io_struct.py`, `entrypoints/http_server.py`,
-`managers/tokenizer_manager.py`). What would end the real scheduler is kept in `Fake.crimes`, as is whatever a real
-server would do in silence and no client may ask for: KV of other weights reused, tokens from memory given back.
+`tests/sglang/core/test_contract.py` compares its answers with a real server's. What would end the real scheduler is
+kept in `Fake.crimes`, as is whatever a real server would do in silence and no client may ask for: fields that it
+ignores, KV of other weights reused, tokens from memory given back.
 
 Run as a program (`python -m`) it takes the command line of `python -m sglang.launch_server`.
 """
@@ -10,7 +10,7 @@ Run as a program (`python -m`) it takes the command line of `python -m sglang.la
 import argparse
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Container
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 from fastapi import FastAPI, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict
 from safetensors.numpy import save_file
@@ -26,8 +27,12 @@ from tests.services.rollout.engines.remote import fake_server
 
 LAYER = "model.layers.0.self_attn.q_proj"
 VOCAB = 50
+CONTEXT = 256
 EOS = 2
 NAN = "NaN happened"
+IN_QUEUE = {"type": "abort", "message": "Abort in waiting queue"}
+"""The finish reason of a request that was aborted before it began."""
+EVENTS = "text/event-stream"
 KEPT = (0, 9, 10)
 """What top_k and top_p keep of each position, beside the sampled token."""
 
@@ -50,7 +55,7 @@ def classified(seed: int, sequence: list[int]) -> float:
 def write_weights(folder: Path, seed: int) -> Path:
     """A model folder: a config and weights that are one number."""
     folder.mkdir(parents=True, exist_ok=True)
-    sizes = {"vocab_size": VOCAB, "max_position_embeddings": 256, "eos_token_id": EOS}
+    sizes = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT, "eos_token_id": EOS}
     (folder / "config.json").write_text(json.dumps({"model_type": "nested", "text_config": sizes}))
     (folder / "weights.json").write_text(json.dumps(seed))
     return folder
@@ -90,7 +95,9 @@ class Sampling(_Body):
     structural_tag: str | None = None
 
 
-class Generate(_Body):
+class Generate(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
     input_ids: list[int]
     rid: str = "unnamed"
     sampling_params: Sampling = Sampling()
@@ -172,18 +179,20 @@ class Fake:
         self.stream_interval = 1
         self.version, self.healthy, self.paused = "default", True, False
         self.is_embedding = False
+        self.name = "policy"
+        """Of the model in `/v1/models`."""
         self.requests: list[Request] = []
         self.cache: dict[str, list[tuple[tuple[int, ...], str]]] = {}
         self.asleep: set[str] = set()
         self.adapters: dict[str, int] = {}
         """The numbers of the loaded adapters, which are the weights of requests with them."""
+        self.adapter_paths: dict[str, str] = {}
         self.crimes: list[str] = []
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.fail: dict[str, tuple[int, dict[str, Any]]] = {}
         self.hang: set[str] = set()
         self.forced: list[int] = []
         self.nan_at: int | None = None
-        self.folder = folder
         self.score: Callable[[list[int]], list[float]] | None = None
         """A real model's logprobs of a prompt's tokens 1..n-1, for those who ask for them."""
         self.continued = asyncio.Event()
@@ -210,7 +219,7 @@ class Fake:
         request.logprobs.append(None if len(request.output) == self.nan_at else value)
         request.seed_names.append(self.version)
         if request.aborted:
-            request.finish = {"type": "abort", "message": "Aborted"}
+            request.finish = aborted("Aborted")
         elif len(request.output) >= params.max_new_tokens:
             request.finish = {"type": "length", "length": params.max_new_tokens}
         elif not params.ignore_eos and token in {EOS, *params.stop_token_ids}:
@@ -240,10 +249,10 @@ class Fake:
             self.cache.setdefault(request.body.extra_key, []).append((sequence, weights))
 
     def abort(self, rid: str, abort_all: bool) -> None:
-        for request in [r for r in self.requests if abort_all or (rid and r.body.rid.startswith(rid))]:
+        for request in [r for r in self.requests if abort_all or r.body.rid == rid]:
             request.aborted = True
             if not request.seed_names:
-                request.finish = {"type": "abort", "message": "Abort in waiting queue"}
+                request.finish = IN_QUEUE
                 self.requests.remove(request)
                 request.changed.set()
 
@@ -253,20 +262,21 @@ class Fake:
 
     def event(self, request: Request, seen: int) -> dict[str, Any]:
         body, total = request.body, len(request.output)
-        rows = [[lp, token, None] for lp, token in zip(request.logprobs, request.output, strict=True)]
+        rows = [[lp, token, None] for lp, token in zip(request.logprobs, request.output, strict=False)]
         first = seen if self.incremental and body.stream else 0
         meta: dict[str, Any] = {
             "id": body.rid,
             "finish_reason": request.finish,
-            "prompt_tokens": len(body.input_ids),
             "weight_version": self.version,
             "completion_tokens": total,
-            "cached_tokens": request.cached,
         }
+        if request.finish != IN_QUEUE:
+            meta |= {"prompt_tokens": len(body.input_ids), "cached_tokens": request.cached}
         if self.spans and request.finish is not None:
             # the token that is sampled last before a pause counts as one of the weights after it
-            meta["weight_versions"] = spans([*request.seed_names[1:], *request.seed_names[-1:]])
-        if body.return_logprob and total:
+            named = spans([*request.seed_names[1:], *request.seed_names[-1:]])
+            meta["weight_versions"] = named or [{"version": self.version, "start": 0, "end": total}]
+        if body.return_logprob:
             meta["output_token_logprobs"] = rows[first:]
             start = max(0, body.logprob_start_len)
             score = self.score or (lambda ids: [logprob(self.seed_of(request), token) for token in ids[1:]])
@@ -274,14 +284,62 @@ class Fake:
             named = [token if token != VOCAB - 1 else 0 for token in body.input_ids]
             prompt = [[lp, token, None] for lp, token in zip(scores, named, strict=True)]
             meta["input_token_logprobs"] = prompt[start:] if body.logprob_start_len >= 0 else []
-        if body.top_logprobs_num and total and self.ranks:
-            ranked = [likeliest(self.seed_of(request), body) for _ in request.output]
+        if body.top_logprobs_num and self.ranks:
+            ranked = [likeliest(self.seed_of(request), body) for _ in request.logprobs]
             meta["output_top_logprobs"] = ranked[first:]
-        if body.return_sampling_mask and total:
-            kept = [{*KEPT, token} for token in request.output]
-            meta["output_token_sampling_mask"] = [sorted(ids) for ids in kept]
-            meta["output_token_sampling_logprobs"] = [(lp or 0.0) / 2 for lp in request.logprobs]
+        if body.return_sampling_mask:
+            kept = [{*KEPT, token} for _, token, _ in rows]
+            meta["output_token_sampling_mask"] = [sorted(ids) for ids in kept[first:]]
+            meta["output_token_sampling_logprobs"] = [(lp or 0.0) / 2 for lp in request.logprobs[first:]]
         return {"output_ids": request.output[first:], "meta_info": meta}
+
+
+def aborted(message: str, status: int | None = None, kind: str | None = None) -> dict[str, Any]:
+    """A finish reason."""
+    return {"type": "abort", "message": message, "status_code": status, "err_type": kind}
+
+
+def refusal(body: Generate, adapters: Container[str], running: Container[str]) -> str | None:
+    """Why SGLang's front refuses a request."""
+    count, most = len(body.input_ids), body.sampling_params.max_new_tokens
+    if body.rid in running:
+        return f"Duplicate request ID detected: {body.rid}"
+    if not count:
+        return "input_ids cannot be empty."
+    if count >= CONTEXT:
+        return f"The input ({count} tokens) is longer than the model's context length ({CONTEXT} tokens)."
+    if count + most > CONTEXT:
+        return (
+            f"Requested token count exceeds the model's maximum context length of {CONTEXT} tokens. You requested a "
+            f"total of {count + most} tokens: {count} tokens from the input messages and {most} tokens for the "
+            "completion. Please reduce the number of tokens in the input messages or the completion to fit within the "
+            "limit."
+        )
+    if body.sampling_params.temperature < 0:
+        return f"temperature must be a non-negative finite number, got {body.sampling_params.temperature}."
+    if body.lora_path is not None and body.lora_path not in adapters:
+        return f"Got LoRA adapter that has never been loaded: {body.lora_path}\nAll loaded adapters: dict_keys([])."
+    return None
+
+
+def late_refusal(body: Generate) -> tuple[str, int] | None:
+    """Why SGLang's scheduler refuses a request that its front let pass, and how many tokens it says to have made."""
+    if len(body.input_ids) >= CONTEXT - 6:
+        count = f"({len(body.input_ids)} tokens) exceeds the maximum allowed length ({CONTEXT - 6} tokens)"
+        return f"Input length {count}. Use a shorter input or enable --allow-auto-truncate.", 1
+    if body.return_sampling_mask and body.sampling_params.top_k < 1:
+        message = "return_sampling_mask requires top_k=1 for greedy sampling or finite 1 < top_k <= 4096; got"
+        return f"{message} top_k=1073741824. Lower top_k or increase --sampling-mask-max-tokens.", 0
+    if '"nonsense"' in (body.sampling_params.json_schema or ""):
+        place = "[21:17:12] /project/cpp/json_schema_converter.cc:4175"
+        return f'Failed to compile json grammar: {place}: Unsupported type "nonsense"\n', 1
+    return None
+
+
+def adapter_reply(error: str, loaded: dict[str, str] | None) -> JSONResponse:
+    """The answer to a load or an unload."""
+    reply = {"success": not error, "error_message": error, "loaded_adapters": loaded}
+    return JSONResponse({**reply, "rid": None, "http_worker_ipc": None}, 400 if error else 200)
 
 
 def likeliest(seed: int, body: Generate) -> list[list[Any]]:
@@ -313,6 +371,14 @@ def make_app(fake: Fake) -> FastAPI:
     """The routes."""
     app = FastAPI()
 
+    @app.exception_handler(RequestValidationError)
+    async def malformed(request: Any, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        if first["type"] == "extra_forbidden":
+            return JSONResponse({"error": f"unknown field `{first['loc'][-1]}`, expected one of others"}, 400)
+        reply = {"object": "error", "type": "Bad Request", "param": None, "code": 400}
+        return JSONResponse({**reply, "message": str(error)}, 400)
+
     @app.middleware("http")
     async def faults(request: Any, call_next: Any) -> Response:
         path, body = request.url.path, await request.body()
@@ -334,21 +400,27 @@ def make_app(fake: Fake) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": name} for name in ("policy", *fake.adapters)]}
+        return {"object": "list", "data": [{"id": name} for name in (fake.name, *fake.adapters)]}
 
     @app.post("/generate")
     async def generate(body: Generate) -> Response:
         await fake.continued.wait()
-        if body.return_sampling_mask and body.sampling_params.top_k < 1:
-            return JSONResponse({"error": {"message": "return_sampling_mask requires finite top_k"}}, 400)
-        if any(request.body.rid == body.rid for request in fake.requests):
-            return JSONResponse({"error": {"message": f"Duplicate request ID detected: {body.rid}"}}, 400)
-        if body.lora_path is not None and body.lora_path not in fake.adapters:
-            return JSONResponse({"error": {"message": f"The LoRA adapter {body.lora_path} is not loaded"}}, 400)
+        fake.crimes += [f"SGLang ignores {name}" for name in body.model_extra or {}]
+        if fake.score is None and max(body.input_ids, default=0) >= VOCAB:
+            return fake.crime("a token outside the vocabulary")
+        early = refusal(body, fake.adapters, {request.body.rid for request in fake.requests})
+        late, made = (None if early else late_refusal(body)) or (None, 0)
+        if early or late:
+            if not body.stream:
+                return JSONResponse({"error": {"message": early or late}}, 400)
+            error = {"type": "invalid_request_error", "code": 400, "retryable": False, "message": early}
+            refused = Request(body, output=[0] * made, finish=aborted(str(late), 400, "BadRequestError"))
+            event = {"error": error} if early else fake.event(refused, 0)
+            return StreamingResponse(iter([f"data: {json.dumps(event)}\n\n", "data: [DONE]\n\n"]), media_type=EVENTS)
         request = Request(body, fake.adapters.get(body.lora_path or ""))
         fake.requests.append(request)
         if body.stream:
-            return StreamingResponse(stream(request), media_type="text/event-stream")
+            return StreamingResponse(stream(request), media_type=EVENTS)
         try:
             while request.finish is None:
                 await request.changed.wait()
@@ -379,8 +451,8 @@ def make_app(fake: Fake) -> FastAPI:
     @app.post("/classify")
     async def classify(body: Classify) -> Response:
         if not fake.is_embedding:
-            message = "This model does not appear to be an embedding model by default. Please add `--is-embedding`"
-            return JSONResponse({"error": {"message": message}}, 400)
+            message = "This model does not appear to be an embedding model by default. Please add `--is-embedding` when"
+            return JSONResponse({"error": {"message": f"{message} launching the server or try another model."}}, 400)
         meta = {"prompt_tokens": len(body.input_ids)}
         return JSONResponse({"embedding": [classified(fake.seed or 0, body.input_ids)], "meta_info": meta})
 
@@ -392,13 +464,13 @@ def make_app(fake: Fake) -> FastAPI:
                 fake.abort("", True)
                 await asyncio.sleep(0.01)
         fake.paused = body.mode != "abort"
-        return {"status": "ok"}
+        return {"status": "ok", "message": "Generation paused successfully."}
 
     @app.post("/continue_generation")
     async def go_on(body: Continue) -> dict[str, str]:
         fake.paused = False
         fake.continued.set()
-        return {"status": "ok"}
+        return {"status": "ok", "message": "Generation continued successfully."}
 
     @app.post("/update_weights_from_disk")
     async def update(body: Update) -> Response:
@@ -411,41 +483,57 @@ def make_app(fake: Fake) -> FastAPI:
         try:
             seed = json.loads((Path(body.model_path) / "weights.json").read_text())
         except (OSError, ValueError) as error:
-            return JSONResponse({"success": False, "message": f"Failed to update weights: {error}"}, 400)
+            return JSONResponse(
+                {"success": False, "message": f"Failed to get weights iterator: {error}.", "num_paused_requests": 0},
+                400,
+            )
         if body.flush_cache and fake.requests:
             return fake.crime("Cache flush failed after updating weights")
         if body.flush_cache:
             fake.cache.clear()
-        fake.folder = Path(body.model_path)
+        fake.name = body.model_path
         fake.seed, fake.version = seed, body.weight_version or fake.version
-        return JSONResponse({"success": True, "message": "Succeeded to update model weights."})
+        message = f"Succeeded to update model weights. Weight version updated to {fake.version}."
+        return JSONResponse({"success": True, "message": message, "num_paused_requests": 0})
 
     @app.post("/update_weight_version")
     async def update_version(body: Version) -> dict[str, Any]:
         if body.abort_all_requests:
             fake.abort("", True)
         fake.version = body.new_version
-        return {"success": True}
+        message = f"Weight version updated to {body.new_version}"
+        return {"success": True, "message": message, "new_version": body.new_version}
 
     @app.post("/load_lora_adapter")
     async def load_adapter(body: LoadAdapter) -> Response:
         if body.lora_name in fake.adapters:
-            return JSONResponse({"success": False, "error_message": f"{body.lora_name} is already loaded"}, 400)
-        fake.adapters[body.lora_name] = json.loads((Path(body.lora_path) / "weights.json").read_text())
-        return JSONResponse({"success": True, "loaded_adapters": {}})
+            message = f"Failed to load LoRA adapter {body.lora_name} because it is already loaded"
+            return adapter_reply(message, fake.adapter_paths)
+        try:
+            fake.adapters[body.lora_name] = json.loads((Path(body.lora_path) / "weights.json").read_text())
+        except OSError as error:
+            return adapter_reply(str(error), fake.adapter_paths)
+        fake.adapter_paths[body.lora_name] = body.lora_path
+        return adapter_reply("", fake.adapter_paths)
 
     @app.post("/unload_lora_adapter")
     async def unload_adapter(body: UnloadAdapter) -> Response:
+        if body.lora_name not in fake.adapters:
+            return adapter_reply(f"LoRA with name {body.lora_name} does not exist. Loaded LoRAs: odict_keys([])", None)
         while any(request.body.lora_path == body.lora_name for request in fake.requests):
             await asyncio.sleep(0.01)
-        del fake.adapters[body.lora_name]
-        return JSONResponse({"success": True, "loaded_adapters": {}})
+        del fake.adapters[body.lora_name], fake.adapter_paths[body.lora_name]
+        return adapter_reply("", fake.adapter_paths)
 
     @app.post("/flush_cache")
     async def flush() -> Response:
         if not fake.requests:
             fake.cache.clear()
-        return Response("Cache flushed.\n", 400 if fake.requests else 200)
+            return Response(
+                "Cache flushed.\nPlease check backend logs for more details. "
+                "(When there are running or waiting requests, the operation will not be performed.)\n"
+            )
+        return Response("Flush cache failed.\n", 400)
 
     @app.post("/abort_request")
     async def abort(body: Abort) -> Response:
@@ -461,7 +549,7 @@ def make_app(fake: Fake) -> FastAPI:
             fake.seed = None
         if "kv_cache" in fake.asleep:
             fake.cache.clear()
-        return Response(status_code=200)
+        return JSONResponse(None)
 
     @app.post("/resume_memory_occupation")
     async def resume(body: Tags) -> Response:
@@ -469,7 +557,7 @@ def make_app(fake: Fake) -> FastAPI:
             if tag not in fake.asleep:
                 return fake.crime(f"KeyError: {tag}")
             fake.asleep.remove(tag)
-        return Response(status_code=200)
+        return JSONResponse(None)
 
     return app
 

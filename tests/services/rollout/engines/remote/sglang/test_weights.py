@@ -205,7 +205,7 @@ async def test_a_folder_that_does_not_load_leaves_frozen_requests_whole(
 ) -> None:
     task = await in_flight(engine, fake)
     (tmp_path / "broken").mkdir()
-    with pytest.raises(TrackwayError, match="Failed to update weights") as raised:
+    with pytest.raises(TrackwayError, match="Failed to get weights iterator") as raised:
         await engine.load_weights(tmp_path / "broken", 1, proof(1))
     assert raised.value.code is ErrorCode.WEIGHTS_CORRUPT
     made = await task
