@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from tests.time_limits import slowness
 from trackway.chat.call_reader import ToolCallReader
 from trackway.chat.tool_formats import Hermes
 from trackway.wire.chat import FunctionCall
@@ -77,11 +78,12 @@ def pushed(pieces: list[str]) -> list[str | FunctionCall]:
     """The parts of all pieces; fails as soon as they have taken CPU_S seconds of the process."""
     reader = ToolCallReader(Hermes())
     parts: list[str | FunctionCall] = []
+    bound_s = CPU_S * slowness()
     begun = time.process_time()
     for number, piece in enumerate(pieces):
         parts += reader.push(piece)
         spent = time.process_time() - begun
-        assert spent < CPU_S, f"{spent:.1f} s for {number + 1} of {len(pieces)} pieces"
+        assert spent < bound_s, f"{spent:.1f} s for {number + 1} of {len(pieces)} pieces"
     return parts + reader.rest()
 
 

@@ -263,15 +263,16 @@ async def answered_a_client_that_left(services: AgentServices, access: SessionAc
     """The status of the answer to a client that leaves as soon as its call is sent."""
     url = f"http://agent/sessions/{access.session_id}/v1/chat/completions"
     request = httpx.Request("POST", url, json={"model": "any", "messages": QUESTION, **body})
-    received: asyncio.Queue[Message] = asyncio.Queue()
-    received.put_nowait({"type": "http.request", "body": request.content, "more_body": False})
-    received.put_nowait({"type": "http.disconnect"})
+    messages = iter([{"type": "http.request", "body": request.content, "more_body": False}])
     sent: list[Message] = []
+
+    async def receive() -> Message:
+        return next(messages, {"type": "http.disconnect"})  # however often it is asked for, as a server says it
 
     async def send(message: Message) -> None:
         sent.append(message)
 
-    await services.agent(scope_of(request), received.get, send)
+    await services.agent(scope_of(request), receive, send)
     return sent[0]["status"]
 
 
