@@ -31,6 +31,7 @@ from trackway.wire.trainer import RunState
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.chaos,  # a cluster takes minutes to start
     pytest.mark.cluster,
     pytest.mark.program("ip"),
     pytest.mark.program("redis-server", optional=True),
@@ -41,7 +42,6 @@ LONG = 900
 """Tokens that the tiny model writes for a good while."""
 
 
-@pytest.mark.chaos
 def test_a_run_outlives_the_death_and_the_cut_of_a_node(cluster: Cluster) -> None:
     both = ["one", "two"]
     assert cluster.placed() == {**dict.fromkeys(("rollout", "tools", "reward", "agent"), both), "trainer": ["one"]}
@@ -85,7 +85,6 @@ def died_with_it(gap: Gap, killed: int) -> bool:
     return int(gap.trajectory.split("/")[1].removeprefix("val")) <= killed + 1
 
 
-@pytest.mark.chaos
 @pytest.mark.program("redis-server")
 def test_a_run_and_every_replica_outlive_the_head(cluster: Cluster) -> None:
     before = names(cluster)
@@ -171,7 +170,6 @@ async def drained_meanwhile(cluster: Cluster) -> tuple[list[str], str]:
     return answered, hurried
 
 
-@pytest.mark.chaos
 @pytest.mark.program("redis-server")
 def test_a_run_is_saved_and_its_node_stops_when_the_whole_cluster_goes(cluster: Cluster) -> None:
     name = start(cluster, "gone")
