@@ -47,7 +47,7 @@ class Meter:
         return self.measured(lambda: self._exchange(path, body, headers or {}))
 
     def measured(self, exchange: Callable[[], tuple[int, bytes]]) -> Cost:
-        """What an exchange costs that returns status and body of the answer."""
+        """Measure an exchange, which returns the status and body of the answer."""
         before, cpu_before = self._memory("VmRSS"), self._cpu_s()
         Path(f"/proc/{self._pid}/clear_refs").write_text("5")  # VmHWM starts again from VmRSS
         with self._asking_for_health() as waits:

@@ -28,7 +28,7 @@ class Misled(CanBeMisled, SglangEngine):
 
 
 def settings_of(model_path: Path, log: Path, **more: Any) -> RolloutSettings:
-    """Settings of a replica with SGLang beside it."""
+    """Settings of a replica that starts its own SGLang."""
     return RolloutSettings(
         engine="sglang",
         engine_python=ENVIRONMENT / "bin" / "python",

@@ -119,7 +119,7 @@ def _busy(node: str) -> bool:
     if _processes(node, _RANK) and not _processes(node, _RUN):
         return True
     in_flight, end = list[int](), time.monotonic() + _ANSWER_S
-    for path in Path(os.environ.get("TRACKWAY_PROBE_DIR", "")).glob("*.sock"):
+    for path in Path(os.environ.get("TRACKWAY_PROBE_DIR") or os.devnull).glob("*.sock"):
         try:
             in_flight.append(asked(path, end)["in_flight"])
         except (ConnectionRefusedError, FileNotFoundError):

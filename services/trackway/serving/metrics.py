@@ -54,7 +54,7 @@ class ServiceMetrics:
 
     @property
     def requests_in_flight(self) -> int:
-        """Requests in progress; those of a batch count singly."""
+        """The number of requests in progress, counting each entry of a batch."""
         [metric] = self.in_flight.collect()
         return int(metric.samples[0].value)
 

@@ -30,12 +30,12 @@ class OpenSessions:
     def to_end(self, caller: str) -> str | None:
         """The session to end before the caller opens another one; None if there is room. Raises OVERLOADED."""
         candidates, most, setting = self._open, self._most, self._settings[0]
-        own = {session_id: one for session_id, one in self._open.items() if one.caller == caller}
+        own = {session_id: session for session_id, session in self._open.items() if session.caller == caller}
         if self._most_of_one is not None and len(own) >= self._most_of_one:
             candidates, most, setting = own, self._most_of_one, self._settings[1]
         if len(candidates) < most:
             return None
-        idle = [(one.used_at, session_id) for session_id, one in candidates.items() if one.requests == 0]
+        idle = [(session.used_at, session_id) for session_id, session in candidates.items() if session.requests == 0]
         used_at, session_id = min(idle, default=(float("inf"), ""))
         if time.monotonic() - used_at >= self._room_s:
             return session_id
@@ -52,19 +52,19 @@ class OpenSessions:
 
     def remove(self, session_id: str) -> str | None:
         """The caller of a session that has ended; None for an unknown one."""
-        one = self._open.pop(session_id, None)
-        return None if one is None else one.caller
+        removed = self._open.pop(session_id, None)
+        return None if removed is None else removed.caller
 
     @contextmanager
     def in_use(self, session_id: str | None) -> Iterator[None]:
         """A request of the session, for the duration of the block."""
-        one = None if session_id is None else self._open.get(session_id)
-        if one is None:
+        session = None if session_id is None else self._open.get(session_id)
+        if session is None:
             yield
             return
-        one.requests += 1
+        session.requests += 1
         try:
             yield
         finally:
-            one.requests -= 1
-            one.used_at = time.monotonic()
+            session.requests -= 1
+            session.used_at = time.monotonic()

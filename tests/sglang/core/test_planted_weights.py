@@ -1,4 +1,4 @@
-"""Wrong weights in a real SGLang, between two versions that a learner really made, are told by their answers."""
+"""A real SGLang that loads wrong weights is detected by its answers."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

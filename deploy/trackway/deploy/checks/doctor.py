@@ -30,7 +30,7 @@ SHARED_MEMORY_GB = 0.2
 CORES = 2
 _TIMEOUT_S = 10.0
 _SKEW_S = 5.0
-"""Seconds of difference that are told: a `Date` has whole seconds, and an answer takes some."""
+"""Clock differences up to this many seconds are ignored: `Date` is rounded, and an answer takes time."""
 
 
 class Finding(BaseModel):

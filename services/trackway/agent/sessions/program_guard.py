@@ -106,7 +106,7 @@ def _enter_namespace(libc: ctypes.CDLL) -> None:
 
 
 def _mount_proc(libc: ctypes.CDLL) -> None:
-    """Replace /proc for this process by that of its PID namespace."""
+    """Mount the /proc of this PID namespace for this process."""
     _check(libc.unshare(_CLONE_NEWNS))
     _check(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
     libc.umount2(b"/proc", _MNT_DETACH)  # not allowed to an ordinary user, whose /proc is covered instead

@@ -36,7 +36,7 @@ class _Entry:
 
 
 class Sessions:
-    """Every session of this replica: those of its rollouts, and at most `max_sessions` that callers opened.
+    """The sessions of this replica: its rollouts' own, and at most `max_sessions` opened by callers.
 
     The last ones that ended, as many again, are kept for `session_keep_s`.
     """
