@@ -39,7 +39,7 @@ RATES = (1e-6, 1e-5)
 """Learning rates: RL's usual one, and ten times that."""
 RANK = 16
 PROOF = WeightProof(probes=[Probe(token_ids=[5, 6], positions=[1], logprobs=[-1.0])], tolerance=100.0)
-"""Of two tokens, so that it takes next to no time."""
+"""A proof over two tokens, which takes almost no time to check."""
 
 
 class Timed(NamedTuple):

@@ -115,7 +115,7 @@ async def test_a_replica_that_follows_a_store_takes_adapters_from_it(
 
 
 def halved(tensors: Tensors) -> Tensors:
-    """Of half the rank."""
+    """An adapter of half the rank."""
     half = RANK // 2
     cut = {name: tensor[:half] if ".lora_A." in name else tensor[:, :half] for name, tensor in tensors.items()}
     return {name: tensor.contiguous() for name, tensor in cut.items()}

@@ -12,7 +12,7 @@ TRACED = 8
 
 
 class RunKind(Enum):
-    """What a run overrides."""
+    """Overrides of the run's configuration."""
 
     PLAIN = ()
     OVERLAPPED = ("async_training.staleness_threshold=1",)
@@ -40,7 +40,7 @@ class ChaosSettings(NamedTuple):
     steps: int
     kind: RunKind = RunKind.PLAIN
     targets: tuple[Target, ...] | None = None
-    """Without any, those of the kind."""
+    """What faults may hit; by default the targets of the kind of run."""
 
     @property
     def schedule(self) -> tuple[Fault, ...]:

@@ -14,7 +14,7 @@ from trackway.rollout.engines.remote.sglang import SglangEngine
 from trackway.rollout.settings import RolloutSettings
 
 MARKS = [pytest.mark.anyio, pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]
-"""Of every test here; the first of a session waits for SGLang's start, too."""
+"""The time limit of each test. The first one of a session also waits for SGLang to start."""
 ENVIRONMENT = Path(__file__).parents[2] / ".venv-sglang"
 ON_CPU = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
 """Variables of a server on the CPU."""

@@ -145,7 +145,7 @@ def worst(generation: Generation, model: PreTrainedModel, params: SamplingParams
 def assert_split(
     made: Generation, version: int, model: PreTrainedModel, params: SamplingParams, prompt: list[int] = PROMPT
 ) -> None:
-    """The spans end and begin where the logprobs stop to be those of the first weights, the model's."""
+    """Check that spans change where logprobs stop matching the model's first weights."""
     cut = made.spans[0].end
     assert [(s.version, s.start, s.end, s.kv_version) for s in made.spans] == [
         (version, 0, cut, None),

@@ -26,7 +26,7 @@ class Versions(NamedTuple):
     """Version 2 of a run, what was published with it, and folders of what an engine may hold in its place."""
 
     before: WeightProof
-    """Of version 1, the folder "old kept"."""
+    """The proof of version 1, in the folder "old kept"."""
     proof: WeightProof
     folders: dict[str, Path]
 

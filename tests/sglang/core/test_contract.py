@@ -25,7 +25,7 @@ Json = dict[str, Any]
 EXACT = {"completion_tokens", "cached_tokens", "start", "end", "length", "status", "status_code"}
 """Numbers that are compared; of others, their types are."""
 READ = {"meta_info": {*_Meta.model_fields}, "finish_reason": {*_Finish.model_fields}, "data": {"id"}}
-"""Of these parts of an answer, the fields that the client reads are compared; of others, all are."""
+"""The fields that the client reads; in these parts of an answer only they are compared."""
 WITHOUT_TOKENIZER = {"text"}
 """Fields of a server with a tokenizer, which the fake is not."""
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -122,7 +122,7 @@ def shape(value: Any, key: str = "") -> Any:
 
 
 def last(events: list[Any]) -> Json:
-    """What the last event says of its request."""
+    """The last event's facts about its request."""
     return [event for event in events if isinstance(event, dict)][-1]["meta_info"]
 
 

@@ -267,7 +267,7 @@ async def test_a_program_is_ended_with_all_its_processes_at_the_time_limit(servi
 
 
 def _runs(file: Path) -> bool:
-    """Whether a process has the file in its command line; a program's own numbers are those of its namespace."""
+    """Whether a process has the file in its command line. PIDs inside a program's namespace differ from ours."""
     for line in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             if str(file).encode() in line.read_bytes():

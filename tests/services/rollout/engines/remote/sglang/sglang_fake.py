@@ -180,7 +180,7 @@ class Fake:
         self.version, self.healthy, self.paused = "default", True, False
         self.is_embedding = False
         self.name = "policy"
-        """Of the model in `/v1/models`."""
+        """The model's name in `/v1/models`."""
         self.requests: list[Request] = []
         self.cache: dict[str, list[tuple[tuple[int, ...], str]]] = {}
         self.asleep: set[str] = set()
