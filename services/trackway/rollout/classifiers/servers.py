@@ -5,6 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from pydantic import BaseModel
 
@@ -14,7 +15,7 @@ from trackway.rollout.engines.protocol import EngineStats
 from trackway.rollout.engines.remote.connect import check_server, found, healthy, prepared
 from trackway.rollout.engines.remote.http import EngineHttp, Json
 from trackway.rollout.engines.remote.server_process import SideProcess
-from trackway.rollout.engines.remote.sglang import UNUSED_POSITIONS
+from trackway.rollout.engines.remote.sglang import UNUSED_POSITIONS, on_loopback
 from trackway.rollout.engines.remote.vllm import safe_environment
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -56,7 +57,7 @@ class ServerClassifier(ABC):
             await found(client, settings.engine_start_s)
             return
         self._process, client = prepared(
-            settings, lambda port: [*self._command(port), *settings.engine_args], self._environment()
+            settings, lambda port: [*self._command(port), *settings.engine_args], self._environment
         )
         self._client = client
         await self._process.start(lambda: healthy(client), settings.engine_start_s)
@@ -104,8 +105,8 @@ class ServerClassifier(ABC):
         """Of the server process, the interpreter first; `engine_args` are appended."""
 
     @abstractmethod
-    def _environment(self) -> dict[str, str]:
-        """Variables of the server process."""
+    def _environment(self, folder: Path) -> dict[str, str]:
+        """Variables of the server process, which `folder` is for."""
 
     @abstractmethod
     async def _ask(self, http: EngineHttp, token_ids: list[int]) -> float:
@@ -141,7 +142,7 @@ class VllmClassifier(ServerClassifier):
             *(switch for switch, on in switches.items() if on),
         ]
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self, folder: Path) -> dict[str, str]:
         return safe_environment()
 
     async def _ask(self, http: EngineHttp, token_ids: list[int]) -> float:
@@ -192,8 +193,8 @@ class SglangClassifier(ServerClassifier):
             *(switch for switch, on in switches.items() if on),
         ]
 
-    def _environment(self) -> dict[str, str]:
-        return {}
+    def _environment(self, folder: Path) -> dict[str, str]:
+        return on_loopback(folder, self.settings.engine_args)
 
     async def _ask(self, http: EngineHttp, token_ids: list[int]) -> float:
         reply = await http.post("/classify", {"input_ids": token_ids}, timeout_s=None, idempotent=True)

@@ -22,13 +22,17 @@ def check_server(settings: RolloutSettings) -> None:
 
 
 def prepared(
-    settings: RolloutSettings, command: Callable[[int], Sequence[str]], environment: Mapping[str, str]
+    settings: RolloutSettings, command: Callable[[int], Sequence[str]], environment: Callable[[Path], Mapping[str, str]]
 ) -> tuple[SideProcess, EngineHttp]:
-    """A server process that is not started yet, and its client; `command` is that of a server at a port."""
+    """A server process that is not started yet, and its client.
+
+    `command` is that of a server at a port, `environment` that of a server with a folder of its own.
+    """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     log = Path(tempfile.gettempdir()) / f"trackway-{settings.engine}-{settings.replica}.log"
-    process = SideProcess(command(port), environment, settings.engine_log or log, url)
+    folder = Path(tempfile.mkdtemp(prefix=f"trackway-{settings.engine}-"))
+    process = SideProcess(command(port), environment(folder), settings.engine_log or log, url, folder)
     return process, EngineHttp(url, process.settle)
 
 

@@ -332,7 +332,7 @@ class RemoteEngine(ABC):
 
     async def _launch(self) -> None:
         self._process, self._client = prepared(
-            self.settings, lambda port: [*self._command(port), *self.settings.engine_args], self._environment()
+            self.settings, lambda port: [*self._command(port), *self.settings.engine_args], self._environment
         )
         await self._process.start(lambda: healthy(self.http), self.settings.engine_start_s)
 
@@ -366,8 +366,8 @@ class RemoteEngine(ABC):
         """Of the server process, the interpreter first; `engine_args` are appended."""
 
     @abstractmethod
-    def _environment(self) -> dict[str, str]:
-        """Variables of the server process."""
+    def _environment(self, folder: Path) -> dict[str, str]:
+        """Variables of the server process, which `folder` is for."""
 
     @abstractmethod
     async def _prepare(self) -> None:

@@ -1,16 +1,17 @@
 """Runs one command and kills its process tree when the owner exits; a standalone script, standard library only.
 
-    python -I -S process_guard.py COMMAND...
+    python -I -S process_guard.py FOLDER COMMAND...
 
 The owner holds both pipes. Standard input: a line "SECONDS" stops the command (TERM, then KILL after so many seconds);
 end of file, which follows any exit of the owner, does the same. Standard output: the command's exit status, when it
-has exited. The command's own output goes to standard error.
+has exited. The command's own output goes to standard error. FOLDER, which may be "", is removed at the end.
 """
 
 import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,7 +37,7 @@ def main() -> None:
 
     # `preexec_fn` is safe here: the process is single-threaded.
     command = subprocess.Popen(
-        sys.argv[1:],
+        sys.argv[2:],
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr,
         preexec_fn=die_with_guard,
@@ -50,6 +51,8 @@ def main() -> None:
             _end(command, float(sys.stdin.readline() or _GRACE_WITHOUT_OWNER_S))
     _tell(command.returncode)
     _end_group(command.pid)
+    if sys.argv[1]:
+        shutil.rmtree(sys.argv[1], ignore_errors=True)
 
 
 def _end(command: "subprocess.Popen[bytes]", grace_s: float) -> None:

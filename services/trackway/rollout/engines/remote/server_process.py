@@ -33,10 +33,12 @@ _OURS = frozenset({"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBY
 
 
 class SideProcess:
-    """One server process; `env` is added to our environment."""
+    """One server process; `env` is added to our environment, and `folder` removed after the server's end."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path, url: str) -> None:
-        self.command, self.log, self.url = list(command), log, url
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], log: Path, url: str, folder: Path | None = None
+    ) -> None:
+        self.command, self.log, self.url, self._folder = list(command), log, url, folder
         self._env = {**{name: value for name, value in os.environ.items() if name not in _OURS}, **env}
         self._guard: subprocess.Popen[bytes] | None = None
         self._status: int | None = None
@@ -96,7 +98,7 @@ class SideProcess:
             log.write(b"$ " + shlex.join(self.command).replace("\n", "\\n").encode() + b"\n")
             log.flush()
             self._guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_GUARD), *self.command],
+                [sys.executable, "-I", "-S", str(_GUARD), str(self._folder or ""), *self.command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

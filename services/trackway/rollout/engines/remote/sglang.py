@@ -37,8 +37,20 @@ _STREAM_INTERVAL = 16  # tokens per event, after the first: events cost CPU on b
 _LINGER_S, _POLL_S = 10.0, 0.05
 # SGLang returns logprobs after top_p only with the candidates' ids, which need a finite top_k.
 _MOST_CANDIDATES = 1024
+_SEVERAL_NODES = ("--dp", "--data-parallel", "--nnodes", "--dist-init-addr")
+"""Arguments of servers whose ranks need a port to meet: on several nodes, or in several groups."""
 _NAN = "NaN happened"
 _CODES = {400: ErrorCode.INVALID_REQUEST, 503: ErrorCode.UNAVAILABLE}
+
+
+def on_loopback(folder: Path, engine_args: Sequence[str]) -> dict[str, str]:
+    """Variables of a server whose ranks run on this machine only: they meet in a file in `folder`.
+
+    Otherwise torch opens a port on all interfaces, which has no login.
+    """
+    if any(arg.startswith(_SEVERAL_NODES) for arg in engine_args):
+        return {}
+    return {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{folder}/ranks", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 class _Finish(BaseModel):
@@ -133,8 +145,9 @@ class SglangEngine(RemoteEngine):
             *(switch for switch, on in switches.items() if on),
         ]
 
-    def _environment(self) -> dict[str, str]:
-        return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "false"}  # logprobs after temperature
+    def _environment(self, folder: Path) -> dict[str, str]:
+        after_temperature = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "false"}
+        return {**after_temperature, **on_loopback(folder, self.settings.engine_args)}
 
     async def _prepare(self) -> None:
         loaded = await self._version_there()

@@ -186,7 +186,7 @@ class VllmEngine(RemoteEngine):
             *(switch for switch, on in switches.items() if on),
         ]
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self, folder: Path) -> dict[str, str]:
         adapters = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if self.takes_adapters else {}
         # vLLM's backend takes the handles of GPU memory as a pickle.
         transfer = {} if self._ipc is None else {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}

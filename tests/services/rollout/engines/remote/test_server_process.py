@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.services.rollout.engine_runs import until
 from trackway.rollout.engines.remote.server_process import SideProcess
 from trackway.system import free_port
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -205,7 +206,7 @@ from trackway.rollout.engines.remote.server_process import SideProcess
 log = Path(sys.argv[1])
 async def healthy(): return "deaf" in log.read_text().partition("\\n")[2]
 async def main():
-    process = SideProcess([sys.executable, "-c", sys.argv[2]], {}, log, "http://nowhere")
+    process = SideProcess([sys.executable, "-c", sys.argv[2]], {}, log, "http://nowhere", Path(sys.argv[3]))
     await process.start(healthy, 20)
     print("up", flush=True)
     await asyncio.sleep(60)
@@ -213,17 +214,24 @@ asyncio.run(main())
 """
 
 
-async def test_a_stubborn_server_and_its_child_end_when_their_owner_is_killed(log: Path) -> None:
+async def test_a_stubborn_server_its_child_and_its_folder_end_when_their_owner_is_killed(
+    log: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "file").touch()
     code = PARENT.format(child=SLEEP, then=f"print('server', __import__('os').getpid(), flush=True)\n{STUBBORN}")
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(log), code], stdout=subprocess.PIPE)
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(log), code, str(folder)], stdout=subprocess.PIPE)
     with owner:
         assert owner.stdout.readline() == b"up\n"
         server, child = int(log.read_text().rpartition("server ")[2].split()[0]), pid_of_child(log)
         assert running(server)
         assert running(child)
+        assert folder.exists()
         owner.kill()
     assert await gone(server, within_s=15)
     assert await gone(child)
+    await until(lambda: not folder.exists(), within_s=5)
 
 
 async def test_a_server_ends_when_its_guard_is_killed(log: Path) -> None:

@@ -66,6 +66,17 @@ async def test_a_server_that_warms_up_is_waited_for(starts: Starts, fake: Fake) 
         assert (await engine.generate(PROMPT, params(1), "r")).token_ids == answer(0, 1)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "meet_in_a_file"), [(["--pp-size", "2"], True), (["--dp-size=2"], False), (["--nnodes", "2"], False)]
+)
+def test_ranks_of_one_node_meet_in_a_file(
+    folder: Folder, tmp_path: Path, arguments: list[str], meet_in_a_file: bool
+) -> None:
+    settings = RolloutSettings(model_path=folder(0), engine_python=Path("python"), engine_args=arguments)
+    got = SglangEngine(settings)._environment(tmp_path).get("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE")
+    assert got == (f"file://{tmp_path}/ranks" if meet_in_a_file else None)
+
+
 def test_neither_interpreter_nor_url_is_refused(folder: Folder) -> None:
     with pytest.raises(TrackwayError, match="expected engine_python or engine_url for engine=sglang"):
         SglangEngine(RolloutSettings(engine="sglang", model_path=folder(0)))
