@@ -2,9 +2,11 @@
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from trackway.deploy.config import serve_config
@@ -25,6 +27,14 @@ def arguments(made: UpSettings) -> dict[str, dict]:
     completed = up._completed(serve_config.load(made.config), made, "http://here", 1234, "http://mlflow")
     applications: Any = completed["applications"]
     return {app["name"]: app["args"] for app in applications}
+
+
+def command_line(process: psutil.Process) -> list[str]:
+    """The words of a process, once it has started its program."""
+    deadline = time.monotonic() + 30
+    while not process.cmdline():
+        assert time.monotonic() < deadline
+    return process.cmdline()
 
 
 @pytest.mark.parametrize(
@@ -80,7 +90,7 @@ def test_a_local_database_gets_a_server_of_its_own_and_a_running_server_none(tmp
     uri, [process] = up._mlflow(settings(tmp_path, mlflow_uri=f"sqlite:///{tmp_path}/mine.db"), port)
     try:
         running = process.find()
-        assert running is not None and str(tmp_path / "mine.db") in running.cmdline()
+        assert running is not None and str(tmp_path / "mine.db") in command_line(running)
     finally:
         processes.stop_tree(process)
 

@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import os
+import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -285,6 +287,14 @@ def children() -> list[int]:
         except OSError:
             continue
     return found
+
+
+@pytest.fixture(autouse=True)
+async def no_process_awaited() -> AsyncIterator[None]:
+    """A test ends once asyncio knows the end of each command that it started; the MCP client does not wait for it."""
+    yield
+    await eventually(lambda: not any("waitpid" in thread.name for thread in threading.enumerate()))
+    await asyncio.sleep(0)  # asyncio's thread has scheduled the callback
 
 
 async def eventually_dead(pid: int) -> None:

@@ -568,10 +568,10 @@ def held(run: Training, step: int) -> asyncio.Event:
 
 
 async def waiting_for_validation(run: Training) -> "asyncio.Task[RunState]":
-    """The run, when it can do nothing more before the validation is complete."""
+    """The run, when in step 4 it can do nothing more before the validation of step 2 is complete."""
     fitting = asyncio.create_task(fit(run))
     async with asyncio.timeout(60):
-        while not any("validation of the newest" in wait.waits_for for wait in run.waits.current()):
+        while run.step < 4 or not any("validation of the newest" in wait.waits_for for wait in run.waits.current()):
             await asyncio.sleep(0.02)
     return fitting
 
