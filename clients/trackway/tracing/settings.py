@@ -55,7 +55,7 @@ class TracingSettings(BaseModel):
     weave_api_key: SecretStr | None = Field(default_factory=_key_in_env)
     """W&B's API key; from WANDB_API_KEY."""
     weave_url: str = Field(default_factory=lambda: _env("WF_TRACE_SERVER_URL")() or HOSTED_WEAVE)
-    """Weave's trace server; from WF_TRACE_SERVER_URL."""
+    """Weave's trace server; from WF_TRACE_SERVER_URL. Experimental: nothing has been sent to W&B's own servers."""
     weave_project: str | None = Field(default_factory=_project_in_env)
     """Weave project (`entity/project`) of runs that name none; from WANDB_ENTITY and WANDB_PROJECT."""
     otlp_endpoint: str | None = Field(default_factory=_otlp_in_env)

@@ -24,7 +24,8 @@ class ContainerSettings(BaseModel):
     command: list[str] = Field(default_factory=list)
     """Program and arguments, instead of the image's own."""
     engine: Literal["podman", "docker"] | None = None
-    """Program that runs containers; without it podman, else docker, whichever is on the PATH."""
+    """Program that runs containers; without it podman, else docker, whichever is on the PATH. Experimental: no
+    container has run by docker."""
     network: str = "host"
     """Network, in which the base URL of the agent service must be reachable."""
     options: list[str] = Field(default_factory=list)

@@ -32,7 +32,7 @@ class RolloutSettings(ServiceSettings):
     """How weights get into the engine. `ipc`: a vLLM server takes those that a run offers
     (`trackway.weights_transport=ipc`) from the learner's memory on the same GPU. It reads from the store what is not
     offered or fails, and its first version. Such a server unpickles what its clients send: only this replica may reach
-    it."""
+    it. Experimental: no weights have come by CUDA IPC."""
     engine: Literal["torch", "vllm", "sglang", "sim"] = "torch"
     """Inference engine: embedded torch, a vLLM or SGLang server beside this process, or a simulation."""
     engine_url: str | None = None
@@ -52,14 +52,16 @@ class RolloutSettings(ServiceSettings):
     engine_log: Path | None = None
     """Log file of this server; by default in the temporary folder, named after the replica."""
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """GPUs that one copy of the model is spread over (vLLM, SGLang)."""
+    """GPUs that one copy of the model is spread over (vLLM, SGLang). Experimental: no engine has run on several
+    GPUs."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0.0, le=1.0)
     """Share of a GPU's memory for weights and KV cache (vLLM, SGLang); verl's default."""
     enforce_eager: bool = False
     """Run without CUDA graphs (vLLM, SGLang): faster to start, slower to generate."""
     enable_sleep: bool = False
     """Let `/sleep` and `/wake_up` release the engine's memory for the trainer: GPU memory; of the torch engine on a CPU
-    main memory, as its weights go to a file in the temporary folder. vLLM on a CPU ignores it. Simulated by sim."""
+    main memory, as its weights go to a file in the temporary folder. vLLM on a CPU ignores it. Simulated by sim.
+    Experimental: no engine has slept on a GPU."""
     weight_digests: bool = True
     """Compare the digests of a vLLM server's parameters after each load; hashing them runs at 1 to 2 GB/s."""
     max_lora_rank: int = Field(default=0, ge=0)
@@ -76,7 +78,7 @@ class RolloutSettings(ServiceSettings):
     sim: SimSettings = Field(default_factory=SimSettings)
     """Output and speed of the simulated engine."""
     device: Literal["cpu", "cuda", "auto"] = "auto"
-    """`auto` is CUDA if available."""
+    """`auto` is CUDA if available. Experimental: no engine or learner has run on a GPU."""
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
     """`auto` is float32 on the CPU (bfloat16 is four times slower there) and bfloat16 on CUDA."""
     threads: int | None = Field(default=None, ge=1)

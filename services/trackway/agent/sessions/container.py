@@ -6,8 +6,10 @@ processes.
 
 import shutil
 from collections.abc import Iterable
+from pathlib import Path
 
 from trackway.agent.settings import ContainerSettings
+from trackway.system.experimental import Experimental, warn_experimental
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 _ENGINES = ("podman", "docker")
@@ -40,4 +42,6 @@ def _engine(wanted: str | None) -> str:
     if found is None:
         message = f"external.container: expected {' or '.join(names)} on the agent service's PATH, got none; install it"
         raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
+    if Path(found).name == "docker":
+        warn_experimental(Experimental.DOCKER)
     return found

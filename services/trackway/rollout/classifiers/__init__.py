@@ -5,6 +5,7 @@ from typing import cast
 
 from trackway.rollout.classifiers.model_info import ClassifierInfo, is_classifier
 from trackway.rollout.classifiers.protocol import Classifier
+from trackway.rollout.engines import warn_of_experiments
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 
@@ -24,6 +25,7 @@ def open_classifier(settings: RolloutSettings) -> Classifier:
         TrackwayError: `invalid_request` for an engine without classification, or a model that does not score by one
             number.
     """
+    warn_of_experiments(settings)
     if settings.engine not in _CLASSIFIERS:
         message = f"engine: expected {', '.join(_CLASSIFIERS)} for the classifier {settings.model_path}"
         raise TrackwayError(ErrorCode.INVALID_REQUEST, f"{message}, got {settings.engine}; set one of them")

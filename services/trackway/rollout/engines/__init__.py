@@ -5,6 +5,7 @@ from typing import cast
 
 from trackway.rollout.engines.protocol import Engine
 from trackway.rollout.settings import RolloutSettings
+from trackway.system.experimental import Experimental, warn_experimental
 
 _ENGINES = {
     "torch": "trackway.rollout.engines.torch.engine:TorchEngine",
@@ -16,5 +17,29 @@ _ENGINES = {
 
 def open_engine(settings: RolloutSettings) -> Engine:
     """The engine of these settings, not started. Imported lazily, as torch takes seconds."""
+    warn_of_experiments(settings)
     module, name = _ENGINES[settings.engine].split(":")
     return cast(Engine, getattr(importlib.import_module(module), name)(settings))
+
+
+def warn_of_experiments(settings: RolloutSettings) -> None:
+    """Log what these settings use that never ran."""
+    if settings.engine == "sim" or not _on_gpu(settings):
+        return
+    used = {
+        Experimental.GPU: True,
+        Experimental.SEVERAL_GPUS: settings.tensor_parallel_size > 1,
+        Experimental.SLEEP: settings.enable_sleep,
+        Experimental.IPC: settings.weights_transport == "ipc",
+    }
+    for feature in (feature for feature, is_used in used.items() if is_used):
+        warn_experimental(feature)
+
+
+def _on_gpu(settings: RolloutSettings) -> bool:
+    """Whether the model is on a GPU, which the servers need with `auto`."""
+    if settings.device != "auto" or settings.engine != "torch":
+        return settings.device != "cpu"
+    import torch
+
+    return torch.cuda.is_available()

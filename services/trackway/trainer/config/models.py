@@ -205,7 +205,8 @@ class TrainerConfig(Section):
     """The run's name: its folder, its MLflow and W&B run, and the first part of every trajectory id."""
     logger: list[str] = Field(default_factory=lambda: ["console"])
     """Loggers: `console` prints a line per step; `wandb`, `tensorboard` and `trackio` record metrics there; `file`
-    (metrics.jsonl) is always written; `mlflow` is on whenever its URI is set, and listing it requires a URI."""
+    (metrics.jsonl) is always written; `mlflow` is on whenever its URI is set, and listing it requires a URI.
+    Experimental: nothing has been sent to W&B's own servers."""
     total_epochs: int = Field(default=30, ge=1)
     """Passes over the rows."""
     total_training_steps: int | None = Field(default=None, ge=1)
@@ -282,7 +283,8 @@ class TrackwayConfig(Section):
     seed: Seed = 42
     """Seed of the learner, the row order, the choice of traced prompts, and, with its position, of each generation."""
     device: str = Field(default="auto", pattern="^(auto|cpu|cuda(:[0-9]+)?)$")
-    """Device of the learner: `cpu`, `cuda` (or a particular GPU, `cuda:1`), or `auto` for a GPU if available."""
+    """Device of the learner: `cpu`, `cuda` (or a particular GPU, `cuda:1`), or `auto` for a GPU if available.
+    Experimental: no engine or learner has run on a GPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of the learner's computation; `fsdp_config.model_dtype` is that of its weights. `auto` is bfloat16 on
     a GPU, as in verl, and with bfloat16 weights; float32 on a CPU, since most CPUs are slower with bfloat16."""
@@ -292,7 +294,8 @@ class TrackwayConfig(Section):
     learner_ranks: int | None = Field(default=None, ge=1)
     """Processes of the learner, each with a shard of the weights (FSDP2) and, on GPUs, a GPU of its own, in equal parts
     on `trainer.nnodes` machines; 1 is always on one. Null is 1, or with several machines one for each GPU, `nnodes` x
-    `n_gpus_per_node`. The result does not depend on it, but for rounding, and a checkpoint goes on with any number."""
+    `n_gpus_per_node`. The result does not depend on it, but for rounding, and a checkpoint goes on with any number.
+    Experimental: no ranks have run on GPUs."""
     placement_timeout_s: float = Field(default=900.0, gt=0)
     """Time limit in seconds for the Ray nodes of `trainer.nnodes` to be there and free, such as pods that Ray's
     autoscaler makes."""
@@ -371,7 +374,7 @@ class TrackwayConfig(Section):
     """How engines get the tensors of a version: `store` reads its files; `ipc` takes them from the learner's memory by
     CUDA IPC, for vLLM on the learner's GPU (`weights_transport` of the rollout service). Versions are in the store in
     either case, and an engine that fails to take one reads it there. `ipc` keeps a copy of what is published on the
-    GPU."""
+    GPU. Experimental: no weights have come by CUDA IPC."""
     storage_wait_s: float = Field(default=600.0, ge=0)
     """Seconds a run waits for a disk that is full or cannot be written before it fails; it can then be resumed."""
     max_restarts: int = Field(default=2, ge=0)

@@ -237,12 +237,14 @@ class ShardingConfig(WeightsConfig):
     of the GPU; no effect in one process."""
     offload_policy: bool = False
     """Keep weights and moments in main memory, as `param_offload` and `optimizer_offload` do; a learner of several
-    ranks then steps its optimizer there too."""
+    ranks then steps its optimizer there too. Experimental: no weights have been offloaded from a GPU."""
 
     param_offload: bool = False
-    """Keep the weights on the GPU only while they are in use."""
+    """Keep the weights on the GPU only while they are in use. Experimental: no weights have been offloaded from
+    a GPU."""
     optimizer_offload: bool = False
-    """Keep AdamW's moments on the GPU only during an optimizer step."""
+    """Keep AdamW's moments on the GPU only during an optimizer step. Experimental: no weights have been offloaded from
+    a GPU."""
 
 
 class FSDPConfig(ShardingConfig):
@@ -408,7 +410,8 @@ class TraceConfig(Section):
 
     backend: tuple[TraceBackend, ...] = ()
     """`mlflow`, `weave`, `otlp`, `trackio`, or several as a list; null leaves it to the services' settings, and verl's
-    `dummy` traces nothing. Trackio gets each trajectory as one conversation, without spans."""
+    `dummy` traces nothing. Trackio gets each trajectory as one conversation, without spans.
+    Experimental: nothing has been sent to W&B's own servers."""
     token2text: bool = False
     """Record the text of prompts and responses on spans, not only the number of tokens."""
     max_samples_per_step_per_worker: int | None = Field(default=None, ge=0)
@@ -487,13 +490,14 @@ class RolloutConfig(Section):
     """Engine of the rollout service: a vLLM or SGLang server, or the embedded torch engine (also `hf`). For this and
     all following keys, null leaves the choice to the deployment."""
     tensor_model_parallel_size: int | None = Field(default=None, ge=1)
-    """GPUs per rollout replica; the number of replicas follows from the run's GPUs."""
+    """GPUs per rollout replica; the number of replicas follows from the run's GPUs. Experimental: no engine has
+    run on several GPUs."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """Share of a GPU's memory for the engine's weights and KV cache."""
     free_cache_engine: bool | None = None
     """Release the engines' memory while the learner trains; null does so if every engine can (`enable_sleep`). Services
     that `trackway train` starts can: vLLM and SGLang on GPUs unless this is false, the embedded engine if it is true.
-    """
+    Experimental: no engine has slept on a GPU."""
     multi_stage_wake_up: bool | None = None
     """Allocate memory for weights first, and for the KV cache once the new weights are loaded; null is true."""
     enforce_eager: bool | None = None

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 from trackway.clients import AgentClient, CallPolicy
 from trackway.clients.weights import WeightStore
 from trackway.serving.own_code import add_to_path
+from trackway.system.experimental import warn_experimental
 from trackway.system.waits import Waits
 from trackway.trainer.config import RunConfig, no_effect
 from trackway.trainer.data.dataset import PromptBatches, Rows, load_data, prompts_of
@@ -23,6 +24,7 @@ from trackway.trainer.loop.build_traces import open_traces, run_target, weave_ur
 from trackway.trainer.loop.colocation import open_engines
 from trackway.trainer.loop.from_config import (
     anchor_every,
+    experimental,
     group_filter,
     learner_config,
     overlong_penalty,
@@ -177,6 +179,8 @@ def _training(
 
 def _learner(folder: RunFolder, config: RunConfig, total_steps: int) -> Learner:
     settings = learner_config(config, total_steps)
+    for feature in experimental(config, settings.device):
+        warn_experimental(feature)
     # The number at the run's first start: another one would round differently.
     threads = folder.info().threads
     code_path = config.trackway.code_path

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from trackway.clients.weights import WeightStore
+from trackway.system.experimental import Experimental
 from trackway.trainer.config import RunConfig
 from trackway.trainer.config.weave_project import weave_project
 from trackway.trainer.learner.config import LearnerConfig
@@ -53,6 +54,18 @@ def learner_config(config: RunConfig, total_steps: int) -> LearnerConfig:
         proximal_logprobs=own.proximal_logprobs,
         save_token_values=own.save_token_values,
     )
+
+
+def experimental(config: RunConfig, device: str) -> list[Experimental]:
+    """What a learner on this device uses that never ran."""
+    fsdp = config.actor_rollout_ref.actor.fsdp_config
+    used = {
+        Experimental.GPU: True,
+        Experimental.NCCL: config.placement.ranks > 1,
+        Experimental.OFFLOAD: fsdp.param_offload or fsdp.optimizer_offload or fsdp.offload_policy,
+        Experimental.IPC: config.trackway.weights_transport == "ipc",
+    }
+    return [] if device == "cpu" else [feature for feature, is_used in used.items() if is_used]
 
 
 def plan(config: RunConfig, steps_per_epoch: int) -> Schedule:

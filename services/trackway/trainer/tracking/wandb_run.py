@@ -4,6 +4,7 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
+from trackway.system.experimental import Experimental, warn_experimental
 from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.trainer import MetricsRow
@@ -46,7 +47,9 @@ class WandbRun:
             logger.warning("W&B: %s: %s; its metrics stay in the run's folder", type(error).__name__, error)
             wandb.teardown()  # otherwise the id stays in use
             self._run = self._begin(offline)
-        if offline:
+        if not offline:
+            warn_experimental(Experimental.WANDB)
+        else:
             logger.info("W&B is offline: `wandb sync %s/wandb/offline-run-*` sends the metrics", self._folder.path)
 
     def log(self, row: MetricsRow) -> None:
