@@ -28,7 +28,7 @@ TORCH_FROM := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-li
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --quiet $(TORCH_FROM) --constraint constraints.txt
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo ui bench test test-fast gpu-check gpu-check-bundle test-vllm test-sglang test-sglang-core test-pods test-agents test-model test-chaos test-learning test-install test-mutants test-all check check-manifests docs docs-serve format lock audit sbom image picture clean
+.PHONY: help demo ui bench test test-fast gpu-check gpu-check-bundle test-vllm test-sglang test-sglang-core test-extended test-pods test-agents test-model test-chaos test-learning test-install test-mutants test-all check check-manifests docs docs-serve format lock audit sbom image picture clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -44,7 +44,7 @@ test: $(VENV)/.dev $(WEAVE)/.ready ## Run the test suite, but for vLLM's and SGL
 	$(BIN)/python tests/run_all.py $(ARGS)
 
 test-fast: $(VENV)/.dev ## Run the tests that start no process, server or sandbox (under 2 minutes on 2 cores).
-	$(PYTEST) -n 2 --dist worksteal -p no:schemathesis --ignore tests/services/tools/test_api_fuzz.py -m 'not slow and not e2e and not vllm and not sglang and not pods and not manifests and not chaos and not install and not agents and not model' $(ARGS)
+	$(PYTEST) -n 2 --dist worksteal -p no:schemathesis --ignore tests/services/tools/test_api_fuzz.py -m 'not slow and not e2e and not extended and not vllm and not sglang and not pods and not manifests and not chaos and not install and not agents and not model' $(ARGS)
 
 gpu-check: $(VENV)/.dev ## Check and measure engine and learner on this machine's GPU, or a smaller model on its CPU; ARGS='--report gpu.md'.
 	$(BIN)/python -m tests.gpu_check $(ARGS)
@@ -60,6 +60,9 @@ test-sglang: $(VENV)/.dev $(SGLANG)/.ready ## Run the rollout engine against a r
 
 test-sglang-core: $(VENV)/.dev $(SGLANG)/.ready ## Run the part of test-sglang that CI runs: logprobs, versions, proof.
 	$(PYTEST) -m sglang tests/sglang/core $(ARGS)
+
+test-extended: $(VENV)/.dev $(WEAVE)/.ready ## Run the slow tests that rarely fail, which make test leaves out (minutes; on demand).
+	$(PYTEST) -m 'extended and not vllm and not sglang' $(ARGS)
 
 test-pods: $(VENV)/.dev ## Start the quick start's pods and agents' containers with podman (root; builds the images first).
 	@[ "$$(id -u)" = 0 ] && command -v podman >/dev/null || { echo "expected root and podman, got $$(id -un) and podman at '$$(command -v podman)'; run it as root where podman is installed" >&2; exit 2; }

@@ -17,17 +17,10 @@ from pathlib import Path
 REPORT = "TRACKWAY_TEST_REPORT"
 NO_TESTS = 5
 INTERRUPTED = 2
+OF_OTHER_TARGETS = ["extended", "vllm", "sglang", "pods", "manifests", "chaos", "install", "agents", "model", "mutants"]
 HALVES = [
-    [
-        "-n",
-        "2",
-        "--dist",
-        "loadfile",
-        "-m",
-        "not e2e and not vllm and not sglang and not pods and not manifests and not chaos and not install "
-        "and not agents and not model and not mutants",
-    ],
-    ["-m", "e2e and not chaos"],
+    ["-n", "2", "--dist", "loadfile", "-m", " and ".join(f"not {mark}" for mark in ["e2e", *OF_OTHER_TARGETS])],
+    ["-m", "e2e and not chaos and not extended"],
 ]
 
 

@@ -123,6 +123,7 @@ def test_the_console_of_the_file_shows_the_runs_on_the_volume_which_it_cannot_wr
     assert compose_file()["services"]["console"]["volumes"] == ["data:/var/lib/trackway:ro"]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_five_services_of_the_file_train_together(tmp_path: Path) -> None:

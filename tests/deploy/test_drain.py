@@ -38,6 +38,7 @@ def test_the_replicas_of_this_node_are_waited_for_and_nothing_else() -> None:
     assert replicas_on(HERE, actors) == ["SERVE_REPLICA::rollout#rollout#a1", "SERVE_REPLICA::tools#tools#b2"]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_store_that_says_nothing_is_waited_for_no_longer_than_its_answer_takes() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:

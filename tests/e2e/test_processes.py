@@ -9,7 +9,7 @@ import pytest
 from trackway.deploy.deployment.record import Deployment
 from trackway.tracing.local_mlflow.mlflow_server import NICENESS
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.e2e
 
 SERVICES = {"rollout", "tools", "reward", "agent", "trainer"}
 DISPENSABLE = ("log_monitor", "autoscaler/_private/monitor", "util.client.server", "ray-dashboard-NodeHead")

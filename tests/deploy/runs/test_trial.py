@@ -84,7 +84,10 @@ def test_a_group_has_an_advantage_for_each_rollout(project: Made) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "template",
-    [pytest.param(name, marks=[pytest.mark.program("bwrap")] * (name == "python")) for name in templates()],
+    [
+        pytest.param(name, marks=pytest.mark.program("bwrap") if name == "python" else pytest.mark.extended)
+        for name in templates()
+    ],
 )
 def test_the_own_test_of_a_new_project_passes(template: str, project: Made) -> None:
     folder = project("tried-" + template, template)

@@ -96,6 +96,7 @@ async def test_a_run_without_room_for_its_checkpoint_waits_says_so_and_trains_ea
     assert temporary(folder.path) == []
 
 
+@pytest.mark.extended
 async def test_a_run_that_waited_too_long_fails_with_its_last_checkpoint_and_is_not_started_again(
     runs: RunManager, agent, request_of: Start, small_disk: Path, fill
 ):
@@ -117,6 +118,7 @@ async def test_a_run_that_waited_too_long_fails_with_its_last_checkpoint_and_is_
     assert [row.step for row in folder.rows()] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.extended
 async def test_without_room_for_a_state_runs_are_listed_and_a_stop_and_a_resume_name_the_disk(
     runs: RunManager, agent, request_of: Start, small_disk: Path, fill
 ):
@@ -150,6 +152,7 @@ async def test_without_room_for_a_state_runs_are_listed_and_a_stop_and_a_resume_
     assert asked(agent) == {1: 1, 2: 2, 3: 1, 4: 1}
 
 
+@pytest.mark.extended
 async def test_a_process_that_can_write_nothing_more_is_not_started_again(
     runs: RunManager, agent, request_of: Start, small_disk: Path, fill
 ):

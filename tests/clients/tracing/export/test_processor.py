@@ -177,6 +177,7 @@ def test_a_doubtful_refusal_is_tried_a_few_times_before_it_counts(sink: Sink, tm
     tracing.shutdown(5)
 
 
+@pytest.mark.extended
 def test_each_batch_has_its_own_doubts(sink: Sink, tmp_path: Path) -> None:
     sink.status = 500
     tracing = Tracing("agent", settings(sink.url, tmp_path))

@@ -116,6 +116,7 @@ def test_the_rows_come_from_the_hub_and_later_from_its_cache(serving: Serving, t
         assert [(row.extra_info["question"], row.extra_info["split"]) for row in test] == [("Two and two?", "test")]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_hub_that_never_answers_is_given_up_and_the_option_for_a_local_copy_is_named(
     silent: str, tmp_path: Path

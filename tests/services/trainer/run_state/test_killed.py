@@ -143,6 +143,7 @@ def test_a_run_killed_at_any_moment_neither_loses_nor_repeats_a_batch(run_of: Ca
     assert kept == {*newest, damaged, "latest_checkpointed_iteration.txt"}
 
 
+@pytest.mark.extended
 def test_an_overlapped_run_killed_at_any_moment_trains_every_prompt_once(run_of: Callable[..., Run]):
     steps = 20
     ahead = [

@@ -159,6 +159,7 @@ async def test_a_run_whose_service_closes_is_interrupted_and_one_of_two_others_g
     assert [row.step for row in RunFolder(Path(closed.folder)).rows()] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.extended
 async def test_another_pod_leaves_a_run_alone_as_long_as_its_process_beats(
     runs: RunManager, pod: Pod, agent, request_of
 ):
@@ -187,6 +188,7 @@ async def test_another_pod_leaves_a_run_alone_as_long_as_its_process_beats(
     assert (waits, pod.runs.registry.info("live").state) == (None, RunState.RUNNING)
 
 
+@pytest.mark.extended
 async def test_a_killed_service_and_a_lost_machine_interrupt_a_run_that_then_goes_on_by_itself(
     services: ServiceUrls, pod: Pod, agent, request_of, tmp_path: Path, unused_port: int
 ):

@@ -41,7 +41,7 @@ def ranks_left_by(pids: set[int]) -> list[list[bytes]]:
     return [line for line in commands if b"trackway.trainer.learner.ranks.process" in line and line[-1] in parents]
 
 
-@pytest.mark.parametrize("victim", ["its own process", "another"])
+@pytest.mark.parametrize("victim", [pytest.param("its own process", marks=pytest.mark.extended), "another"])
 async def test_a_run_whose_rank_was_killed_goes_on_from_its_checkpoint_and_leaves_no_process(
     runs: RunManager, agent, tiny_model: Path, sample, tmp_path: Path, victim: str
 ):
@@ -69,6 +69,7 @@ async def test_a_run_whose_rank_was_killed_goes_on_from_its_checkpoint_and_leave
     assert ranks_left_by({first, pid_of(runs, "sharded")}) == []
 
 
+@pytest.mark.extended
 async def test_a_stopped_run_of_two_ranks_is_resumed_with_one_and_with_no_other_change(
     runs: RunManager, agent, tiny_model: Path, sample, tmp_path: Path
 ):

@@ -153,6 +153,7 @@ def damage(runs: RunManager, name: str, step: int) -> None:
     weights.write_bytes(weights.read_bytes()[:-1024] + b"\xff" * 1024)
 
 
+@pytest.mark.extended
 async def test_a_killed_worker_goes_back_past_a_damaged_checkpoint_and_learns_the_same(
     baseline, runs: RunManager, agent, request_of
 ):
@@ -172,6 +173,7 @@ async def test_a_killed_worker_goes_back_past_a_damaged_checkpoint_and_learns_th
     assert learned(await rows_of(runs, "damaged")) == learned(baseline.rows)
 
 
+@pytest.mark.extended
 async def test_a_person_is_offered_the_checkpoint_before_a_damaged_one_and_may_take_it(
     baseline, runs: RunManager, agent, request_of
 ):
@@ -289,6 +291,7 @@ async def test_a_step_without_any_rollout_fails_the_run_at_once_and_says_why(tmp
     assert info.message.startswith("unavailable: all 8 rollouts of step 1 failed; the first: POST http://127.0.0.1:9")
 
 
+@pytest.mark.extended
 async def test_a_worker_ends_by_itself_when_its_service_is_gone(
     runs: RunManager, agent, agent_url, request_of, tmp_path
 ):
@@ -344,6 +347,7 @@ async def test_a_run_in_the_standby_process_learns_the_same(
     assert (second.state, second.restarts) == (RunState.FINISHED, 0)
 
 
+@pytest.mark.extended
 async def test_a_run_in_the_standby_process_saves_when_it_is_stopped_and_resumes_in_another(
     prepared_runs: RunManager, standby: Standby, agent, request_of
 ):
@@ -363,6 +367,7 @@ async def test_a_run_in_the_standby_process_saves_when_it_is_stopped_and_resumes
     assert (await ended(prepared_runs, "stopped")).state is RunState.FINISHED
 
 
+@pytest.mark.extended
 async def test_a_run_starts_without_the_standby_process_when_that_has_died(
     prepared_runs: RunManager, standby: Standby, request_of
 ):

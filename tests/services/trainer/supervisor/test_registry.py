@@ -54,6 +54,7 @@ def request_of(tiny_model: Path, sample, tmp_path: Path) -> Callable[..., RunReq
     return lambda name, *overrides: run_request(tiny_model, tmp_path, sample, name, *overrides)
 
 
+@pytest.mark.extended
 async def test_a_run_that_waits_says_for_what_until_it_goes_on(runs: RunManager, agent, request_of):
     agent.holding_at = 2
     await runs.start(request_of("waiting"))
@@ -112,6 +113,7 @@ def read(path: Path) -> bytes:
         return b""
 
 
+@pytest.mark.extended
 async def test_a_learner_that_wakes_up_after_its_run_was_given_up_writes_nothing_and_the_run_goes_on(
     runs: RunManager, agent, frozen: int, outputs: Path
 ):
@@ -131,6 +133,7 @@ async def test_a_learner_that_wakes_up_after_its_run_was_given_up_writes_nothing
     assert [row.step for row in folder.rows()] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.extended
 async def test_a_resume_waits_for_a_learner_that_stands_still_only_so_long_and_then_has_it_killed(
     runs: RunManager, agent, frozen: int, monkeypatch: pytest.MonkeyPatch
 ):
@@ -148,6 +151,7 @@ async def test_a_resume_waits_for_a_learner_that_stands_still_only_so_long_and_t
     assert (await ended(runs, "frozen")).state is RunState.FINISHED
 
 
+@pytest.mark.extended
 async def test_a_stop_of_a_run_that_was_given_up_ends_its_learner_too(runs: RunManager, frozen: int):
     stopped = await runs.stop("frozen")
     await until(lambda: not lives(frozen), 30)
@@ -247,6 +251,7 @@ async def test_a_start_that_is_given_up_leaves_no_run_starting(
     assert learners(folder) == []
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("is_started", [False, True], ids=["before it runs", "after it runs"])
 async def test_a_learner_that_cannot_be_started_again_fails_the_run_with_the_reason(
     runs: RunManager, agent, request_of, outputs: Path, is_started: bool, monkeypatch: pytest.MonkeyPatch

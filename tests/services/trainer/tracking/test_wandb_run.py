@@ -149,6 +149,7 @@ def test_the_run_may_be_one_that_is_named(folder: RunFolder):
     assert of_kind(folder, "run").run.run_id == "mine"
 
 
+@pytest.mark.extended
 def test_a_server_that_does_not_answer_leaves_the_metrics_in_the_runs_folder(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

@@ -114,6 +114,7 @@ def test_a_learner_of_two_ranks_does_what_one_process_does_until_a_command_fails
     assert log_probs == [pytest.approx(row, abs=1e-10) for row in alone.log_probs(batch)]
 
 
+@pytest.mark.extended
 def test_a_rank_killed_between_files_of_a_version_leaves_it_invisible_and_training_goes_on_from_the_checkpoint(
     config: LearnerConfig, batch: list[Trajectory], tmp_path: Path
 ):
@@ -151,6 +152,7 @@ def test_a_rank_killed_between_files_of_a_version_leaves_it_invisible_and_traini
     assert resumed.update(batch).metrics == pytest.approx(expected, abs=1e-10)
 
 
+@pytest.mark.extended
 def test_a_rank_that_does_not_answer_is_an_error_after_the_deadline(config: LearnerConfig, batch: list[Trajectory]):
     with leading(config, deadline_s=3.0) as (learner, group):
         learner.update(batch)

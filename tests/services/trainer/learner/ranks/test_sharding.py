@@ -89,6 +89,7 @@ VARIANTS = {
     "a compiled entropy": {"use_torch_compile": True, "remove_padding": True},
     "weights normalised": {"rollout_is": "sequence", "rollout_is_batch_normalize": True, "ppo_epochs": 2},
 }
+UNCOMPILED = [name for name in VARIANTS if name != "a compiled entropy"]
 
 SECTIONS = tuple(f"actor_rollout_ref.{name}.fsdp_config" for name in ("actor", "ref"))
 BFLOAT16 = {
@@ -121,6 +122,7 @@ SEQUENCES = {
     "more ranks than KV heads": (4, 4, {"kl_loss_type": "full", "micro_batch_size": 2}),
 }
 """Ranks, and how many of them divide a row."""
+MORE_SEQUENCES = ("one row at a time", "two rows at a time", "checkpointed, head in chunks")
 
 
 def ragged(rollout: Rollout, seed: int) -> list[Trajectory]:
@@ -227,7 +229,7 @@ def test_updates_of_several_ranks_are_those_of_one_process(
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The distutils package is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*UNCOMPILED, pytest.param("a compiled entropy", marks=pytest.mark.extended)])
 def test_updates_of_two_ranks_are_those_of_one_process_with(
     two_ranks: RankProcesses, tiny_model: Path, batches: list[list[Trajectory]], tmp_path: Path, variant: str
 ):
@@ -241,6 +243,7 @@ def test_updates_of_two_ranks_are_those_of_one_process_with(
     torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE["float64"])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_float32_they_are_so_within_its_rounding(
     ranks: RankProcesses, tiny_model: Path, batches: list[list[Trajectory]], tmp_path: Path, layout: str
@@ -728,7 +731,9 @@ def four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("variant", SEQUENCES)
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=[pytest.mark.extended] * (name in MORE_SEQUENCES)) for name in SEQUENCES]
+)
 def test_ranks_that_divide_the_tokens_of_a_row_update_as_one_process_does(
     request: pytest.FixtureRequest, four_heads: Path, batches: list[list[Trajectory]], tmp_path: Path, variant: str
 ):
@@ -743,6 +748,7 @@ def test_ranks_that_divide_the_tokens_of_a_row_update_as_one_process_does(
     assert_same(outcomes, expected, TOLERANCE["float64"])
 
 
+@pytest.mark.extended
 def test_they_do_so_within_the_rounding_of_float32(
     ranks: RankProcesses, four_heads: Path, batches: list[list[Trajectory]], tmp_path: Path
 ):
