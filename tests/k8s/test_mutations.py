@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tests.k8s.breaking import broken
-from tests.k8s.checks.model import Fault
+from tests.k8s.checks.model import Fault, part
 from tests.k8s.checks.render import Render, folders, rendered
 from tests.k8s.checks.run import NAMES, found
 
@@ -78,6 +78,21 @@ def test_a_kustomization_that_does_not_render_is_a_fault(copied: Path) -> None:
     fault = rendered(copied / "overlays" / "gpu", {})
     assert isinstance(fault, Fault)
     assert "mlflow.yaml" in fault.got
+
+
+def test_the_overlay_of_the_guide_for_the_python_tool_fits(copied: Path, renders: dict[str, Render]) -> None:
+    guide = (ROOT / "docs/guides/python-tool.md").read_text().partition("### In a Kubernetes pod")[2]
+    (copied / "overlays" / "python").mkdir()
+    (copied / "overlays" / "python" / "kustomization.yaml").write_text(
+        guide.partition("```yaml\n")[2].partition("```")[0]
+    )
+    render = rendered(copied / "overlays" / "python", renders["base"].secrets)
+    assert isinstance(render, Render)
+    assert [str(result) for result in found(render)] == []
+    pod = part(render.find("Deployment", "trackway-tools-alone"), "spec.template.spec")
+    [tools] = pod["containers"]
+    assert (pod["hostUsers"], tools["securityContext"]["procMount"]) == (False, "Unmasked")
+    assert pod["securityContext"]["seccompProfile"]["type"] == "Localhost"
 
 
 def test_names_that_kustomize_does_not_follow_are_found(copied: Path, renders: dict[str, Render]) -> None:
