@@ -19,7 +19,7 @@ from tests.k8s.checks.render import Render
 Errors = tuple[tuple[str, str], ...]
 """A path and what is wrong there, each."""
 
-KUBERNETES = ("1.27", "1.34")
+KUBERNETES = ("1.27", "1.36")
 """The oldest release that the manifests are written for, and a newer one: what both of them have is taken."""
 
 _DEFINITIONS = "/api/_definitions.json#/$defs"
