@@ -5,17 +5,19 @@ from contextlib import suppress
 from html import unescape
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import pytest
 from generators.settings import settings_of
 
 from trackway.agent.sessions.container import remove_command
 from trackway.agent.settings import ContainerSettings
+from trackway.deploy.commands.trace_options import Backend, BackendOption, open_store
 from trackway.rollout.classifiers import open_classifier
 from trackway.rollout.engines import open_engine
 from trackway.rollout.settings import RolloutSettings
 from trackway.system.experimental import Experimental, warn_experimental
+from trackway.traces.weave_store import WeaveStore
 from trackway.tracing import TracingSettings
 from trackway.tracing.export.otlp_http import endpoint
 from trackway.trainer.config import compose, explain
@@ -145,3 +147,13 @@ def test_a_container_by_docker_is_logged(
     monkeypatch.setenv("PATH", str(tmp_path))
     remove_command(ContainerSettings(image="mine"), "name")
     assert warned() == [Experimental.DOCKER]
+
+
+def test_reading_the_hosted_weave_is_logged_and_in_the_help(
+    warned: Callable[[], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WF_TRACE_SERVER_URL", raising=False)
+    monkeypatch.setattr(WeaveStore, "open", lambda project: None)
+    open_store(Backend.WEAVE, tmp_path, "team/project", None)
+    assert warned() == [Experimental.WANDB]
+    assert f"experimental: {Experimental.WANDB}." in get_args(BackendOption)[1].help

@@ -89,6 +89,11 @@ class TracingSettings(BaseModel):
             raise ValueError(f"expected entity/project, got {value!r}")
         return value
 
+    @property
+    def weave_is_hosted(self) -> bool:
+        """Whether Weave is W&B's own, not a dedicated or self-managed host."""
+        return self.weave_url.rstrip("/") == HOSTED_WEAVE
+
     def missing(self, backend: TraceBackend) -> str | None:
         """What is missing to export to this backend, as a sentence with the remedy; None when nothing is."""
         wants = {

@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from trackway.system.experimental import Experimental, warn_experimental
 from trackway.tracing import attributes as names
 from trackway.tracing.export.batch import Batch
-from trackway.tracing.settings import HOSTED_WEAVE, TracingSettings
+from trackway.tracing.settings import TracingSettings
 from trackway.wire.tracing import TraceBackend
 
 T = TypeVar("T")
@@ -121,10 +121,9 @@ def endpoint(backend: TraceBackend, settings: TracingSettings) -> Endpoint:
     timeout_s = settings.export_timeout_s
     if backend is TraceBackend.WEAVE:
         key = settings.weave_api_key.get_secret_value() if settings.weave_api_key else ""
-        server = settings.weave_url.rstrip("/")
-        if server == HOSTED_WEAVE:
+        if settings.weave_is_hosted:
             warn_experimental(Experimental.WANDB)
-        url = f"{server}/otel/v1/traces"
+        url = f"{settings.weave_url.rstrip('/')}/otel/v1/traces"
         return Endpoint(lambda: url, {names.WEAVE_KEY_HEADER: key}, timeout_s)
     receiver = settings.otlp_endpoint or ""
     return Endpoint(lambda: receiver, settings.otlp_headers, timeout_s)

@@ -12,10 +12,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from trackway.deploy.deployment.mlflow_uri import store_uri
 from trackway.deploy.terminal.console import stderr, stdout
+from trackway.system.experimental import Experimental, warn_experimental
 from trackway.system.user_error import UserError
 from trackway.traces.mlflow_store import MlflowStore
 from trackway.traces.store import TraceStore
 from trackway.traces.weave_store import WeaveStore
+from trackway.tracing import TracingSettings
 from trackway.tracing.local_mlflow import client as local_mlflow
 
 if TYPE_CHECKING:
@@ -31,7 +33,8 @@ class Backend(StrEnum):
     WEAVE = "weave"
 
 
-BackendOption = Annotated[Backend, typer.Option("--backend", help="Backend that has the traces.")]
+_BACKEND = f"Backend that has the traces. `weave` is experimental: {Experimental.WANDB}."
+BackendOption = Annotated[Backend, typer.Option("--backend", help=_BACKEND)]
 Project = Annotated[str | None, typer.Option(help="MLflow experiment (default all), or Weave entity/project.")]
 MlflowUri = Annotated[
     str | None,
@@ -59,6 +62,8 @@ def open_store(
             return MlflowStore.open(uri, project)
         if project is None:
             raise UserError("--backend weave: expected --project entity/project, got none; give --project")
+        if TracingSettings().weave_is_hosted:
+            warn_experimental(Experimental.WANDB)
         return WeaveStore.open(project)
     except ModuleNotFoundError as error:
         message = f"--backend {backend.value} needs the package {error.name}: pip install 'trackway[{backend.value}]'"
