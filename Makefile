@@ -28,7 +28,7 @@ TORCH_FROM := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-li
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --quiet $(TORCH_FROM) --constraint constraints.txt
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo ui bench test test-fast gpu-check gpu-check-bundle test-vllm test-sglang test-sglang-core test-extended test-pods test-agents test-model test-chaos test-learning test-install test-mutants test-all check check-manifests docs docs-serve format lock audit sbom image picture clean
+.PHONY: help demo ui bench test test-fast gpu-check gpu-check-bundle test-vllm test-vllm-core test-sglang test-sglang-core test-extended test-pods test-agents test-model test-chaos test-learning test-install test-mutants test-all check check-manifests docs docs-serve format lock audit sbom image picture clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -54,6 +54,9 @@ gpu-check-bundle: $(VENV)/.dev ## Download what gpu-check needs besides PyTorch 
 
 test-vllm: $(VENV)/.dev $(VLLM)/.ready ## Run the rollout engine against a real vLLM on the CPU (3.4 GB, once; minutes).
 	$(PYTEST) -m vllm tests/vllm $(ARGS)
+
+test-vllm-core: $(VENV)/.dev $(VLLM)/.ready ## Run the part of test-vllm that CI runs: what one server can show.
+	$(PYTEST) -m 'vllm and not extended' tests/vllm $(ARGS)
 
 test-sglang: $(VENV)/.dev $(SGLANG)/.ready ## Run the rollout engine against a real SGLang on the CPU (2.8 GB, once; minutes).
 	$(PYTEST) -m sglang tests/sglang $(ARGS)
@@ -89,7 +92,7 @@ test-mutants: $(VENV)/.dev ## Change the pure modules one place at a time: do th
 	$(PYTEST) -n 2 -m mutants tests/test_mutants.py --quiet
 	$(BIN)/python tests/mutants.py $(ARGS)
 
-test-all: test test-vllm test-sglang-core ## Run all three, as CI does.
+test-all: test test-vllm-core test-sglang-core ## Run all three, as CI does.
 
 check: $(VENV)/.dev ## Check format, lint, types, the floors of the house, and what check-manifests does.
 	$(BIN)/ruff format --check $(CODE)

@@ -13,7 +13,7 @@ from trackway.rollout.classifiers.embedded import load_classifier, logits_of
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.extended]
 
 INPUTS = [[MARK], [5, MARK], [9, 8, MARK, 4], [7] * 40, [MARK] * 3 + [6] * 60]
 

@@ -12,7 +12,7 @@ from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.weights import Verdict, WeightProof
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.extended]
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.rollout.weight_watcher import WeightWatcher
 from trackway.wire.errors import ErrorCode, TrackwayError
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.extended]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from trackway.trainer.learner.weight_proof import tensor_digests
 from trackway.trainer.loop.weight_transport import IpcSender
 from trackway.wire.weights import Verdict, WeightProof
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.extended]
 
 
 @pytest.fixture(scope="module")
