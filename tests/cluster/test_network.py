@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.cluster, pytest.mark.program("ip"), p
 PATIENT = CallPolicy(read_s=120.0, total_s=300.0, attempts=1)
 
 
+@pytest.mark.extended
 async def test_a_call_whose_link_is_cut_is_given_up_long_before_a_slow_answer_would_be() -> None:
     network, asked, over = Network("caller", "service"), asyncio.Event(), asyncio.Event()
 

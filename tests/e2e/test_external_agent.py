@@ -90,6 +90,7 @@ def test_a_plain_openai_script_is_trained(deployment: Deployment, agents: list[R
     assert until(lambda: whole(deployment, experiment, traced)).keys() == traced.keys()
 
 
+@pytest.mark.extended
 def test_sessions_of_a_killed_replica_go_on_elsewhere_or_end_by_name(
     deployment: Deployment, agents: list[ReplicaInfo], started: Start
 ) -> None:

@@ -41,6 +41,7 @@ def outputs_of(blocks: list[str], folder: Path, programs: Path) -> list[str]:
     return [" ".join(printed.split()) for printed in done.stdout.split("=== block\n")[1:]]
 
 
+@pytest.mark.extended
 def test_the_tutorial_trains_ones_own_agent_from_an_empty_folder(tmp_path: Path, wheel: Path) -> None:
     folder = tmp_path / "work"
     folder.mkdir()

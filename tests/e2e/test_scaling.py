@@ -205,6 +205,7 @@ def test_all_replicas_sleep_and_wake_up_at_one_call(simulated: Deployment) -> No
     status.scale(simulated, NAME, 1)
 
 
+@pytest.mark.extended
 @both_ways
 def test_replicas_follow_the_load_between_their_bounds(simulated: Deployment, direct: bool) -> None:
     status.scale(simulated, NAME, 1)

@@ -137,6 +137,7 @@ def test_a_leaving_replica_answers_until_its_instances_are_released(deployment: 
     until(lambda: states(deployment) == {"RUNNING": 1})
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("two_replicas")
 def test_replicas_follow_calls_that_serve_does_not_see(deployment: Deployment, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW_TOOL)

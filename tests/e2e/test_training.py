@@ -183,6 +183,7 @@ def test_a_killed_rollout_replica_costs_no_trajectory(deployment: Deployment, st
     assert next(iter(status.service_statuses(deployment))).replicas[0].health.pid != replica.health.pid
 
 
+@pytest.mark.extended
 def test_ctrl_c_saves_a_checkpoint_from_which_the_run_goes_on(deployment: Deployment) -> None:
     words = small_run(deployment.outputs, "interrupted", 15)
     command = [sys.executable, "-m", "trackway.deploy.cli", "train", "--config-name", "tiny_demo"]
