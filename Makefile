@@ -22,13 +22,15 @@ CODE := services clients deploy tests examples benchmarks docs typings
 PYTEST := $(BIN)/python -m pytest
 # The files that have the mark alone, since others beside them import every service.
 MANIFEST_TESTS = $(sort $(shell grep -rlE --include='test_*.py' 'mark\.manifests\b' tests))
+# The files that use MLflow's server or a weight store in S3.
+STORE_TESTS = $(sort $(shell grep -rlE --include='test_*.py' 'mlflow_server: str|mark\.stores\b' tests))
 # A machine that keeps wheels of its own (PIP_FIND_LINKS) has its CPU torch there; others take it from PyTorch's index.
 TORCH_FROM := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-links $(place)),--torch-backend $(TORCH_BACKEND))
 # Byte-compiling at install time halves the start of Ray, MLflow and every service.
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --quiet $(TORCH_FROM) --constraint constraints.txt
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo ui bench test test-fast gpu-check gpu-check-bundle test-vllm test-vllm-core test-sglang test-sglang-core test-extended test-pods test-agents test-model test-chaos test-learning test-install test-mutants test-all check check-manifests docs docs-serve format lock audit sbom image picture clean
+.PHONY: help demo ui bench test test-fast gpu-check gpu-check-bundle test-vllm test-vllm-core test-sglang test-sglang-core test-extended test-pods test-agents test-model test-chaos test-learning test-install test-stores test-mutants test-all check check-manifests docs docs-serve format lock audit sbom image picture clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -44,7 +46,7 @@ test: $(VENV)/.dev $(WEAVE)/.ready ## Run the test suite, but for vLLM's and SGL
 	$(BIN)/python tests/run_all.py $(ARGS)
 
 test-fast: $(VENV)/.dev ## Run the tests that start no process, server or sandbox (under 2 minutes on 2 cores).
-	$(PYTEST) -n 2 --dist worksteal -p no:schemathesis --ignore tests/services/tools/test_api_fuzz.py -m 'not slow and not e2e and not extended and not vllm and not sglang and not pods and not manifests and not chaos and not install and not agents and not model' $(ARGS)
+	$(PYTEST) -n 2 --dist worksteal -p no:schemathesis --ignore tests/services/tools/test_api_fuzz.py -m 'not slow and not e2e and not extended and not vllm and not sglang and not pods and not manifests and not chaos and not install and not agents and not model and not stores' $(ARGS)
 
 gpu-check: $(VENV)/.dev ## Check and measure engine and learner on this machine's GPU, or a smaller model on its CPU; ARGS='--report gpu.md'.
 	$(BIN)/python -m tests.gpu_check $(ARGS)
@@ -88,6 +90,10 @@ test-learning: $(VENV)/.dev ## Train the demo's task with every estimator and lo
 test-install: $(VENV)/.dev ## Install the wheel with each extra alone, on each Python found, and start what it is for (minutes; on demand).
 	$(PYTEST) -m 'install or not install' tests/install $(ARGS)
 
+test-stores: $(VENV)/.dev ## Run MLflow's tests on PostgreSQL 17 and an S3 server, and a run with its weights there (installs 90 MB; minutes).
+	$(INSTALL) --editable '.[stores]'
+	TRACKWAY_TEST_STORES=1 $(PYTEST) -m 'not e2e and not weave and not extended' $(STORE_TESTS) $(ARGS)
+
 test-mutants: $(VENV)/.dev ## Change the pure modules one place at a time: do their tests fail? ARGS='--minutes 5 loss'.
 	$(PYTEST) -n 2 -m mutants tests/test_mutants.py --quiet
 	$(BIN)/python tests/mutants.py $(ARGS)
@@ -118,7 +124,7 @@ format: $(VENV)/.dev ## Format the code and fix what the linter can fix.
 	$(BIN)/ruff format $(CODE)
 
 lock: $(VENV)/.uv ## Resolve constraints.txt again.
-	$(BIN)/uv pip compile pyproject.toml --extra dev --extra pictures --extra bench --python-version 3.11 $(TORCH_FROM) --no-annotate --no-header --quiet --upgrade -o constraints.txt
+	$(BIN)/uv pip compile pyproject.toml --extra dev --extra pictures --extra bench --extra stores --python-version 3.11 $(TORCH_FROM) --no-annotate --no-header --quiet --upgrade -o constraints.txt
 	$(BIN)/uv pip compile tests/weave/requirements.in --python-version 3.11 --no-annotate --no-header --quiet --upgrade -o tests/weave/constraints.txt
 	$(BIN)/uv pip compile tests/vllm/requirements.in --override tests/vllm/overrides.txt --python-version 3.11 $(subst $(TORCH_BACKEND),cpu,$(TORCH_FROM)) --no-annotate --no-header --quiet --upgrade -o tests/vllm/constraints.txt
 	$(BIN)/uv pip compile tests/sglang/requirements.in --override tests/sglang/overrides.txt --python-version 3.11 $(subst $(TORCH_BACKEND),cpu,$(TORCH_FROM)) --no-annotate --no-header --quiet --upgrade -o tests/sglang/constraints.txt

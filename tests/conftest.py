@@ -69,19 +69,42 @@ def running() -> Running:
 
 
 @pytest.fixture(scope="session")
-def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URI of a real MLflow server on a free port, with sqlite in WAL mode; slow to start, so one per session."""
-    folder = tmp_path_factory.mktemp("mlflow")
+def object_store() -> Iterator[str]:
+    """URL of a bucket of a real S3 server, for tests marked `stores`."""
+    pytest.importorskip("moto", reason="`make test-stores` installs the S3 server")
+    from tests.stores import s3_bucket
+
+    with s3_bucket() as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def mlflow_stores(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[list[str]]:
+    """Stores of the MLflow server: sqlite in WAL mode and a folder, or those of `make test-stores`."""
+    if os.environ.get("TRACKWAY_TEST_STORES"):
+        from benchmarks.tracing_postgres import postgres_store
+
+        artifacts = f"{request.getfixturevalue('object_store')}/artifacts"
+        with postgres_store() as url:
+            yield ["--backend-store-uri", url, "--artifacts-destination", artifacts]
+        return
+    folder = tmp_path_factory.mktemp("mlflow-stores")
     with contextlib.closing(sqlite3.connect(folder / "mlflow.db")) as database:
         database.execute("PRAGMA journal_mode=WAL")
+    yield ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder)]
+
+
+@pytest.fixture(scope="session")
+def mlflow_server(tmp_path_factory: pytest.TempPathFactory, mlflow_stores: list[str]) -> Iterator[str]:
+    """URI of a real MLflow server on a free port; slow to start, so one per session."""
+    folder = tmp_path_factory.mktemp("mlflow")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    stores = ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder)]
     with (folder / "server.log").open("wb") as log:
         server = subprocess.Popen(
-            [*command, *stores],
+            [*command, *mlflow_stores],
             cwd=folder,
             stdout=log,
             stderr=log,

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import httpx
 import pytest
 import yaml
@@ -19,11 +20,13 @@ from jsonschema import Draft7Validator
 from tenacity import retry, retry_if_exception_type, retry_if_result, stop_after_delay, wait_fixed
 
 from tests.console.example_run import write_run
+from trackway.clients.weights import WeightStore
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.deployment.attach import attach
-from trackway.deploy.deployment.status import service_statuses
+from trackway.deploy.deployment.status import ServiceStatus, service_statuses
 from trackway.deploy.local.single_service import app_of
 from trackway.system import free_port
+from trackway.trainer.run_state.trajectory_dump import read_trajectories
 
 DOCKER = Path(__file__).parents[2] / "deploy" / "docker"
 SCHEMA = Path(__file__).with_name("compose-spec.json.gz")
@@ -81,8 +84,8 @@ def test_each_service_takes_the_variables(service: str, tmp_path: Path, monkeypa
 
 
 @contextmanager
-def started(service: str, folder: Path, ports: dict[str, str]) -> Iterator[None]:
-    """The service as the file starts it, but as a process of this machine and on a free port."""
+def started(service: str, folder: Path, ports: dict[str, str], **given: str) -> Iterator[None]:
+    """The service as the file starts it, but as a process of this machine, on a free port and with these variables."""
 
     def there(text: str) -> str:
         for port, free in ports.items():
@@ -94,7 +97,7 @@ def started(service: str, folder: Path, ports: dict[str, str]) -> Iterator[None]
     words = [there(word) for word in compose_file()["services"][service]["command"]]
     with (folder / f"{service}.log").open("w") as log:
         command = [sys.executable, "-m", "trackway.deploy.cli", *words]
-        process = subprocess.Popen(command, cwd=folder, env=clean | own, stdout=log, stderr=log)
+        process = subprocess.Popen(command, cwd=folder, env=clean | own | given, stdout=log, stderr=log)
         try:
             yield
         finally:
@@ -123,15 +126,13 @@ def test_the_console_of_the_file_shows_the_runs_on_the_volume_which_it_cannot_wr
     assert compose_file()["services"]["console"]["volumes"] == ["data:/var/lib/trackway:ro"]
 
 
-@pytest.mark.extended
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_five_services_of_the_file_train_together(tmp_path: Path) -> None:
+def trained(folder: Path, config: dict[str, Any], **given: str) -> tuple[dict[str, Any], list[ServiceStatus]]:
+    """A run of the five services, and what was said of them before it; with more keys and variables."""
     from trackway.trainer.data.make import make_tiny  # a second of CPU that collection saves
 
-    make_tiny(tmp_path / "data", 8, 2, seed=0)
+    make_tiny(folder / "data", 8, 2, seed=0)
     config = {
-        "data.train_files": str(tmp_path / "data/train.parquet"),
+        "data.train_files": str(folder / "data/train.parquet"),
         "data.train_batch_size": 4,
         "data.max_prompt_length": 96,
         "data.max_response_length": 32,
@@ -142,20 +143,27 @@ def test_the_five_services_of_the_file_train_together(tmp_path: Path) -> None:
         "actor_rollout_ref.rollout.trace.backend": "dummy",
         "trainer.total_training_steps": 1,
         "trainer.experiment_name": "first",
-    }
+    } | config
     ports = {str(8001 + place): str(free_port()) for place in range(5)}
     with ExitStack() as stack:
         for service in SERVICES:
-            stack.enter_context(started(service, tmp_path, ports))
+            stack.enter_context(started(service, folder, ports, **given))
         for port in ports.values():
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
                 ready(client)
         own = [f"{name}=http://127.0.0.1:{port}" for name, port in zip(SERVICES, ports.values(), strict=True)]
-        there = attach(None, own, None, None, tmp_path / "here", 10.0, lambda *_: None)
+        there = attach(None, own, None, None, folder / "here", 10.0, lambda *_: None)
         statuses = service_statuses(there)
         with httpx.Client(base_url=f"http://127.0.0.1:{ports['8005']}", trust_env=False, timeout=60) as trainer:
             trainer.post("/runs", json={"config": config}).raise_for_status()
-            run = ended(trainer)
+            return ended(trainer), statuses
+
+
+@pytest.mark.extended
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_five_services_of_the_file_train_together(tmp_path: Path) -> None:
+    run, statuses = trained(tmp_path, {})
 
     assert (run["state"], run["step"], run["message"]) == ("finished", 1, "")
     assert run["metrics"]["training/global_step"] == 1.0
@@ -164,6 +172,42 @@ def test_the_five_services_of_the_file_train_together(tmp_path: Path) -> None:
         service: [True] for service in SERVICES
     }
     assert (tmp_path / "outputs/first/trajectories/step_1.parquet").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.stores
+@pytest.mark.timeout(900)
+def test_weights_and_artifacts_of_a_run_are_in_s3_and_its_metrics_and_traces_in_mlflow(
+    tmp_path: Path, object_store: str, mlflow_server: str
+) -> None:
+    from mlflow import MlflowClient
+
+    config = {
+        "actor_rollout_ref.rollout.trace.backend": "mlflow",
+        "trainer.logger": ["mlflow"],
+        "trainer.project_name": "stores",
+        "trainer.total_training_steps": 2,
+        "trainer.save_freq": 1,
+    }
+    weights = f"{object_store}/weights"
+    run, _ = trained(tmp_path, config, TRACKWAY_WEIGHTS_URL=weights, MLFLOW_TRACKING_URI=mlflow_server)
+
+    assert (run["state"], run["step"], run["message"]) == ("finished", 2, "")
+    latest = WeightStore(weights).latest()
+    assert latest is not None and (latest.run, latest.version) == ("first", 3)
+    assert not (tmp_path / "weights").exists()
+    sampled = read_trajectories(tmp_path / "outputs/first/trajectories/step_2.parquet")
+    assert {span.version for one in sampled for row in one.rows for span in row.weight_versions} == {2}
+    client = MlflowClient(mlflow_server)
+    experiment = client.get_experiment_by_name("stores")
+    assert experiment
+    [record] = client.search_runs([experiment.experiment_id])
+    assert record.data.metrics["training/global_step"] == 2.0
+    traces = client.search_traces(locations=[experiment.experiment_id], filter_string="tags.step = '2'")
+    assert [trace.info.state for trace in traces] == ["OK"] * len(sampled)
+    client.log_text(record.info.run_id, "of a client", "notes.txt")
+    [stored] = fsspec.filesystem("s3").glob(f"{object_store}/artifacts/**/notes.txt")
+    assert fsspec.filesystem("s3").cat_file(stored) == b"of a client"
 
 
 @retry(stop=stop_after_delay(300), wait=wait_fixed(0.5), retry=retry_if_result(lambda run: run["state"] not in ENDED))

@@ -38,7 +38,7 @@ MODULES = {
     "postgres": ["psycopg2"],
 }
 """What extras that are no service are for."""
-WITH_TORCH = {"rollout", "trainer", "cpu", "bench", "docs", "pictures", "dev"}
+WITH_TORCH = {"rollout", "trainer", "cpu", "bench", "docs", "pictures", "dev", "stores"}
 SIDE_PROCESSES = {"vllm", "sglang"}
 """Installed into environments of their own, of gigabytes."""
 ALONE = sorted(SERVICES | MODULES.keys())

@@ -17,10 +17,11 @@ HOLD = "import sys; from trackway.clients.weights import WeightStore; c = Weight
 HOLD += "print('held', flush=True); sys.stdin.read()"
 
 
-@pytest.fixture(params=["file", "memory"])
+@pytest.fixture(params=["file", "memory", pytest.param("s3", marks=pytest.mark.stores)])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WeightStore]:
-    url = str(tmp_path / "store") if request.param == "file" else f"memory://{tmp_path.name}"
-    yield WeightStore(url)
+    urls = {"file": str(tmp_path / "store"), "memory": f"memory://{tmp_path.name}"}
+    bucket = request.getfixturevalue("object_store") if request.param == "s3" else ""
+    yield WeightStore(urls.get(request.param, f"{bucket}/{tmp_path.name}"))
     fsspec.filesystem("memory").store.clear()
 
 
