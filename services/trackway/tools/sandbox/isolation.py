@@ -15,7 +15,8 @@ _PROBE_TIMEOUT_S = 20.0
 _REMEDY = (
     "`apt-get install bubblewrap`, and let this process make namespaces (an ordinary user needs the sysctls "
     "user.max_user_namespaces above 0, kernel.unprivileged_userns_clone=1 on Debian and "
-    "kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu; a container needs CAP_SYS_ADMIN and an unmasked /proc); "
+    "kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu; a container needs an unmasked /proc and a seccomp "
+    "profile that permits unshare, mount and sethostname); "
     "or set allow_unsandboxed=true to run code with this service's own rights"
 )
 
