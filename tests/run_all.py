@@ -18,7 +18,7 @@ REPORT = "TRACKWAY_TEST_REPORT"
 NO_TESTS = 5
 INTERRUPTED = 2
 OF_OTHER_TARGETS = ["extended", "vllm", "sglang", "pods", "manifests", "chaos", "install", "agents", "model", "mutants"]
-OF_OTHER_TARGETS += ["stores"]
+OF_OTHER_TARGETS += ["stores", "kubernetes"]
 HALVES = [
     ["-n", "2", "--dist", "loadfile", "-m", " and ".join(f"not {mark}" for mark in ["e2e", *OF_OTHER_TARGETS])],
     ["-m", "e2e and not chaos and not extended"],
