@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from tests.k8s.breaking import broken
+from tests.k8s.checks import schemas
 from tests.k8s.checks.model import Fault, part
 from tests.k8s.checks.render import Render, folders, rendered
 from tests.k8s.checks.run import NAMES, found
@@ -24,6 +25,13 @@ CASES = [(check, name, how) for check, cases in MUTATIONS.items() for name, how 
 @pytest.mark.parametrize("overlay", [*(folder.name for folder in folders(ROOT / "k8s")), "extended"])
 def test_nothing_is_wrong_with_what_we_ship(renders: dict[str, Render], overlay: str) -> None:
     assert [str(result) for result in found(renders[overlay])] == []
+
+
+def test_the_releases_between_the_oldest_and_the_newest_take_what_we_ship(
+    renders: dict[str, Render], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schemas, "KUBERNETES", [f"1.{minor}" for minor in range(28, 36)])
+    assert [str(fault) for render in renders.values() for fault in schemas.faults(render)] == []
 
 
 @pytest.mark.parametrize(
