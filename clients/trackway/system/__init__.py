@@ -6,7 +6,7 @@ from trackway.system.files import append_line, atomic_write, log_tail, new_folde
 from trackway.system.locks import LockTaken, acquire_lock, locked
 from trackway.system.logs import escape_log_records
 from trackway.system.ports import free_port
-from trackway.system.secrecy import refuse_inspection
+from trackway.system.secrecy import read_secret, refuse_inspection, secrets_in, without_secrets
 from trackway.system.storage import StorageError, storage_problem, writing
 from trackway.system.text import visible
 
@@ -26,10 +26,13 @@ __all__ = [
     "locked",
     "log_tail",
     "new_folder",
+    "read_secret",
     "refuse_inspection",
     "remove_drafts",
     "replacing",
+    "secrets_in",
     "storage_problem",
     "visible",
+    "without_secrets",
     "writing",
 ]

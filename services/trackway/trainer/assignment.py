@@ -1,4 +1,4 @@
-"""A run for a worker that was started before the run: one line of JSON on the worker's standard input."""
+"""A run and its secrets, for its worker: one line of JSON on standard input, which only the worker can read."""
 
 import os
 import select
@@ -13,7 +13,7 @@ EXIT_UNUSED = 1
 
 
 class Assignment(BaseModel):
-    """What a worker that is started for a run gets from its command line, its environment and its output."""
+    """What a worker needs besides the run's folder."""
 
     model_config = ConfigDict(hide_input_in_errors=True)
 

@@ -7,6 +7,7 @@ from pydantic import Field, SecretStr
 from trackway.clients.token import TOKEN
 from trackway.serving import ServiceSettings
 from trackway.serving.environment_check import REMEDY, difference, installation
+from trackway.system import secrets_in
 from trackway.tracing import TracingSettings
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -45,21 +46,22 @@ _TRACING = "TRACKWAY_WORKER_TRACING"
 _INSTALLATION = "TRACKWAY_WORKER_INSTALLATION"
 
 
-HANDED_OVER: tuple[str, ...] = (_TRACING, _INSTALLATION, "WANDB_API_KEY", TOKEN)
-"""Names of the variables that `handed_over` returns."""
+def names_handed_over() -> set[str]:
+    """Names of the variables that `handed_over` returns."""
+    return {_TRACING, _INSTALLATION, "WANDB_API_KEY", TOKEN, *secrets_in(os.environ)}
 
 
 def handed_over(tracing: TracingSettings, token: SecretStr | None = None) -> dict[str, str]:
-    """Environment variables for a run's process: tracing, the services' token, and the installation it must match.
+    """Variables that a run's process reads from a pipe: tracing, the installation it must match, and all secrets.
 
-    Secrets are passed only this way.
+    Its environment has blanks for them: any process of the same user can read it.
     """
     key = tracing.weave_api_key
     plain = tracing.model_dump_json(exclude={"weave_api_key"})
     secrets = {"WANDB_API_KEY": key, TOKEN: token}
     plain_variables = {_TRACING: plain, _INSTALLATION: installation().model_dump_json()}
     secret_variables = {name: secret.get_secret_value() if secret else "" for name, secret in secrets.items()}
-    return {**plain_variables, **secret_variables}
+    return {**secrets_in(os.environ), **plain_variables, **secret_variables}
 
 
 def taken_over() -> TracingSettings:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from trackway.clients import run
-from trackway.system import StorageError, escape_log_records, remove_drafts
+from trackway.system import StorageError, escape_log_records, refuse_inspection, remove_drafts
 from trackway.system.storage import FULL, error_number, storage_error
 from trackway.system.waits import Waits
 from trackway.trainer.assignment import receive
@@ -45,6 +45,8 @@ Fit: TypeAlias = Callable[["Training"], Awaitable[RunState]]
 
 ORPHAN_GRACE_S = 30.0
 """Seconds to save a checkpoint after the service that started this process has exited."""
+ASSIGNMENT_S = 120.0
+"""Longest wait for the secrets of a run."""
 TRACKING_DEADLINE_S = 60.0
 """Longest wait at the end for metrics and feedback that MLflow has not received."""
 TRACES_DEADLINE_S = 10.0
@@ -61,12 +63,14 @@ def main(arguments: list[str] | None = None) -> int:
     which.add_argument(
         "--standby", type=float, metavar="SECONDS", help="import torch, and wait so long for a run on standard input"
     )
-    parser.add_argument("--lifeline", action="store_true", help="stop when standard input closes")
+    parser.add_argument("--lifeline", action="store_true", help="read secrets from standard input, stop when it closes")
     parser.add_argument("--skip-damaged", action="store_true", help="resume from the newest intact checkpoint")
     options = parser.parse_args(arguments)
     if options.standby is not None:
         threading.Thread(target=_heavy_imports, name="imports", daemon=True).start()
         options = parser.parse_args(receive(options.standby))
+    elif options.lifeline:
+        receive(ASSIGNMENT_S)
     escape_log_records()
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -115,6 +119,9 @@ async def _train(folder: RunFolder, stop: asyncio.Event, skip_damaged: bool) -> 
     # Importing torch and transformers takes seconds, so the signal handlers are installed before.
     build, fit = await asyncio.to_thread(_heavy_imports)
     async with reported(folder) as report:
+        config = folder.config()
+        if config.placement.ranks == 1 and config.trackway.weights_transport == "store":  # else it shares GPU memory
+            refuse_inspection()
         training, tracking = await build(folder, stop, skip_damaged, report.waits)
         report.account = training.scheduler.account
         return await _trained(folder, stop, training, tracking, fit)

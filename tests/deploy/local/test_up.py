@@ -85,12 +85,16 @@ def test_keys_of_the_environment_stand_in_no_serve_config(tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_a_local_database_gets_a_server_of_its_own_and_a_running_server_none(tmp_path) -> None:
+def test_a_local_database_gets_a_server_of_its_own_without_secrets_and_a_running_server_none(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("TRACKWAY_TOKEN", "secret-token")
     port = free_port()
     uri, [process] = up._mlflow(settings(tmp_path, mlflow_uri=f"sqlite:///{tmp_path}/mine.db"), port)
     try:
         running = process.find()
         assert running is not None and str(tmp_path / "mine.db") in command_line(running)
+        assert "TRACKWAY_TOKEN" not in running.environ()
     finally:
         processes.stop_tree(process)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import httpx
 
-from trackway.system import log_tail
+from trackway.system import log_tail, without_secrets
 from trackway.tracing.local_mlflow import mlflow_server
 from trackway.tracing.local_mlflow.mlflow_server import START_DEADLINE_S, ServerFiles, flocked
 from trackway.tracing.local_mlflow.uri import local_database
@@ -196,6 +196,7 @@ def _start(files: ServerFiles, lock: int, linger_s: float) -> None:
         subprocess.run(
             command,
             pass_fds=(lock,),
+            env=without_secrets(os.environ),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -1,6 +1,5 @@
 """Long-lived child processes: detached from the terminal, identified by start time, stopped with their descendants."""
 
-import os
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -35,12 +34,12 @@ class ProcessRecord(BaseModel):
 
 
 def start(name: str, command: Sequence[str], env: Mapping[str, str], log: Path) -> ProcessRecord:
-    """Start a process with output to `log`, in its own session so that Ctrl-C does not reach it."""
+    """Start a process with this environment and output to `log`, in its own session: Ctrl-C does not reach it."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
-            env={**os.environ, **env},
+            env=env,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

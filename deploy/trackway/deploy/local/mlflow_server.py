@@ -1,10 +1,12 @@
 """A local MLflow server that runs until it is stopped, on a fixed port."""
 
+import os
 import time
 from pathlib import Path
 
 from trackway.deploy.deployment import http_poll, processes
 from trackway.deploy.deployment.processes import ProcessRecord
+from trackway.system import without_secrets
 from trackway.system.user_error import UserError
 from trackway.tracing.local_mlflow import client as local_mlflow
 
@@ -27,7 +29,8 @@ def start_for(database: Path, port: int) -> ProcessRecord:
         files = local_mlflow.stop_shared_server(database)
     except local_mlflow.LocalMlflowError as error:
         raise UserError(str(error)) from error
-    return processes.start("mlflow", local_mlflow.server_command(database, port), {}, files.log)
+    command = local_mlflow.server_command(database, port)
+    return processes.start("mlflow", command, without_secrets(os.environ), files.log)
 
 
 def answers(url: str) -> bool:

@@ -44,7 +44,7 @@ def start(port: int, dashboard_port: int, token: str, log: Path, *, dashboard: b
     command = [sys.executable, "-m", program, "start", "--head", "--block", "--disable-usage-stats", "--no-monitor"]
     command += [f"{option}={value}" for option, value in options.items()]
     lean = {} if dashboard else {name: os.environ.get(name, value) for name, value in _LEAN.items()}
-    return processes.start("ray", command, {**lean, **_environment(token)}, log)
+    return processes.start("ray", command, {**os.environ, **lean, **_environment(token)}, log)
 
 
 _LEAN = {

@@ -19,11 +19,12 @@ from functools import partial
 from typing import TypeVar
 
 from trackway.system import StorageError, writing
+from trackway.trainer.assignment import Assignment
 from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.exit_status import EXIT_FAILED, EXIT_STORAGE
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.ownership import Owner
-from trackway.trainer.supervisor.launch import launch, worker_environment
+from trackway.trainer.supervisor.launch import launch, send, worker_environment
 from trackway.trainer.supervisor.standby import Standby
 from trackway.wire.trainer import RunState
 
@@ -84,6 +85,8 @@ class Supervised:
             self._process = await self._standby.take(arguments, folder.log, self._secrets)
             if self._process is None:
                 self._process = await launch(arguments, worker_environment(self._secrets), log)
+                assignment = Assignment(arguments=arguments, log=folder.log, environment=dict(self._secrets))
+                send(self._process, assignment)
         self._owner = Owner.of(self._process.pid)
         try:
             folder.write_owner(self._owner)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from trackway.trainer.assignment import Assignment
 from trackway.trainer.run_state.ownership import Owner
-from trackway.trainer.settings import HANDED_OVER
-from trackway.trainer.supervisor.launch import launch, worker_environment
+from trackway.trainer.settings import names_handed_over
+from trackway.trainer.supervisor.launch import launch, send, worker_environment
 
 OWN_DEADLINE_S = 30.0
 """Time after `wait_s` at which the process ends by itself, in case the service is suspended."""
@@ -42,7 +42,7 @@ class Standby:
         """Start the process; a failure is logged, and the first run's worker is started as any other."""
         if self._wait_s == 0:
             return
-        self._environment = _environment_without_secrets()
+        self._environment = worker_environment(names_handed_over())
         try:
             process = await launch(["--standby", f"{self._wait_s + OWN_DEADLINE_S}"], self._environment)
         except OSError as error:
@@ -54,20 +54,19 @@ class Standby:
     async def take(self, arguments: Sequence[str], log: Path, secrets: Mapping[str, str]) -> Process | None:
         """The process as the worker of a run; None when there is none left that has the environment of a new one."""
         process = self._process
-        if process is None or process.stdin is None:
+        if process is None:
             return None
         if not self._owner.lives_here:
             self._leave()
             return None
-        if secrets.keys() != set(HANDED_OVER) or self._environment != _environment_without_secrets():
+        if self._environment != worker_environment(secrets):
             logger.info("the standby worker is not used: the service's environment has changed since it started")
             self._kill()
             return None
         self._leave()
         assignment = Assignment(arguments=list(arguments), log=log, environment=dict(secrets))
-        process.stdin.write(assignment.model_dump_json().encode() + b"\n")
         try:
-            await process.stdin.drain()
+            await send(process, assignment).drain()
         except ConnectionError:  # it died just now
             return None
         return process
@@ -90,8 +89,3 @@ class Standby:
         self._process = None
         if self._expiry is not None:
             self._expiry.cancel()
-
-
-def _environment_without_secrets() -> dict[str, str]:
-    # The names are there from the start: the process may set them while another thread reads the environment.
-    return worker_environment(dict.fromkeys(HANDED_OVER, ""))

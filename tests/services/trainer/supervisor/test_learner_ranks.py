@@ -71,12 +71,15 @@ async def test_a_run_whose_rank_was_killed_goes_on_from_its_checkpoint_and_leave
 
 @pytest.mark.extended
 async def test_a_stopped_run_of_two_ranks_is_resumed_with_one_and_with_no_other_change(
-    runs: RunManager, agent, tiny_model: Path, sample, tmp_path: Path
+    runs: RunManager, agent, tiny_model: Path, sample, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     agent.holding_at = 3
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "s3cret")
     await runs.start(run_request(tiny_model, tmp_path, sample, "narrower", "trackway.learner_ranks=2"))
     await until(lambda: held_at(agent, 3))
-    assert len(ranks_of(pid_of(runs, "narrower"))) == 1
+    leader = pid_of(runs, "narrower")
+    (rank,) = ranks_of(leader)
+    assert [b"s3cret" in Path(f"/proc/{pid}/environ").read_bytes() for pid in (leader, rank)] == [False, False]
     await runs.stop("narrower")
     await ended(runs, "narrower")
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from pydantic import SecretStr
 from tests.services.trainer.real_runs import STEPS, ended, held_at, pid_of, run_request, until, urls
 from trackway.clients.weights import WeightStore
 from trackway.tracing import Tracing, TracingSettings
+from trackway.trainer.assignment import Assignment
 from trackway.trainer.config import compose
 from trackway.trainer.run_state.checkpoint import LATEST
 from trackway.trainer.run_state.folder import RunFolder
@@ -301,10 +303,15 @@ async def test_a_worker_ends_by_itself_when_its_service_is_gone(
     folder = RunFolder(tmp_path / "outputs" / "plain")
     folder.move(RunState.STARTING)
     command = [sys.executable, "-m", "trackway.trainer.worker", str(folder.path), "--lifeline"]
+    assignment = Assignment(arguments=command[3:], log=folder.log, environment={"TRACKWAY_TOKEN": "s3cret"})
     worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    await until(lambda: held_at(agent, 1))
-
     assert worker.stdin is not None
+    worker.stdin.write(assignment.model_dump_json().encode() + b"\n")
+    worker.stdin.flush()
+    await until(lambda: held_at(agent, 1))
+    with suppress(PermissionError) if os.geteuid() == 0 else pytest.raises(PermissionError):  # it refuses inspection
+        assert b"s3cret" not in Path(f"/proc/{worker.pid}/environ").read_bytes()
+
     worker.stdin.close()
     await until(lambda: worker.poll() is not None)
 

@@ -11,12 +11,12 @@ import pytest
 
 from tests.services.trainer.real_runs import until
 from trackway.trainer.app import create_app
-from trackway.trainer.settings import HANDED_OVER, TrainerSettings
+from trackway.trainer.settings import TrainerSettings, names_handed_over
 from trackway.trainer.supervisor.standby import Standby
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
-SECRETS = dict.fromkeys(HANDED_OVER, "s3cret")
+SECRETS = dict.fromkeys(names_handed_over(), "s3cret")
 
 
 @pytest.fixture
@@ -71,7 +71,8 @@ async def test_it_is_out_of_reach_of_ctrl_c_and_has_no_secret(standby: Standby, 
     environment, command = process.environ(), process.cmdline()
 
     assert os.getsid(process.pid) == process.pid != os.getsid(0)
-    assert {name: environment[name] for name in HANDED_OVER} == dict.fromkeys(HANDED_OVER, "")
+    names = names_handed_over()
+    assert {name: environment[name] for name in names} == dict.fromkeys(names, "")
     assert "s3cret" not in (*environment.values(), *command)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import httpx
 
-from trackway.system import log_tail
+from trackway.system import log_tail, without_secrets
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 _GUARD = Path(__file__).with_name("process_guard.py")
@@ -33,13 +33,13 @@ _OURS = frozenset({"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBY
 
 
 class SideProcess:
-    """One server process; `env` is added to our environment, and `folder` removed after the server's end."""
+    """One server process; `env` is added to our environment without secrets, `folder` is removed after its end."""
 
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str], log: Path, url: str, folder: Path | None = None
     ) -> None:
         self.command, self.log, self.url, self._folder = list(command), log, url, folder
-        self._env = {**{name: value for name, value in os.environ.items() if name not in _OURS}, **env}
+        self._env = {**{name: value for name, value in without_secrets(os.environ).items() if name not in _OURS}, **env}
         self._guard: subprocess.Popen[bytes] | None = None
         self._status: int | None = None
 

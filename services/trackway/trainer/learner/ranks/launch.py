@@ -13,6 +13,7 @@ from typing import Protocol, cast
 
 import psutil
 
+from trackway.system import without_secrets
 from trackway.trainer.config.placement import Placement
 
 LAUNCHER = "TRACKWAY_RANK_LAUNCHER"
@@ -81,12 +82,13 @@ def start_here(
 ) -> "subprocess.Popen[bytes]":
     """The process of a rank, which writes to this one's output, finds modules where this one does, and ends with it.
 
-    `paths` are further folders of modules, `environment` further variables.
+    It gets none of this process's secrets: ranks share GPU memory, so they cannot refuse inspection. `paths` are
+    further folders of modules, `environment` further variables.
     """
     folders = dict.fromkeys(path for path in (*sys.path, *paths) if path)
     return subprocess.Popen(
         [sys.executable, "-m", RANK_PROGRAM, *arguments, str(os.getpid())],
-        env={**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(folders)},
+        env={**without_secrets(os.environ), **(environment or {}), "PYTHONPATH": os.pathsep.join(folders)},
         stdin=subprocess.DEVNULL,
     )
 

@@ -86,14 +86,16 @@ async def test_a_server_is_started_and_stopped_and_its_output_is_in_the_log(log:
     assert "Serving HTTP" in log.read_text()
 
 
-async def test_the_environment_is_ours_without_our_python_path_plus_the_given(
+async def test_the_environment_is_ours_without_our_python_path_and_secrets_plus_the_given(
     log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/ours")
+    monkeypatch.setenv("TRACKWAY_TOKEN", "secret")
     monkeypatch.setenv("KEPT", "1")
-    code = "import os, time; print([os.environ.get(n) for n in ('PYTHONPATH', 'KEPT', 'NEW')], flush=True); "
+    names = ("PYTHONPATH", "TRACKWAY_TOKEN", "KEPT", "NEW")
+    code = f"import os, time; print([os.environ.get(n) for n in {names}], flush=True); "
     process = python(code + "time.sleep(60)", log, NEW="2")
-    await process.start(says(log, "[None, '1', '2']"), deadline_s=20)
+    await process.start(says(log, "[None, None, '1', '2']"), deadline_s=20)
     await process.stop()
 
 
