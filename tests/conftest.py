@@ -24,7 +24,7 @@ from fastapi import FastAPI
 # Where spans and runs go, and who may call, must not depend on the shell that runs the tests.
 for _name in ("MLFLOW_TRACKING_URI", "WANDB_API_KEY", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_HEADERS"):
     os.environ.pop(_name, None)
-for _name in [name for name in os.environ if name == "TRACKWAY_TOKEN" or name.startswith("TRACKWAY_AUTH__")]:
+for _name in [name for name in os.environ if name.startswith(("TRACKWAY_TOKEN", "TRACKWAY_AUTH__"))]:
     del os.environ[_name]
 
 

@@ -1,25 +1,48 @@
-"""The bearer token of calls: an explicit one, else TRACKWAY_TOKEN."""
+"""The bearer token of calls: an explicit one, else TRACKWAY_TOKEN, else the content of TRACKWAY_TOKEN_FILE."""
 
 import os
 import re
+from pathlib import Path
 
 from pydantic import SecretStr
 
+from trackway.system import read_secret
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 TOKEN = "TRACKWAY_TOKEN"
 """Environment variable with the token for all services."""
+TOKEN_FILE = "TRACKWAY_TOKEN_FILE"
+"""Environment variable with the path of a file that has the token."""
 
 
 def resolve_token(explicit: SecretStr | None = None) -> SecretStr | None:
     """The token to send, or None; an empty explicit token means none. Raises TrackwayError for an invalid token."""
     token = (os.environ.get(TOKEN, "") if explicit is None else explicit.get_secret_value()).strip()
-    if token and re.fullmatch(r"[!-~]+", token) is None:
-        message = f"{TOKEN}: expected printable ASCII without spaces, got other characters; copy the token again"
-        raise TrackwayError(ErrorCode.UNAUTHORIZED, message)
-    return SecretStr(token) if token else None
+    path = os.environ.get(TOKEN_FILE)
+    if path and not token and explicit is None:
+        return SecretStr(_checked(_content(Path(path)), f"{TOKEN_FILE} {path}"))
+    return SecretStr(_checked(token, TOKEN)) if token else None
 
 
 def authorization(token: SecretStr | None) -> dict[str, str]:
     """The request header that carries the token."""
     return {"authorization": f"Bearer {token.get_secret_value()}"} if token else {}
+
+
+def _content(file: Path) -> str:
+    try:
+        token = read_secret(file, TOKEN_FILE).decode(errors="replace").strip()
+    except OSError as error:
+        message = f"{TOKEN_FILE} {file}: {error.strerror}; set it to a file that this process can read"
+        raise TrackwayError(ErrorCode.UNAUTHORIZED, message) from error
+    if not token:
+        message = f"{TOKEN_FILE} {file}: expected a token, got nothing; write the token into it"
+        raise TrackwayError(ErrorCode.UNAUTHORIZED, message)
+    return token
+
+
+def _checked(token: str, source: str) -> str:
+    if re.fullmatch(r"[!-~]+", token) is None:
+        message = f"{source}: expected printable ASCII without spaces, got other characters; copy the token again"
+        raise TrackwayError(ErrorCode.UNAUTHORIZED, message)
+    return token

@@ -29,6 +29,8 @@ from pydantic import (
     model_validator,
 )
 
+from trackway.system import read_secret
+
 logger = logging.getLogger("trackway.serving")
 
 LEAST_CHARS = 16
@@ -183,8 +185,7 @@ class TokenTable:
 
 def _tokens_in(path: Path) -> Tokens:
     try:
-        mode, content = path.stat().st_mode, path.read_bytes()
-        tokens = _TOKENS.validate_json(content)
+        tokens = _TOKENS.validate_json(read_secret(path, "auth.tokens_file"))
     except OSError as error:
         raise ValueError(
             f"auth.tokens_file {path}: {error.strerror}; give a file that this process can read"
@@ -193,10 +194,6 @@ def _tokens_in(path: Path) -> Tokens:
         raise ValueError(f"auth.tokens_file {path}: {error}") from None
     if not tokens:
         raise ValueError(f"auth.tokens_file {path}: expected at least one token, got none; unset it to go without")
-    if mode & 0o004:
-        logger.warning(
-            "auth.tokens_file %s: every user of this machine can read it; chmod o-r (defaultMode: 0400)", path
-        )
     return tokens
 
 

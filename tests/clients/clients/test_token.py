@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import pytest
@@ -81,6 +82,56 @@ def test_a_token_that_no_header_can_carry_is_refused_without_being_shown() -> No
     with pytest.raises(TrackwayError, match="TRACKWAY_TOKEN: expected printable ASCII without spaces") as caught:
         Service(ok).client(f"{GIVEN} \n{OTHER}")
     assert GIVEN not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("environment", "mode", "sent"),
+    [(None, 0o400, f"Bearer {GIVEN}"), ("", 0o640, f"Bearer {GIVEN}"), (OTHER, 0o644, f"Bearer {OTHER}")],
+)
+async def test_the_token_may_be_in_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environment: str | None, mode: int, sent: str
+) -> None:
+    if environment is not None:
+        monkeypatch.setenv("TRACKWAY_TOKEN", environment)
+    (file := tmp_path / "token").write_text(f"{GIVEN}\n")
+    file.chmod(mode)
+    monkeypatch.setenv("TRACKWAY_TOKEN_FILE", str(file))
+    service = Service(ok)
+    await service.client().call("POST", "/y", reply=Answer)
+    assert service.tokens == [sent]
+
+
+def test_a_token_file_that_other_users_can_read_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (file := tmp_path / "token").write_text(GIVEN)
+    file.chmod(0o604)
+    monkeypatch.setenv("TRACKWAY_TOKEN_FILE", str(file))
+    for _ in range(2):
+        Service(ok).client()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"TRACKWAY_TOKEN_FILE {file}: every user of this machine can read it; chmod o-r (defaultMode: 0400)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "got"),
+    [
+        (None, "No such file or directory; set it to a file that this process can read"),
+        (b" \n", "expected a token, got nothing; write the token into it"),
+        (b"to\xffken", "expected printable ASCII without spaces, got other characters; copy the token again"),
+    ],
+)
+def test_a_token_file_of_no_use_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: bytes | None, got: str
+) -> None:
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_bytes(content)
+    monkeypatch.setenv("TRACKWAY_TOKEN_FILE", str(file))
+    with pytest.raises(TrackwayError) as caught:
+        Service(ok).client()
+    assert (caught.value.code, caught.value.message) == (ErrorCode.UNAUTHORIZED, f"TRACKWAY_TOKEN_FILE {file}: {got}")
 
 
 @pytest.mark.parametrize(
