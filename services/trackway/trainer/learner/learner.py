@@ -7,6 +7,7 @@ corrected as `algorithm.rollout_correction` says (rollout_correction.py); a wron
 `training/rollout_logprob_diff_max`.
 """
 
+import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -478,8 +479,14 @@ class Learner:
         vocabulary = min(256, self._vocabulary)
         return [(37 * i + 11) % vocabulary for i in range(PROBE_LENGTH)]
 
+    def release_memory(self) -> None:
+        """Give the GPU of each rank the memory of freed tensors, which PyTorch keeps out of reach of the engines."""
+        gc.collect()
+        torch.cuda.empty_cache()
+
     def close(self) -> None:
-        """Ends what the learner has started; nothing in one process."""
+        """Release memory; the learner is of no further use."""
+        self.release_memory()
 
     def _with_shares(self, batch: TrainingBatch, used: Sequence[Trajectory], version: float | None) -> TrainingBatch:
         """The batch, ready for `proximal_logprobs=loglinear` if that is configured."""

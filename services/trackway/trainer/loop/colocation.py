@@ -12,13 +12,9 @@ it until it does; otherwise it sleeps from the next step on. If the learner runs
 from the last checkpoint.
 """
 
-import asyncio
-import gc
 import logging
 from collections.abc import Awaitable
 from dataclasses import dataclass
-
-import torch
 
 from trackway.clients import CallPolicy, Deadline, RolloutClient
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -62,7 +58,6 @@ class Engines:
     async def wake_up(self, version: int) -> None:
         """Return when every engine is awake with the weights `version`; engines that are awake only load them."""
         deadline = self._deadline()
-        await asyncio.to_thread(_release_cached_memory)
         if self._sharing.staged:
             await self._call("wake up", self._client.wake_up(["weights"], version, deadline))
             await self._call("wake up", self._client.wake_up(["kv_cache"], deadline=deadline))
@@ -74,7 +69,6 @@ class Engines:
         """Wake up all engines that sleep; a failure is only logged."""
         if self._awake:
             return
-        await asyncio.to_thread(_release_cached_memory)
         try:
             await self._client.wake_up(deadline=Deadline.after(_CLOSE_S))
             self._awake = True
@@ -124,10 +118,3 @@ def _cannot(got: str) -> TrackwayError:
         "set enable_sleep: true on the rollout service, or leave the key out, as for vLLM on a CPU, which ignores sleep"
     )
     return TrackwayError(ErrorCode.INVALID_REQUEST, f"{message}; {remedy}")
-
-
-def _release_cached_memory() -> None:
-    """Empties PyTorch's cache: memory that the learner freed stays there, out of reach of the engines."""
-    if torch.cuda.is_initialized():
-        gc.collect()
-        torch.cuda.empty_cache()

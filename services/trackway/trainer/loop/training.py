@@ -212,6 +212,7 @@ class Training:
     async def wake_up(self, version: int, metrics: Metrics | None = None) -> None:
         """Wakes them up with the weights `version`. On failure saves a checkpoint and raises TrackwayError."""
         if self.engines is not None:
+            await asyncio.to_thread(self.learner.release_memory)
             await self._or_save("wake_up", self.engines.wake_up(version), metrics)
 
     async def update(self, trajectories: Sequence[Trajectory], version: int) -> Metrics:

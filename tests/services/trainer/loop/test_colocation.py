@@ -16,6 +16,7 @@ from trackway.clients.weights import WeightStore
 from trackway.trainer import worker
 from trackway.trainer.config import compose
 from trackway.trainer.data.parquet import write_rows
+from trackway.trainer.learner.learner import Learner
 from trackway.trainer.loop.build import build
 from trackway.trainer.loop.fit import fit
 from trackway.trainer.loop.training import Training
@@ -126,6 +127,7 @@ def started(described: Described, agent, replicas: Replicas, monkeypatch) -> Sta
                 run, _ = await build(folder, asyncio.Event())
                 _note_requests(agent, replicas.events)
                 note_updates(run, monkeypatch, lambda: replicas.events.append("update"))
+                monkeypatch.setattr(run.learner, "release_memory", lambda: replicas.events.append("release"))
                 yield run
                 run.publisher.close()
             finally:
@@ -164,9 +166,11 @@ async def test_engines_sleep_while_the_learner_computes_and_have_the_new_weights
         state = await fit(run)
 
     assert replicas.events == [
-        *("wake weights, v1", "wake kv_cache, v0"),
-        *("rollout 1, v1", "sleep, abort", "update", "wake weights, v2", "wake kv_cache, v0", "validate 1, v2"),
-        *("rollout 2, v2", "sleep, abort", "update", "wake weights, v3", "wake kv_cache, v0", "validate 2, v3"),
+        *("release", "wake weights, v1", "wake kv_cache, v0"),
+        *("rollout 1, v1", "sleep, abort", "update"),
+        *("release", "wake weights, v2", "wake kv_cache, v0", "validate 1, v2"),
+        *("rollout 2, v2", "sleep, abort", "update"),
+        *("release", "wake weights, v3", "wake kv_cache, v0", "validate 2, v3"),
     ]
     assert (state, replicas.asleep) == (RunState.FINISHED, set())
     for row in run.folder.rows():
@@ -180,9 +184,9 @@ async def test_rollouts_in_flight_outlive_the_sleep_and_a_validation_does_not_ru
         state = await fit(run)
 
     assert [event for event in replicas.events if not event.startswith("rollout")] == [
-        *("wake weights, v1", "wake kv_cache, v0"),
-        *("sleep, retract", "update", "wake weights, v2", "wake kv_cache, v0", "validate 1, v2"),
-        *("sleep, retract", "update", "wake weights, v3", "wake kv_cache, v0", "validate 2, v3"),
+        *("release", "wake weights, v1", "wake kv_cache, v0"),
+        *("sleep, retract", "update", "release", "wake weights, v2", "wake kv_cache, v0", "validate 1, v2"),
+        *("sleep, retract", "update", "release", "wake weights, v3", "wake kv_cache, v0", "validate 2, v3"),
     ]
     assert (state, run.progress.step, replicas.asleep) == (RunState.FINISHED, 2, set())
     assert [row.data["val-core/openai/gsm8k/acc/mean@1"] for row in run.folder.rows()] == [0.0, 0.0]
@@ -228,7 +232,7 @@ async def test_a_replica_that_does_not_wake_ends_the_run_after_its_step_is_saved
     )
     assert saved is not None and saved.name == "global_step_1"
     assert run.progress.metrics["training/global_step"] == 1.0
-    assert replicas.events[-3:] == ["update", "wake weights, v2", "wake all, v0"]
+    assert replicas.events[-4:] == ["update", "release", "wake weights, v2", "wake all, v0"]
 
 
 async def test_a_replica_that_does_not_go_to_sleep_ends_the_run_before_the_update(started: Started, replicas: Replicas):
@@ -265,17 +269,20 @@ async def test_a_run_that_is_stopped_while_they_sleep_wakes_them_before_it_ends(
 
     assert (state, run.step, run.saved_step, replicas.asleep) == (RunState.STOPPED, 1, 1, set())
     since = replicas.events[replicas.events.index("update") :]
-    assert since[:3] == ["update", "wake weights, v2", "wake kv_cache, v0"]
+    assert since[:4] == ["update", "release", "wake weights, v2", "wake kv_cache, v0"]
 
 
-def test_a_runs_process_leaves_no_engine_asleep_however_it_fails(described: Described, replicas: Replicas):
+def test_a_run_that_fails_ends_its_learner_and_then_wakes_the_engines(
+    described: Described, replicas: Replicas, monkeypatch: pytest.MonkeyPatch
+):
     replicas.refuses = "sleep, abort"
+    monkeypatch.setattr(Learner, "close", lambda _: replicas.events.append("close"))
     with described() as folder:
         assert worker.main([str(folder.path)]) == EXIT_FAILED
 
     assert folder.info().state is RunState.FAILED
     assert folder.info().message.startswith("deadline_exceeded: expected every rollout engine to go to sleep")
-    assert (replicas.events[-2:], replicas.asleep) == (["sleep, abort", "wake all, v0"], set())
+    assert (replicas.events[-3:], replicas.asleep) == (["sleep, abort", "close", "wake all, v0"], set())
 
 
 async def test_what_a_killed_run_left_asleep_wakes_with_the_first_weights(started: Started, replicas: Replicas):
@@ -284,4 +291,4 @@ async def test_what_a_killed_run_left_asleep_wakes_with_the_first_weights(starte
         run.stop.set()
         await fit(run)
 
-    assert (replicas.events, replicas.asleep) == (["wake weights, v1", "wake kv_cache, v0"], set())
+    assert (replicas.events, replicas.asleep) == (["release", "wake weights, v1", "wake kv_cache, v0"], set())

@@ -81,6 +81,7 @@ COMMANDS: Mapping[str, TypeAdapter[tuple[Any, ...]]] = {
     "export_to_engines": TypeAdapter(tuple[Path]),
     "publish_share": TypeAdapter(tuple[AnyWork]),
     "proof": TypeAdapter(tuple[Path, int | None]),
+    "release_memory": TypeAdapter(tuple[()]),
     STOP: TypeAdapter(tuple[()]),
 }
 """The commands that a rank obeys, methods of its learner, with the types of their arguments."""
@@ -301,9 +302,15 @@ class LeadingLearner(Learner):
         with self._group.command("proof", folder, previous_version):
             return super().proof(folder, previous_version)
 
+    def release_memory(self) -> None:
+        """As of one process."""
+        with self._group.command("release_memory"):
+            super().release_memory()
+
     def close(self) -> None:
         """Stops the other ranks; they are killed when they do not exit."""
         self._group.close()
+        super().release_memory()
 
 
 def require_shared(learner: LeadingLearner, folder: Path, deadline_s: float = SHARED_S) -> None:

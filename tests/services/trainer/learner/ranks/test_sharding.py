@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -708,6 +709,17 @@ def test_a_version_that_several_ranks_publish_has_the_bytes_that_one_process_pub
     whole = load_file(tmp_path / "several" / "whole" / "model.safetensors")
     torch.testing.assert_close(tensors, whole, rtol=0, atol=0)
     torch.testing.assert_close(dict(AutoModelForCausalLM.from_pretrained(fetched).state_dict()), whole, rtol=0, atol=0)
+
+
+def releases(ranks: Ranks, config: LearnerConfig) -> int:
+    """How often this rank empties the cache of its GPU."""
+    with patch.object(torch.cuda, "empty_cache") as emptied:
+        led(ranks, config, LeadingLearner.release_memory)
+    return emptied.call_count
+
+
+def test_every_rank_gives_its_cached_memory_back(ranks: RankProcesses, untied_model: Path):
+    assert ranks.run(releases, learner_config(untied_model)) == [1] * len(ranks.processes)
 
 
 @pytest.fixture(scope="module")
