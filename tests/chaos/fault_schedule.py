@@ -36,6 +36,8 @@ class Target(StrEnum):
 
 SERVICES = (Target.ROLLOUT, Target.TOOLS, Target.REWARD, Target.AGENT, Target.TRAINER)
 SIGNALS = (Signals.SIGKILL, Signals.SIGSTOP, Signals.SIGTERM)
+LONGEST = (Target.CONTROLLER, Signals.SIGTERM)
+"""Ray takes a minute for it, in which the run goes on: it does not need the controller."""
 MIN_STOP_S, MAX_STOP_S = 1.0, 5.0
 """Seconds between SIGSTOP and SIGCONT: less than the 10 s after which Serve takes a replica or proxy for unhealthy."""
 
@@ -65,6 +67,7 @@ def fault_schedule(
     """`faults` faults in a run of `steps` steps with `trajectories` trajectories each, in the order of their moments.
 
     No two have the same step or the same pair of target and signal, and none comes during or after the last step.
+    `LONGEST` comes last: the run could end during its recovery.
 
     Raises ValueError when there are fewer such steps or pairs than faults.
     """
@@ -72,7 +75,8 @@ def fault_schedule(
     pairs = [(target, signal) for target in targets for signal in SIGNALS]
     drawn_steps = sorted(_drawn(generator, range(steps - 1), faults))
     schedule: list[Fault] = []
-    for step, (target, signal) in zip(drawn_steps, _drawn(generator, pairs, faults), strict=True):
+    drawn_pairs = sorted(_drawn(generator, pairs, faults), key=LONGEST.__eq__)
+    for step, (target, signal) in zip(drawn_steps, drawn_pairs, strict=True):
         moment = Moment(step, int(generator.random() * trajectories))
         share = generator.random()
         stop_s = round(MIN_STOP_S + share * (MAX_STOP_S - MIN_STOP_S), 1) if signal is Signals.SIGSTOP else 0.0

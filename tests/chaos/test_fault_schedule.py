@@ -4,7 +4,7 @@ from signal import SIGKILL, SIGSTOP, SIGTERM
 
 import pytest
 
-from tests.chaos.chaos_settings import IN_CI, OF_KINDS, ON_DEMAND, TRAJECTORIES, RunKind
+from tests.chaos.chaos_settings import IN_CI, OF_KINDS, ON_DEMAND, TRAJECTORIES, ChaosSettings, RunKind
 from tests.chaos.fault_schedule import SIGNALS, Fault, Moment, Target, fault_schedule, spread
 
 TARGETS = IN_CI.targets or ()
@@ -45,6 +45,13 @@ def test_faults_come_in_order_one_a_step_and_none_in_the_last_step():
         assert set(steps) <= set(range(7))
         assert all(0 <= fault.moment.trajectories < TRAJECTORIES for fault in schedule)
         assert len({(fault.target, fault.signal) for fault in schedule}) == 6
+
+
+@pytest.mark.parametrize("settings", [*ON_DEMAND, *OF_KINDS], ids=lambda settings: settings.name)
+def test_no_fault_follows_one_during_whose_recovery_the_run_may_end(settings: ChaosSettings):
+    sent = [(fault.target, fault.signal) for fault in settings.schedule]
+
+    assert (Target.CONTROLLER, SIGTERM) not in sent[:-1]
 
 
 def test_a_stopped_process_goes_on_after_1_to_5_seconds():
