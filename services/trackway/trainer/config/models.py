@@ -284,6 +284,7 @@ class TrackwayConfig(Section):
     """Seed of the learner, the row order, the choice of traced prompts, and, with its position, of each generation."""
     device: str = Field(default="auto", pattern="^(auto|cpu|cuda(:[0-9]+)?)$")
     """Device of the learner: `cpu`, `cuda` (or a particular GPU, `cuda:1`), or `auto` for a GPU if available.
+    Without one, `auto` is an error if `trainer.n_gpus_per_node` or the deployment gave the learner GPUs.
     Experimental: no engine or learner has run on a GPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of the learner's computation; `fsdp_config.model_dtype` is that of its weights. `auto` is bfloat16 on

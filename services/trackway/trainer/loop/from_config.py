@@ -1,6 +1,7 @@
 """Converts verl's configuration keys to the settings of a run's parts; nothing else knows both vocabularies."""
 
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from trackway.trainer.loop.schedule import Schedule
 from trackway.trainer.loop.scheduler import Pacing
 from trackway.trainer.loop.session_groups import SessionLimits
 from trackway.wire.agent import Limits
+from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.tracing import TraceTarget
 from trackway.wire.weights import UpdateMode
@@ -29,9 +31,12 @@ ANCHOR_EVERY = 8
 
 
 def learner_config(config: RunConfig, total_steps: int) -> LearnerConfig:
-    """The learner's sections and settings over a run of `total_steps`."""
+    """The learner's sections and settings over a run of `total_steps`.
+
+    Raises TrackwayError for a device `auto` without the GPUs that the run or its process was given.
+    """
     policy, own = config.actor_rollout_ref, config.trackway
-    device, dtype = _device(own.device), own.dtype
+    device, dtype = _device(config), own.dtype
     if dtype == "auto" and policy.actor.fsdp_config.dtype in ("float32", "fp32"):
         dtype = "float32"
     elif dtype == "auto" and config.has_bfloat16_weights:
@@ -239,10 +244,22 @@ def anchor_every(config: RunConfig, store: WeightStore) -> int:
     return wanted if wanted is not None else 0 if store.is_folder else ANCHOR_EVERY
 
 
-def _device(wanted: str) -> str:
-    if wanted != "auto":
-        return wanted
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def _device(config: RunConfig) -> str:
+    if config.trackway.device != "auto":
+        return config.trackway.device
+    if torch.cuda.is_available():
+        return "cuda"
+    assigned = {
+        "trainer.n_gpus_per_node": config.trainer.n_gpus_per_node or "",
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "").removeprefix("-1"),
+    }
+    if given := [f"{name}={value}" for name, value in assigned.items() if value]:
+        message = (
+            f"trackway.device=auto: expected a GPU for {' and '.join(given)}, got none for torch {torch.__version__}"
+        )
+        remedy = "see `nvidia-smi` (CUDA 13 needs NVIDIA's driver 580 or newer), or set trackway.device=cpu"
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, f"{message}; {remedy}")
+    return "cpu"
 
 
 def _dtype(wanted: str, device: str) -> str:

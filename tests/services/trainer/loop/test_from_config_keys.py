@@ -7,6 +7,7 @@ from operator import attrgetter
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import JsonValue
 
 from trackway.clients.weights import WeightStore
@@ -42,6 +43,7 @@ from trackway.trainer.loop.from_config import (
     validation_template,
 )
 from trackway.trainer.loop.rollout_client import GroupTemplate
+from trackway.wire.errors import TrackwayError
 
 Keys = dict[str, JsonValue]
 Fields = dict[str, object]
@@ -326,7 +328,6 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     ),
     f"{ACTOR}.checkpoint.load_contents": (["model"], {"learner.actor.checkpoint.load_contents": ("model",)}),
     f"{ACTOR}.checkpoint.async_save": (False, {"plan.async_save": False}),
-    "trainer.n_gpus_per_node": (4, {"plan.gpus": 4}),
     "trainer.nnodes": (2, {}),
     "trackway.seed": (5, {"learner.seed": 5, "learner.shuffle_seed": 5, "plan.seed": 5, **asks(sampling__seed=5)}),
     "trackway.device": ("cuda:1", {"learner.device": "cuda:1", "learner.dtype": "bfloat16"}),
@@ -422,7 +423,8 @@ TOGETHER: list[tuple[Keys, Fields]] = [
         {"profiler.folder": Path("/p"), "profiler.steps": frozenset({1})},
     ),
     ({"global_profiler.steps": [2]}, {}),
-    ({"trainer.n_gpus_per_node": 4, "trainer.nnodes": 2}, {"plan.gpus": 8}),
+    ({"trainer.n_gpus_per_node": 4, "trackway.device": "cpu"}, {"plan.gpus": 4}),
+    ({"trainer.n_gpus_per_node": 4, "trainer.nnodes": 2, "trackway.device": "cpu"}, {"plan.gpus": 8}),
     ({"trainer.n_gpus_per_node": 0, "trainer.nnodes": 2}, {}),
     (
         {
@@ -745,6 +747,27 @@ def test_without_a_model_the_path_is_empty_and_without_a_gpu_the_learner_has_flo
     learner = learner_config(resolve({}), STEPS)
 
     assert (learner.model_path, learner.device, learner.dtype) == ("", "cpu", "float32")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "given"),
+    [(8, "-1", "trainer.n_gpus_per_node=8"), (0, "GPU-5f", "CUDA_VISIBLE_DEVICES=GPU-5f"), (None, "", "")],
+)
+def test_a_cpu_is_refused_where_gpus_were_assigned(monkeypatch, gpus: int | None, visible: str, given: str):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config = resolve({"trainer.n_gpus_per_node": gpus})
+    if not given:
+        assert learner_config(config, STEPS).device == "cpu"
+        return
+
+    with pytest.raises(TrackwayError) as refused:
+        learner_config(config, STEPS)
+
+    assert refused.value.message == (
+        f"trackway.device=auto: expected a GPU for {given}, got none for torch {torch.__version__}; see `nvidia-smi` "
+        "(CUDA 13 needs NVIDIA's driver 580 or newer), or set trackway.device=cpu"
+    )
 
 
 def test_with_a_gpu_the_learner_computes_there_in_bfloat16(monkeypatch):
