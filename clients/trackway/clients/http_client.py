@@ -36,10 +36,10 @@ class WholeResponse:
 
     method: str
     url: str
-    """Of the request, as is `method`."""
+    """URL of the request."""
     status_code: int
     headers: Mapping[str, str]
-    """By name in any case."""
+    """Headers by name, in any case."""
     content: bytes
 
     @classmethod

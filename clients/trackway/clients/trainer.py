@@ -43,7 +43,7 @@ class TrainerClient(ServiceClient):
         return await self.call("POST", path, reply=RunInfo, body=body)
 
     async def session_run(self, name: str | None) -> SessionRun:
-        """What the run, or the one in progress, fixes for the sessions that it trains on."""
+        """Settings that the run, or the one in progress, fixes for the sessions that it trains on."""
         return await self.call("GET", "/sessions/run" + (f"?run={quote(name)}" if name else ""), reply=SessionRun)
 
     async def train_session(self, name: str, session: FinishedSession) -> WaitingSessions:

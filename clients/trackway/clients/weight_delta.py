@@ -1,4 +1,4 @@
-"""What changed between two versions of a file of weights, exact to the last bit.
+"""Difference between two versions of a file of weights, exact to the last bit.
 
 bfloat16 has 8 bits of precision, so a step of RL's usual size leaves most values as they were, and moves the others to
 a neighbour. A file is read as 16-bit words. A delta has, for each part of the file, the distances between its changed
@@ -20,7 +20,7 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 ENCODING = "words16"
 SUFFIX = ".delta"
 LARGEST_SHARE = 0.5
-"""Of a file's bytes; a larger delta is not worth the work of applying it."""
+"""Share of a file's bytes; a larger delta is not worth the work of applying it."""
 _DENSEST = 0.25
 """Share of changed words in a part that a delta cannot be small with: float32, or a large step."""
 _PART = 1 << 22

@@ -8,7 +8,7 @@ logger = logging.getLogger("trackway")
 
 
 class Experimental(StrEnum):
-    """What never ran, as the features' settings and guides say it."""
+    """Reason why a feature is experimental, as its setting and guide say it."""
 
     GPU = "no engine or learner has run on a GPU"
     SEVERAL_GPUS = "no engine has run on several GPUs"

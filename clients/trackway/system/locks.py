@@ -21,7 +21,7 @@ class LockTaken(BlockingIOError):
     def __init__(self, path: Path, holder: str) -> None:
         super().__init__(f"{path} is locked by {holder or 'another process'}")
         self.holder = holder
-        """What the holder wrote into the file; may be empty."""
+        """Text that the holder wrote into the file; may be empty."""
 
 
 def acquire_lock(path: Path, *, holder: str = "", wait_s: float = 0.0, mode: int | None = 0o600) -> FileLock:

@@ -76,7 +76,7 @@ class Waits:
         return BegunWait(self._waiting, Waiting(who, waits_for, self.now(), timeout_s))
 
     def current(self, patience_s: float = 0.0) -> list[Wait]:
-        """Those that have lasted so long."""
+        """Waits that have lasted so long."""
         before = self.now() - patience_s
         return [waiting.wait() for waiting in self._waiting if waiting.since_s <= before]
 

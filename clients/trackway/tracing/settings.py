@@ -44,7 +44,7 @@ SPOOL_FOLDER = "spool"
 
 
 class TracingSettings(BaseModel):
-    """Where spans go and how much text they carry."""
+    """Destination of spans, and how much text they carry."""
 
     backends: list[SpanBackend] | None = None
     """Backends of runs that name none; None takes MLflow if its URI is set, else OTLP if its endpoint is set."""
@@ -95,7 +95,7 @@ class TracingSettings(BaseModel):
         return self.weave_url.rstrip("/") == HOSTED_WEAVE
 
     def missing(self, backend: TraceBackend) -> str | None:
-        """What is missing to export to this backend, as a sentence with the remedy; None when nothing is."""
+        """Missing setting for this backend, as a sentence with the remedy; None when there is none."""
         wants = {
             TraceBackend.MLFLOW: (self.mlflow_uri, "an MLflow server: set MLFLOW_TRACKING_URI"),
             TraceBackend.WEAVE: (self.weave_api_key, "W&B's API key: set WANDB_API_KEY"),

@@ -23,7 +23,7 @@ class TraceStats:
     """Bytes of the ended spans, before compression."""
     incidents: set[Incident] = field(default_factory=set)
     called: set[tuple[Incident, str]] = field(default_factory=set)
-    """Of incidents of calls, the services that were called."""
+    """Services whose calls had incidents."""
 
     @property
     def incident_services(self) -> dict[Incident, list[str]]:

@@ -117,7 +117,7 @@ class Limits(WireRequest):
 
 
 class GroupWaits(WireReply):
-    """What the rollouts of a group wait for at present; a line of its stream beside the trajectories."""
+    """Waits of a group's rollouts at present; a line of its stream beside the trajectories."""
 
     waits: list[Wait]
     now: int

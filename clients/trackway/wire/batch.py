@@ -39,4 +39,4 @@ class BatchResult(WireReply, Generic[ReplyT]):
     reply: ReplyT | None = None
     error: ErrorBody | None = None
     receipt: str = ""
-    """What the request added to its trace, as in the header `x-trackway-trace`."""
+    """Spans that the request added to its trace, as in the header `x-trackway-trace`."""

@@ -30,7 +30,7 @@ class EnvObservation(WireReply):
 
     observation: dict[str, JsonValue]
     reward: Finite | None = None
-    """Of this step; null counts as 0."""
+    """Reward of this step; null counts as 0."""
     done: bool = False
 
 
@@ -50,7 +50,7 @@ class EnvTool(WireReply):
 
 
 class GymResponse(WireReply):
-    """What the agent did: items of OpenAI's Responses."""
+    """Items of OpenAI's Responses that the agent made."""
 
     output: list[dict[str, JsonValue]]
 

@@ -149,7 +149,7 @@ ERRORS: dict[ErrorCode, ErrorSpec] = {
 
 
 class ErrorBody(WireReply):
-    """What went wrong: expected, got, remedy."""
+    """Fault in words: expected, got, remedy."""
 
     code: ErrorCode
     message: str

@@ -86,7 +86,7 @@ class ReplicaList(WireReply):
 
     replicas: list[ReplicaInfo]
     passes: dict[str, str] = Field(default_factory=dict, repr=False)
-    """By replica, the token to send to its `url` instead of the caller's own. It is valid at that replica only, so a
+    """Token of each replica, to send to its `url` instead of the caller's own. It is valid at that replica only, so a
     process that takes over the address cannot use it elsewhere. Empty without tokens."""
 
 
@@ -96,7 +96,7 @@ class Wait(WireReply):
     who: str
     """Who waits: `the learner`, `group 5/17` (step and prompt), `rollout 5/17/0`."""
     waits_for: str
-    """What for: `rollouts of step 5`, `tool python`."""
+    """Thing that it waits for: `rollouts of step 5`, `tool python`."""
     since: int
     """Milliseconds since 1970."""
     until: int | None = None
@@ -104,4 +104,4 @@ class Wait(WireReply):
     progress: str = ""
     """How far it is, and its newest problem."""
     because: list["Wait"] = Field(default_factory=list["Wait"])
-    """What it is that takes so long, the longest wait first; only as many as help."""
+    """Waits behind it, the longest first; only as many as help."""

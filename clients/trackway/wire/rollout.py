@@ -37,7 +37,7 @@ _COUNT = re.compile(r"\{(\d*),?(\d*)\}")
 
 
 class StructuredOutputs(WireRequest):
-    """What the generated text must be: JSON of a schema, any JSON object, or text of a structural tag."""
+    """Form of the generated text: JSON of a schema, any JSON object, or text of a structural tag."""
 
     json_schema: dict[str, JsonValue] | None = Field(default=None, alias="json")
     """A JSON schema of at most 64 KiB."""
@@ -244,7 +244,7 @@ class GeneratePiece(WireReply):
     error: ErrorBody | None = None
     """Why the generation failed."""
     receipt: str = ""
-    """What the request added to its trace, as in the header `x-trackway-trace`."""
+    """Spans that the request added to its trace, as in the header `x-trackway-trace`."""
 
 
 class GenerateChoice(WireReply):

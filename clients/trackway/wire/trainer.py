@@ -155,7 +155,7 @@ class RunInfo(WireReply):
     tracking: list[BackendSummary] = Field(default_factory=list[BackendSummary])
     """Unsent and lost values, one entry for each backend that the run uses."""
     waits: list[Wait] = Field(default_factory=list[Wait])
-    """What an active run waits for at present, if it has waited for seconds."""
+    """Waits of an active run that have lasted seconds."""
     rollout_states: dict[str, int] = Field(default_factory=dict)
     """Rollouts for training by state. Those other than `submitted` sum to it: `running`, `finished` (and not trained
     yet), `used`, `dropped_failed`, `dropped_infrastructure`, `dropped_filtered`, `dropped_stale`, `baseline`

@@ -218,7 +218,7 @@ class Trajectory(WireReply):
     incident_services: dict[Incident, Annotated[list[str], Field(fail_fast=True)]] = Field(
         default_factory=dict[Incident, list[str]]
     )
-    """Of incidents of calls: the services that were called, or the hosts of others, such as a judge."""
+    """Services whose calls had incidents, or the hosts of others, such as a judge."""
     error: ErrorBody | None = None
 
     @model_validator(mode="after")

@@ -30,7 +30,7 @@ class TensorDigest(WireReply):
     dtype: str
     """The published dtype, in torch's names: `float32`, `bfloat16`."""
     sha256: dict[str, str]
-    """By dtype: as published, and rounded to each narrower one."""
+    """Digests by dtype: as published, and rounded to each narrower one."""
 
 
 class Probe(WireReply):
@@ -96,7 +96,7 @@ class WeightDelta(WireReply):
     """The version whose files are changed, which may be a delta too."""
     encoding: str
     files: list[FileDigest]
-    """What is published: changes, as `<file>.delta`, and whole files; other files are those of the base."""
+    """Published files: changes, as `<file>.delta`, and whole files; the others are the base's."""
 
 
 class WeightManifest(WireReply):
@@ -148,7 +148,7 @@ class OfferedTensors(WireReply):
 
     names: list[str]
     dtype: str
-    """Of all of them, in torch's names."""
+    """Dtype of all of them, in torch's names."""
     shapes: list[list[int]]
     sizes: list[int]
     """Bytes of each."""

@@ -1,4 +1,4 @@
-"""What counts as a failure in the row of a trajectory, as SQL, and which service it is of."""
+"""Failures in the row of a trajectory, as SQL, and the service of each."""
 
 import re
 from typing import get_args
@@ -76,7 +76,7 @@ _INCIDENTS: dict[str, str] = {
 _INFRASTRUCTURE_INCIDENTS = frozenset(
     {Incident.RETRIED, Incident.WEIGHTS_BEHIND, Incident.INSTANCE_LOST, Incident.REPLICA_LOST}
 )
-"""Of the others, a turn is cut on purpose when weights change, and a prompt and a tool are the run's own."""
+"""A turn is cut on purpose when weights change, and a prompt and a tool are the run's own."""
 
 
 def is_infrastructure(kind: str, code: str) -> bool:

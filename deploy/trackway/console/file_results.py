@@ -1,4 +1,4 @@
-"""What a query found in each file of a run, so that a long one answers in parts."""
+"""Results of a query for each file of a run, so that a long one answers in parts."""
 
 import threading
 import time
@@ -23,7 +23,7 @@ Read = Callable[[Sequence[File]], tuple[list[tuple[File, Row]], dict[File, str]]
 
 @dataclass(frozen=True)
 class Found:
-    """What is known so far."""
+    """Results so far."""
 
     rows: list[tuple[File, Row]]
     """In the order of the files."""

@@ -1,4 +1,4 @@
-"""What goes over all steps of a run: one prompt, and failures by their cause."""
+"""Queries over all steps of a run: one prompt, and failures by their cause."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -67,7 +67,7 @@ def prompt_page(
 
 
 def _prompt(reader: ParquetReader, file: File, sample: str) -> str:
-    """What the sample asks in a step."""
+    """Question of the sample in a step."""
     asked = (
         "SELECT prompt_messages FROM read_parquet($file) "
         "WHERE CAST(sample_index AS VARCHAR) = $sample ORDER BY rollout_n DESC LIMIT 1"

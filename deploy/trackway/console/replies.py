@@ -108,7 +108,7 @@ class StepPage(WireReply):
     tokens: list[int]
     """Tokens of the response."""
     seconds: list[float | None]
-    """Of the whole rollout; the next three are parts of it, and the rest is queues, parsing and the network."""
+    """Seconds of the whole rollout; the next three are parts of it, and the rest is queues, parsing and the network."""
     generate_s: list[float | None]
     tools_s: list[float | None]
     score_s: list[float | None]
@@ -161,7 +161,7 @@ class TrajectoryPage(WireReply):
     timings: Timings
     incidents: list[str]
     incident_services: dict[str, list[str]]
-    """Of incidents of calls, the services that were called."""
+    """Services whose calls had incidents."""
     weight_versions: list[WeightSpan]
     error: ErrorBody | None
     log: str
@@ -217,7 +217,7 @@ class TokensPage(WireReply):
 
 
 class LearnerTokens(WireReply):
-    """What the update computed of the same tokens, by column; null for what it did not compute."""
+    """Values that the update computed of the same tokens, by column; null where it computed none."""
 
     status: str
     """`used`, or why the trajectory was not trained on; the columns are then empty."""
@@ -241,7 +241,7 @@ class Hit(WireReply):
     snippet: str
     """Text around the first match, or the end of the conversation without a text to search."""
     match: str
-    """What matched, as the snippet has it; empty without a text to search."""
+    """Match, as the snippet has it; empty without a text to search."""
 
 
 class SearchPage(WireReply):
@@ -284,7 +284,7 @@ class PromptPage(WireReply):
     unreadable: list[str]
     """Files that could not be read."""
     files: int
-    """Of the run."""
+    """Files of the run."""
     files_left: int
     """Files that were not read yet: ask again, which goes on there."""
 
@@ -300,11 +300,11 @@ class Failure(WireReply):
     message: str
     """One of the messages; empty for calls and incidents, which have none."""
     pattern: str
-    """What its messages have in common, N for numbers, which search takes as `message`."""
+    """Common beginning of its messages, N for numbers, which search takes as `message`."""
     infrastructure: bool
     """Whether a service, a machine or the network failed, and not the row, the agent loop or the tool itself."""
     service: str
-    """Where it failed, as its row, code or message says; several where none says which, empty for none."""
+    """Services where it failed, as its row, code or message says; several where none says which, empty for none."""
     called: str
     """For an incident of a call the service as its rows have it, which search takes as `service`; empty for others."""
     count: int
@@ -313,7 +313,7 @@ class Failure(WireReply):
     steps: Series
     """Failures by step of training."""
     validation: int
-    """Those among them in validations."""
+    """Number of them in validations."""
     example: TrajectoryAddress
     """The newest."""
 
@@ -325,7 +325,7 @@ class FailuresPage(WireReply):
     unreadable: list[str]
     """Files that could not be read."""
     files: int
-    """Of the run."""
+    """Files of the run."""
     files_left: int
     """Files that were not read yet: ask again, which goes on there."""
 
@@ -362,11 +362,11 @@ class ReplicaState(WireReply):
     reason: str
     """Why it is not ready."""
     version: int | None
-    """Of its weights; None for services without any."""
+    """Version of its weights; None for services without any."""
     latest: int | None
     """The newest published version."""
     verdict: str
-    """Of the proof of these weights; empty without one."""
+    """Verdict of the proof of these weights; empty without one."""
     trace_backends: list[str]
     spans_ended: int
     spans_waiting: int
@@ -396,7 +396,7 @@ class SystemPage(WireReply):
 
 
 class TryOffer(WireReply):
-    """What can be tried; empty where the service does not answer."""
+    """Model and tools to try; empty where the service does not answer."""
 
     model: str | None
     tools: list[ToolSchema]

@@ -21,7 +21,7 @@ _Stamp = tuple[int, int]
 
 @dataclass(frozen=True)
 class _Metrics:
-    """What was read of a metrics file."""
+    """Part of a metrics file that was read."""
 
     rows: list[MetricsRow] = field(default_factory=list[MetricsRow])
     end: int = 0

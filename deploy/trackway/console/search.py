@@ -38,7 +38,7 @@ _MOST_MATCH = 200
 
 @dataclass(frozen=True)
 class Query:
-    """What a trajectory must have; None and the empty text allow any."""
+    """Conditions on a trajectory; None and the empty text allow any."""
 
     text: str = ""
     """Text of a message, a tool call or an error, in any case."""
@@ -49,7 +49,7 @@ class Query:
     error: str = ""
     """Code of an error that ended the rollout, or of a failed call."""
     message: str = ""
-    """What the message of the error that ended the rollout begins with, N for each number: a group of Failures."""
+    """Beginning of the message of the error that ended the rollout, N for each number: a group of Failures."""
     incident: str = ""
     """A problem from which the rollout recovered, and which is no failure of one of its calls."""
     service: str = ""
@@ -342,7 +342,7 @@ def in_any_case(regex: str) -> str:
 
 
 def _right_answers(reader: ParquetReader, file: File, part: int, count: int) -> dict[str, list[tuple[float, set[str]]]]:
-    """By sample, each score above 0 and the words of the answer that got it."""
+    """Scores above 0 by sample, each with the words of the answer that got it."""
     answers: dict[str, list[tuple[float, set[str]]]] = {}
     source = _rows_of_part("read_parquet($file, file_row_number = true)")
     for start in range(0, count, part):

@@ -30,7 +30,7 @@ MOST_TOKENS = 4096
 """Tokens of one reply."""
 MOST_RANKED = 8
 Rank = Literal["logprob", "learner", "difference", "entropy", "advantage"]
-"""What tokens are ranked by; the sampler's log-probability where the learner's values are missing."""
+"""Measure that tokens are ranked by; the sampler's log-probability where the learner's values are missing."""
 _ORDER: dict[Rank, Callable[[float], float]] = {
     "logprob": lambda value: value,
     "learner": lambda value: value,
@@ -197,7 +197,7 @@ def _part(learner: LearnerTokens, shown: slice) -> LearnerTokens:
 def _learner_tokens(
     reader: ParquetReader, folder: RunFolder, address: TrajectoryAddress, row: int, prompt: int
 ) -> tuple[LearnerTokens | None, str]:
-    """What the update computed of the row's tokens if it is on disk, and why it cannot be read."""
+    """Values that the update computed of the row's tokens, if on disk, and why they cannot be read."""
     file = token_values_of(folder, address.step)
     if address.validation or file is None:
         return None, ""

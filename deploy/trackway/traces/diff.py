@@ -19,7 +19,7 @@ class DiffPiece(NamedTuple):
 
     text: str
     changed: bool
-    """Of the first text: whether another lacks it. Of another: whether the first lacks it."""
+    """Whether another text lacks this part of the first, or the first lacks this part of another."""
 
 
 class Diff(BaseModel):

@@ -67,7 +67,7 @@ class SpanNode(BaseModel):
     events: list[SpanEvent] = Field(default_factory=list)
     links: list[SpanLink] = Field(default_factory=list)
     children: list["SpanNode"] = Field(default_factory=list)
-    """By start."""
+    """Child spans by start."""
 
     @property
     def duration_ms(self) -> float | None:

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NICENESS = 5
-"""Of the server once it answers; 19 is the lowest priority."""
+"""Niceness of the server once it answers; 19 is the lowest priority."""
 START_DEADLINE_S = 120.0
 END_DEADLINE_S = 8.0
 STARTS = 2

@@ -39,7 +39,7 @@ _IGNORED = frozenset({"truncation", "context_management", "prediction"})
 
 
 class LeftOut(NamedTuple):
-    """What a call asks for without effect."""
+    """Field of a call that has no effect."""
 
     sampling: Mapping[str, JsonValue]
     """The sampling, which is the run's."""
@@ -51,13 +51,13 @@ _NOTHING = LeftOut({}, frozenset())
 
 
 class SessionCall(OpenAIRequest):
-    """What the calls of all formats share."""
+    """Fields that the calls of all formats share."""
 
     _left_out: LeftOut = PrivateAttr(default_factory=lambda: _NOTHING)
 
     @property
     def left_out(self) -> LeftOut:
-        """What the agent asked for without effect."""
+        """Fields of the call that had no effect."""
         return self._left_out
 
     @model_validator(mode="wrap")

@@ -9,14 +9,14 @@ from trackway.wire.trajectory import WeightSpan
 
 
 class NodeKind(StrEnum):
-    """What a node of the token graph holds."""
+    """Content of a node of the token graph."""
 
     PROMPT = "prompt"
     """A rendered conversation that continues nothing: a root of the graph."""
     SAMPLED = "sampled"
     """Tokens of the model: one choice of one call."""
     OBSERVATION = "observation"
-    """What a call added after sampled tokens: end of turn, messages, generation prompt."""
+    """Tokens that a call added after sampled ones: end of turn, messages, generation prompt."""
     RETRY = "retry"
     """A call that was repeated and answered from the record; it has no tokens."""
     AUXILIARY = "auxiliary"
@@ -43,7 +43,7 @@ class RootReason(StrEnum):
 
 
 class GraphNode(WireReply):
-    """What one call added. The concatenated ids from a root to a sampled node are what the engine saw and wrote."""
+    """Tokens that one call added. The ids from a root to a sampled node are those that the engine saw and wrote."""
 
     id: int
     parent: int | None = None
@@ -57,17 +57,17 @@ class GraphNode(WireReply):
     weight_versions: list[WeightSpan] = Field(default_factory=list[WeightSpan])
     """Spans over `ids`; empty unless sampled."""
     reason: RootReason | None = None
-    """Of a root: why it continues nothing."""
+    """Reason why a root continues nothing."""
     repeats: int | None = None
-    """Of a retry: the call whose answer was given again."""
+    """Call whose answer a retry was given again."""
     finish_reason: str | None = None
-    """Of sampled tokens; `abort` when the client left, or the generation failed."""
+    """Stop reason of sampled tokens; `abort` when the client left, or the generation failed."""
     forced: str = ""
-    """Of sampled tokens: the start of the message that a forced tool call put at the end of the prompt."""
+    """Start of the message of sampled tokens that a forced tool call put at the end of the prompt."""
     guided: bool = False
-    """Of sampled tokens: a grammar (`response_format`) guided them. They are not trained, and `logprobs` are those of
+    """Whether a grammar (`response_format`) guided sampled tokens. They are not trained, and `logprobs` are those of
     what it left."""
     reward: float | None = None
-    """Of sampled tokens: the score of their call, if it was posted."""
+    """Score of the call of sampled tokens, if it was posted."""
     delivered: bool = True
     """False for sampled tokens whose answer reached no client: an abandoned call, which is not trained."""

@@ -27,7 +27,7 @@ class SessionBounds(WireRequest):
 
 
 FormatUse = Literal["guide", "note"]
-"""What becomes of the JSON formats of an agent's calls: they guide the sampling, and guided tokens are not trained; or
+"""Use of the JSON formats of an agent's calls: they guide the sampling, and guided tokens are not trained; or
 they are named among the fields without effect, and all tokens are trained."""
 
 
@@ -44,7 +44,7 @@ class SessionRequest(WireRequest):
     limits: Limits = Field(default_factory=Limits)
     bounds: SessionBounds = Field(default_factory=SessionBounds)
     formats: FormatUse = "guide"
-    """What becomes of `response_format`, `text.format` and `output_config.format`: `guide` has the engine guide the
+    """Use of `response_format`, `text.format` and `output_config.format`: `guide` has the engine guide the
     answer, whose tokens are then not trained; `note` names them in `ignored_fields`, and trains what the model writes
     by itself."""
     min_weight_version: Int = Field(default=0, ge=0)
@@ -78,13 +78,13 @@ class SessionAccess(WireReply):
 
 
 class ExternalRollout(SessionAccess):
-    """What the URL of an external agent gets for each rollout, with `traceparent` as a header too."""
+    """Body that the URL of an external agent gets for each rollout, with `traceparent` as a header too."""
 
     sample: Sample
 
 
 class ExternalReply(WireRequest):
-    """What it answers once its agent has ended; an empty body is the same as `{}`."""
+    """Its answer once its agent has ended; an empty body is the same as `{}`."""
 
     score: Score | None = None
     """The score of the session, instead of the reward service's."""

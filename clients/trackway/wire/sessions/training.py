@@ -24,7 +24,7 @@ class TrainedSession(WireRequest):
 
 
 class SessionRun(WireReply):
-    """What a run that trains on sessions fixes for each of them."""
+    """Settings that a run fixes for each session that it trains on."""
 
     run: RunName
     experiment_name: Label

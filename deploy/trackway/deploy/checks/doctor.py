@@ -1,4 +1,4 @@
-"""What this machine has and lacks for each part of Trackway, with the remedy. Starts nothing; needs only the base."""
+"""Check of this machine for each part of Trackway, with remedies. Starts nothing; needs only the base."""
 
 import asyncio
 import os

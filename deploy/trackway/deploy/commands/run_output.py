@@ -1,4 +1,4 @@
-"""What commands print about a run: its plan with all problems, its end, and what was lost of it."""
+"""Output of commands about a run: its plan with all problems, its end, and its losses."""
 
 from contextlib import suppress
 from typing import TYPE_CHECKING

@@ -421,7 +421,7 @@ def not_scoring(folder: Path) -> str:
 
 
 def _kind(folder: Path, *, scores: bool) -> str:
-    """What the reward model is, and who asks it."""
+    """Reward model of the run, and who asks it."""
     asks = "whose logit of the conversation is the score" if scores else "which custom_reward_function asks"
     if not (folder / "config.json").is_file():
         return f"a model not on this machine yet, {asks}"

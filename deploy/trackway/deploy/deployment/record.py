@@ -40,7 +40,7 @@ class Deployment(BaseModel):
 
     @property
     def address(self) -> str:
-        """Where the services are, in one line."""
+        """Addresses of the services, in one line."""
         own = [f"{name} {url}" for name, url in self.service_urls.items()]
         return ", ".join([*([self.base_url] if self.base_url else []), *own])
 

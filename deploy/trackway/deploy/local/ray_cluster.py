@@ -57,7 +57,7 @@ _LEAN = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",  # instead of 0.1: how soon a lost replica is replaced
     "RAY_num_workers_soft_limit": "1",  # idle workers that stay, instead of one for each of --num-cpus
 }
-"""What an idle machine does less often, or not at all. A variable that is in the environment stays."""
+"""Ray's work on an idle machine, less often or not at all. A variable that is in the environment stays."""
 
 
 def _environment(token: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What an outputs folder holds, by whether it can be made again, and its removal."""
+"""Contents of an outputs folder, by whether they can be made again, and their removal."""
 
 import shutil
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Part:
 
 
 def parts(outputs: Path, everything: bool) -> list[Part]:
-    """What `clean` removes: what can be made again; with `everything` also runs, metrics and traces. Other files stay.
+    """Files that `clean` removes: those that can be made again; with `everything` also runs, metrics and traces.
 
     Raises:
         UserError: the folder belongs to no deployment, or services or a run use it.

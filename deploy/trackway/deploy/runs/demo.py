@@ -57,9 +57,9 @@ class Summary(BaseModel):
     model_config = ConfigDict(ser_json_inf_nan=NON_FINITE)
 
     accuracy_before: float | None
-    """Of the weights that the run started from; None without a validation before its first step."""
+    """Accuracy of the weights that the run started from; None without a validation before its first step."""
     accuracy_after: float | None
-    """Of its newest validation after a step; None without one."""
+    """Accuracy of its newest validation after a step; None without one."""
     steps: int
     trajectories: int
     """Validation included, unless the run's folder cannot be read."""
@@ -73,7 +73,7 @@ class Summary(BaseModel):
     experiment_id: str
     run_id: str
     undelivered: list[str]
-    """What backends lack of the run's traces, feedback and metrics: a sentence for each kind, with its number."""
+    """Traces, feedback and metrics that backends lack: a sentence for each kind, with its number."""
 
 
 @dataclass
@@ -144,7 +144,7 @@ class DemoServices:
     settings: UpSettings
     serve_config: dict[str, Any]
     overrides: list[str]
-    """Those given, and what this machine cannot provide set to null."""
+    """Given overrides, and null for what this machine cannot provide."""
     decisions: list[Decision]
     """How the keys that describe the deployment were applied."""
 

@@ -1,4 +1,4 @@
-"""Where the rollouts of a run are, which failed, and which spans, metrics and feedback reached no backend."""
+"""Rollouts of a run that are open or failed, and spans, metrics and feedback that reached no backend."""
 
 from pathlib import Path
 

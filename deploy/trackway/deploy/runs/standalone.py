@@ -129,7 +129,7 @@ class StandaloneRun:
 
 
 def resumes_with(folder: RunFolder, config: RunConfig) -> str:
-    """What differs between a run's own settings and `config`, in words: what it keeps, and what it takes."""
+    """Differences between a run's own settings and `config`, in words: those it keeps, and those it takes."""
     began, changes = leaves(folder.config().model_dump(mode="json")), changes_between(folder.config(), config)
     kept = ", ".join(changed_since(folder, config))
     taken = ", ".join(f"{key}={value} instead of {began[key]}" for key, value in changes.items())

@@ -45,9 +45,9 @@ class Tried(BaseModel):
     """Number of the row in its file; the first is 1."""
     sample: Sample
     trajectories: list[Trajectory]
-    """By rollout number."""
+    """Trajectories by rollout number."""
     advantages: list[float | None]
-    """Of each trajectory; None for those that a training step would leave out."""
+    """Advantage of each trajectory; None for those that a training step would leave out."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Trial:
     subject: Subject
 
     def check(self, report: Report) -> tuple[Findings, Rows | None]:
-        """What is wrong with the rows, tools, scorers and loops; and the rows, None when they cannot be read."""
+        """Faults of the rows, tools, scorers and loops; and the rows, None when they cannot be read."""
         findings, used = check_parts(self.subject, report)
         return findings, used.get("data.train_files")
 

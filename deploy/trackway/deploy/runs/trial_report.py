@@ -111,7 +111,7 @@ def _turns(trajectory: Trajectory) -> RenderableType:
 
 
 def _measured(turn: Turn, message: Message, records: dict[str, ToolCallRecord]) -> str:
-    """What the message took: tokens and seconds of the model's, seconds and step reward of a call's result."""
+    """Cost of the message: tokens and seconds of the model's, seconds and step reward of a call's result."""
     if message.role == "assistant":
         tokens = f"{turn.response_end - turn.response_start} tokens"
         return f"{tokens}, {turn.generate_s:.2f} s" if turn.generate_s else tokens
