@@ -63,7 +63,7 @@ class Episode:
     reward: Reward | None = None
     """A score that the loop sets itself is kept; otherwise the reward service is asked."""
     last_answer: GenerateChoice | None = None
-    """What the engine answered last."""
+    """Last answer of the engine."""
     first_turn: int = 0
     """Number of the first turn, of which seeds and request ids depend."""
     log: str = ""

@@ -61,7 +61,7 @@ class ExternalSettings(BaseModel):
     bounds: SessionBounds = Field(default_factory=SessionBounds)
     """Bounds of each rollout's session."""
     formats: FormatUse = "guide"
-    """What becomes of `response_format`, `text.format` and `output_config.format` of its calls: `guide` has the engine
+    """Use of `response_format`, `text.format` and `output_config.format` of its calls: `guide` has the engine
     guide the answer, whose tokens are then not trained; `note` names them in the session's `ignored_fields`, and trains
     what the model writes by itself."""
     max_running: int = Field(default=64, ge=1)
@@ -95,13 +95,13 @@ class EnvironmentSettings(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     protocol: Literal["openenv", "nemo_gym"]
-    """What the server speaks: OpenEnv's `/ws`, or the routes of a NeMo-Gym resources server."""
+    """Protocol of the server: OpenEnv's `/ws`, or the routes of a NeMo-Gym resources server."""
     url: str = Field(pattern=r"^https?://")
     """Base URL of the server, which each agent replica must reach."""
     headers: dict[str, SecretStr] = Field(default_factory=dict[str, SecretStr])
     """Headers of the requests to it, such as `authorization`."""
     scored_by: Literal["environment", "reward"] = "environment"
-    """Whose score the trajectory has: the environment's, or the reward service's, which sees the rewards of steps as
+    """Source of the trajectory's score: the environment, or the reward service, which sees the rewards of steps as
     those of tools."""
     observation_field: str | None = None
     """Field of an observation that the model reads; without it all fields as JSON, or the only one as it is."""

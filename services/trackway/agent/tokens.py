@@ -163,7 +163,7 @@ class ChatTokens:
 
     @property
     def support(self) -> TemplateSupport:
-        """What the chat template shows of tools."""
+        """Support for tools in the chat template."""
         return self.fast.support
 
     @property

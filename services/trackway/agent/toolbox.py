@@ -33,7 +33,7 @@ _releasing: set[asyncio.Task[None]] = set()
 
 
 class StatefulTool(Protocol):
-    """What answers all calls of a tool in a trajectory."""
+    """Instance that answers all calls of a tool in a trajectory."""
 
     call_lock: asyncio.Lock
     """Held during each call."""

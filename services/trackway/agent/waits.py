@@ -1,4 +1,4 @@
-"""What each rollout waits for: its own waits are in the context of the task that runs it."""
+"""Waits of each rollout; its own are in the context of the task that runs it."""
 
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
@@ -22,7 +22,7 @@ class RolloutWaits:
         return _NotedWait(self._waits(self._name, waits_for, timeout_s))
 
     def current(self) -> list[Wait]:
-        """What it waits for at present; its agent loop, if that waits for no service."""
+        """Its present wait; its agent loop, if that waits for no service."""
         outer, *inner = self._waits.current() or [None]
         return [wait for wait in inner or [outer] if wait is not None]
 

@@ -33,7 +33,7 @@ class ToolCallReader:
         self._behind_call = False
         self._in_call = not tool_format.begins
         self._begin = ""
-        """What the open call begins with."""
+        """Beginning of the open call."""
         self._no_more = False
         """Whether no call can begin any more."""
         self._space = ""

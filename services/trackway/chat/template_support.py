@@ -1,4 +1,4 @@
-"""What a chat template shows of tools, and the ids that it puts after an assistant turn.
+"""Support for tools in a chat template, and the ids that it puts after an assistant turn.
 
 Both are found by rendering sentinels.
 """
@@ -26,7 +26,7 @@ _QUESTION = {"role": "user", "content": "question"}
 _TOOL_MESSAGE = {"role": "tool", "content": _RESULT, "name": _TOOL, "tool_call_id": "call00000"}
 
 REJECTIONS = (TemplateError, TypeError, ValueError, RecursionError)
-"""What chat templates raise for messages that they do not support."""
+"""Errors of chat templates for messages that they do not support."""
 
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str]
 """Renders messages and tools with a generation prompt."""

@@ -60,7 +60,7 @@ class ChatTokenizer:
 
     @cached_property
     def support(self) -> TemplateSupport:
-        """What the chat template shows of tools."""
+        """Support for tools in the chat template."""
         return template_support(self, self._template_kwargs)
 
     def _written_format(self) -> ToolFormat:

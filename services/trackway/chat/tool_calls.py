@@ -11,7 +11,7 @@ from pydantic_core import from_json
 BEGIN, END = "<tool_call>", "</tool_call>"
 _WANTED = '{"name": "<function>", "arguments": {...}}'
 _CUT = re.compile(r"[\w.+\\-]*\s*")
-"""What may stand between the place of a JSON error and the end of a text that was cut there."""
+"""Text between the place of a JSON error and the end of a text that was cut there."""
 _NAME = re.compile(r'"name"\s*:\s*"([^"\\]{1,256})"')
 
 

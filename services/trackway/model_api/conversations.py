@@ -1,4 +1,4 @@
-"""What the conversions of other formats to chat requests share."""
+"""Functions that the conversions of other formats to chat requests share."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""What a user of this package provides: something that continues token ids."""
+"""Protocol that a user of this package provides: it continues token ids."""
 
 from collections.abc import AsyncGenerator, Sequence
 from typing import Literal, Protocol

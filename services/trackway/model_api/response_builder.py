@@ -23,7 +23,7 @@ class ResponseBuilder(ABC):
     """Builds one response, once."""
 
     prefix: ClassVar[str]
-    """Of the response's id."""
+    """Prefix of the response's id."""
 
     def __init__(self, prompts: Sequence[list[int]], readers: Sequence[MessageReader]) -> None:
         """`readers` has one for each choice of each prompt."""

@@ -35,7 +35,7 @@ class Delta:
 
 
 NOTHING = Delta("", [], [], [], None)
-"""What a choice has before its first token."""
+"""State of a choice before its first token."""
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:

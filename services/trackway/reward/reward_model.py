@@ -37,11 +37,11 @@ class RewardModelSettings(BaseModel):
     """URL of the server without `/v1`; http for a function. Null is the service `reward_model` below this service's
     `base_url`. A classifier's has vLLM's `/classify`."""
     timeout_s: float = Field(default=50.0, gt=0)
-    """Of a classifier: limit of one score in seconds, retries included; keep it below `score_timeout_s`."""
+    """Limit of one score of a classifier in seconds, retries included; keep it below `score_timeout_s`."""
     attempts: int = Field(default=5, ge=1)
-    """Of a classifier: attempts when the server fails or cannot be reached; until the limit when it is full (429)."""
+    """Attempts at a classifier when the server fails or cannot be reached; until the limit when it is full (429)."""
     max_in_flight: int = Field(default=64, ge=1)
-    """Of a classifier: concurrent requests of one replica; others wait until their limit."""
+    """Concurrent requests of one replica to a classifier; others wait until their limit."""
 
 
 class RewardModelAccess:
@@ -49,7 +49,7 @@ class RewardModelAccess:
 
     def __init__(self, settings: RewardModelSettings, services_url: str) -> None:
         self.url = str(settings.base_url or f"{services_url.rstrip('/')}/{REWARD_MODEL}").rstrip("/")
-        """Of the server, without `/v1`."""
+        """URL of the server, without `/v1`."""
         self.router_address = self.url.partition("://")[2]
         """Host, port and path: verl's functions ask `http://{reward_router_address}/v1/chat/completions`, or the
         `/classify` of a classifier."""

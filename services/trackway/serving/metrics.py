@@ -46,7 +46,7 @@ class ServiceMetrics:
         )
         self.seconds = seconds_histogram("trackway_request_seconds", "Duration of requests in seconds", "route")
         self.collectors: list[Collector] = [self.in_flight, self.requests, self.seconds, *collectors]
-        """Of all metrics."""
+        """Collectors of all metrics."""
         self.collectors += [_Target(service), _Spans(tracing), *map(_Read, gauges)]
         self._registry = CollectorRegistry()
         for collector in self.collectors:

@@ -139,7 +139,7 @@ def _sessions(intake: SessionIntake) -> ServiceRouter:
 
     @router.get("/sessions/run")
     async def session_run(run: RunNameInPath | None = None) -> SessionRun:
-        """What a run that trains on sessions fixes for each of them; without a name, the run in progress."""
+        """Settings that a run fixes for each session that it trains on; without a name, the run in progress."""
         return await asyncio.to_thread(intake.run, run)
 
     @router.post("/runs/{run}/sessions", status_code=202)

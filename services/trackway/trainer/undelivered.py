@@ -1,4 +1,4 @@
-"""What backends have not received of a run, in words."""
+"""Data of a run that backends have not received, in words."""
 
 from trackway.wire.trainer import BackendSummary
 

@@ -1,4 +1,4 @@
-"""What an agent loop asks of an environment: one episode for one trajectory, over a connection of its own."""
+"""Protocol of an agent loop with an environment: one episode for one trajectory, over a connection of its own."""
 
 import asyncio
 import contextlib
@@ -42,7 +42,7 @@ class Environment(ABC):
         self.episode_id = episode_id
         """The trajectory's id."""
         self.tools: list[ToolSchema] = []
-        """What the model may call, once the episode has begun."""
+        """Tools that the model may call, once the episode has begun."""
         self.done = False
         """Whether a step has ended the episode."""
         self._http: aiohttp.ClientSession | None = None
@@ -61,7 +61,7 @@ class Environment(ABC):
         return Reward(score=math.fsum(by_turn), turn_scores=by_turn)
 
     async def state(self) -> dict[str, JsonValue]:
-        """What the environment says about the episode, for its trace."""
+        """Facts about the episode from the environment, for its trace."""
         return {}
 
     async def open(self, deadline: Deadline) -> str:

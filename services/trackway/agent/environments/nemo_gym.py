@@ -88,7 +88,7 @@ def tools_of(params: Json) -> list[ToolSchema]:
 
 
 def response_of(episode_id: str, params: Json, turns: Sequence[Turn]) -> Json:
-    """What the model did, as one response in the format of OpenAI's Responses."""
+    """Turns of the model, as one response in the format of OpenAI's Responses."""
     output: list[JsonValue] = [
         item
         for turn in turns

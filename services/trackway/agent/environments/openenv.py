@@ -125,7 +125,7 @@ class OpenEnv(Environment):
         return reply.data
 
     def _text(self, observation: dict[str, JsonValue]) -> str:
-        """What the model reads: the configured field, the only text, or all fields as JSON."""
+        """Text for the model: the configured field, the only text, or all fields as JSON."""
         field = self.settings.observation_field
         shown: dict[str, JsonValue] = {
             name: value for name, value in observation.items() if name != "metadata" and value is not None

@@ -60,7 +60,7 @@ class ChatReader:
         return same
 
     def digest(self, call: SessionChat) -> str:
-        """Of all that the call asks for, without how it is sent (`stream`)."""
+        """Digest of all that the call asks for, without how it is sent (`stream`)."""
         if self._digested[0] is not call:
             self._digested = call, call.model_dump_json(exclude={"messages", "stream", "stream_options"})
         self._digests = self._digests.of(call.messages)
@@ -79,7 +79,7 @@ class _Digests:
         return self._digests[-1]
 
     def of(self, models: Sequence[BaseModel]) -> "_Digests":
-        """Those of other models; of the objects that both have at their beginning they are known."""
+        """Digests of other models; those of the objects that both begin with are known."""
         same = same_objects(models, self._models)
         if same == len(models) == len(self._models):
             return self

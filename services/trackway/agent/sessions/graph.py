@@ -77,7 +77,7 @@ class Conversations:
 
 
 class Place(NamedTuple):
-    """Where a call belongs."""
+    """Place of a call."""
 
     parent: int | None
     """The sampled node that it continues; None for a root."""
@@ -123,7 +123,7 @@ class TokenGraph:
     """Whether a call was about the task; without one, the calls that look auxiliary are the task."""
 
     def place(self, conversation: Conversation) -> Place:
-        """Where a call with this conversation belongs; adds nothing."""
+        """Place of a call with this conversation; adds nothing."""
         said, keys = conversation.said, conversation.keys
         for known in range(len(said), 0, -1):
             parent = self._by_key.get(keys[known])
@@ -135,7 +135,7 @@ class TokenGraph:
         return Place(None, 0, self._reason(conversation), keys[-1])
 
     def place_text(self, prompt: str | list[int]) -> Place:
-        """Where a completion belongs: behind the longest recorded text, or ids, with which its prompt begins."""
+        """Place of a completion: behind the longest recorded text, or ids, with which its prompt begins."""
         longest, parent = 0, None
         for node, text in self._texts.items():
             known = text if isinstance(prompt, str) else self.ids(node)

@@ -22,7 +22,7 @@ _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 _MAX_KNOWN = 1024
 """Messages of one session whose meaning is kept."""
 _TITLE = re.compile(r"\btitle generator\b|\bgenerate an? [^.\n]{0,80}\btitle\b", re.IGNORECASE)
-"""What the instructions of a call say that names a conversation, as opencode and Claude Code make beside the task."""
+"""Instructions of a call that names a conversation, as opencode and Claude Code make beside the task."""
 
 
 class CallMeaning(NamedTuple):
@@ -41,7 +41,7 @@ class Meaning(NamedTuple):
     """Words joined by single spaces."""
     calls: tuple[CallMeaning, ...] = ()
     call_id: str = ""
-    """Of a tool's answer."""
+    """Id of the call that a tool's message answers."""
 
 
 def joined_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
@@ -56,7 +56,7 @@ def joined_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
 
 
 def meaning(message: ChatMessage) -> Meaning:
-    """What the message says."""
+    """Meaning of the message."""
     role = "system" if message.role == "developer" else message.role
     text = text_of(message)
     calls = tuple(_call(call.id, call.function.name, call.function.arguments) for call in message.tool_calls)
@@ -74,7 +74,7 @@ class KnownMeanings:
         self._known: dict[tuple[object, ...], Meaning] = {}
 
     def __call__(self, message: ChatMessage) -> Meaning:
-        """What the message says."""
+        """Meaning of the message."""
         calls = [(call.id, call.function.name, call.function.arguments) for call in message.tool_calls]
         key = (message.role, text_of(message), *calls, message.tool_call_id, message.reasoning_content)
         known = self._known.get(key)

@@ -56,7 +56,7 @@ _ROUTES = (
     *("POST /v1/messages", "POST /v1/messages/count_tokens"),
 )
 _WITHOUT_VERSION = ("/chat/completions", "/completions", "/responses")
-"""What OpenAI's clients call when their base URL lacks `/v1`."""
+"""Routes that OpenAI's clients call when their base URL lacks `/v1`."""
 _SHOWN_CHARS = 200
 _OPEN_S = 30.0
 """Longest wait for a session to begin."""
@@ -298,7 +298,7 @@ def _anthropic(at: str) -> APIRouter:
 
 
 def _unknown_to_anthropic(at: str) -> APIRouter:
-    """What Anthropic's clients ask for beyond the routes."""
+    """Requests of Anthropic's clients beyond the routes."""
     router = APIRouter(prefix=at, route_class=AnthropicSessionRoute)
     for path in ("/v1/messages", "/v1/messages/{rest:path}", "/v1/v1/messages"):
         router.api_route(path, methods=_METHODS, include_in_schema=False)(_no_such_route)
@@ -306,7 +306,7 @@ def _unknown_to_anthropic(at: str) -> APIRouter:
 
 
 def _unknown_to_openai(at: str) -> APIRouter:
-    """What OpenAI's clients ask for beyond the routes."""
+    """Requests of OpenAI's clients beyond the routes."""
     router = APIRouter(prefix=at, route_class=OpenAISessionRoute)
     for path in ("/v1/{rest:path}", *_WITHOUT_VERSION):
         router.api_route(path, methods=_METHODS, include_in_schema=False)(_no_such_route)
@@ -371,7 +371,7 @@ MODEL_CALLS: Mapping[str, ModelCall[Any]] = {
 
 
 def _said(route: str, session: Session, body: SessionCall, digest: str | None = None) -> str:
-    """What a retry of the call repeats: another seed asks for another sample. Its fields without effect are noted.
+    """Key that a retry of the call repeats: another seed asks for another sample. Its fields without effect are noted.
 
     `digest` stands for the body without `stream`; by default its JSON.
     """

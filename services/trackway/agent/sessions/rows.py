@@ -13,7 +13,7 @@ from trackway.wire.trajectory import WeightSpan
 
 
 class TrainedTurn(NamedTuple):
-    """Where a sampled node lies in the response of a row."""
+    """Place of a sampled node in the response of a row."""
 
     node: GraphNode
     start: int

@@ -151,7 +151,7 @@ class Session:
         self._context = own_context()
         self._root = trace.get_current_span().get_span_context()
         self._answers: dict[bytes, list[CallAnswer]] = {}
-        """By the body of the call: those in progress or recorded, in their order."""
+        """Answers by the body of their call: in progress or recorded, in their order."""
         self._left: deque[bytes] = deque(maxlen=bounds.max_calls)
         """The bodies of calls whose client left before the end: their retries are generated."""
         self._responses: dict[str, list[ChatMessage]] = {}

@@ -45,7 +45,7 @@ class AgentLoopMetrics(BaseModel):
 
 
 class AgentLoopOutput(BaseModel):
-    """What `run` returns: a trajectory."""
+    """Result of `run`: a trajectory."""
 
     prompt_ids: list[int]
     response_ids: list[int]

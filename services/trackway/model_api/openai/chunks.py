@@ -1,4 +1,4 @@
-"""What completions and chat completions share: their head, usage, and the chunks of a stream."""
+"""Parts that completions and chat completions share: head, usage, and the chunks of a stream."""
 
 import json
 import time

@@ -43,7 +43,7 @@ class LogprobWriter:
         )
 
     def _by_name(self, top: TopLogprobs) -> dict[str, float]:
-        """Of several tokens with the same text the most likely."""
+        """Logprobs by text; of several tokens with the same text the most likely."""
         found: dict[str, float] = {}
         for token, logprob in top:
             found.setdefault(self._name(token).token, logprob)

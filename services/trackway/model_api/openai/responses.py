@@ -72,9 +72,9 @@ class ResponsesBuilder(ResponseBuilder):
         self._deltas: list[Delta] = []
         self._logprob_writer = LogprobWriter(tokenizer, as_token_ids=False) if request.has_logprobs else None
         self._logprobs: list[ChatLogprob] = []
-        """Of tokens whose text was not sent yet."""
+        """Logprobs of tokens whose text was not sent yet."""
         self._characters = 0
-        """Of text so far."""
+        """Characters of text so far."""
         self._sent = 0
         """Events so far."""
 

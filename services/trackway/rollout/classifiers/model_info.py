@@ -1,4 +1,4 @@
-"""What `config.json` says of a classifier; read without torch."""
+"""Facts about a classifier in its `config.json`; read without torch."""
 
 import json
 from dataclasses import dataclass

@@ -78,7 +78,7 @@ class EngineStats(NamedTuple):
     transferred_weights: int = 0
     """Weight versions taken from the learner's memory."""
     weight_fallbacks: int = 0
-    """Those that were offered there and then read from the store."""
+    """Versions that were offered there and then read from the store."""
 
 
 class Engine(Protocol):

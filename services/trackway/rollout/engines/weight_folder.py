@@ -27,7 +27,7 @@ _FLOATS = {
     "F8_E5M2": ("u1", 0x7C),
     "F8_E4M3": ("u1", 0x7F),
 }
-"""By safetensors type: its bits as a number, and the smallest value, sign aside, that is not a finite number."""
+"""For each safetensors type its bits as a number, and the smallest value, sign aside, that is not a finite number."""
 _PART = 1 << 18
 """Values checked at a time, so that the masked copy stays in the CPU's cache."""
 

@@ -41,7 +41,7 @@ class SessionInstances:
         self._server = server
         self._sessions: dict[SessionKey, _Session] = {}
         self._lost_state: OrderedDict[SessionKey, dict[str, str]] = OrderedDict()
-        """By session, the tools whose state is gone, with the reason to report at their next call."""
+        """Tools of each session whose state is gone, with the reason to report at their next call."""
         self._calls: dict[asyncio.Task[tuple[str, ToolResult]], SessionKey | None] = {}
         """Active calls; with the session, if the caller has left."""
 

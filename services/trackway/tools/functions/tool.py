@@ -32,7 +32,7 @@ _declared = Declared[Callable[..., object]]()
 
 @dataclass(frozen=True)
 class _Noted:
-    """What the decorator attaches; `parameters` is None when the author gave the schema."""
+    """Attributes that the decorator attaches; `parameters` is None when the author gave the schema."""
 
     schema: ToolSchema
     parameters: FunctionParameters | None

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class ToolResponse(BaseModel):
-    """What `create` and `execute` return for the model; images and videos become markers in the text."""
+    """Result of `create` and `execute` for the model; images and videos become markers in the text."""
 
     text: str | None = None
     image: list[Any] | None = None

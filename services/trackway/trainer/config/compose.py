@@ -72,7 +72,7 @@ NO_TRACES: "Tree" = {
     "trackway.trace_validation_samples": 0,
     "trainer.log_val_generations": 0,
 }
-"""What `trace.backend=dummy`, verl's name for no tracing, sets."""
+"""Settings of `trace.backend=dummy`, verl's name for no tracing."""
 
 Tree = dict[str, JsonValue]
 A = TypeVar("A")

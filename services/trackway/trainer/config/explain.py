@@ -52,7 +52,7 @@ def _all() -> list[Explanation]:
 
 
 def _meaning(key: str, sentence: str) -> str:
-    """What the key means, and which of verl's values it does not have."""
+    """Meaning of the key, and verl's values that it does not have."""
     other = OTHERS.get(key)
     refused = f" verl's {', '.join(other.values)} is refused: {other.remedy}." if other else ""
     return " ".join(sentence.split()) + refused

@@ -177,7 +177,7 @@ class RewardModelConfig(Section):
 
 
 class RewardConfig(Section):
-    """What the trainer makes of scores."""
+    """Use of scores by the trainer."""
 
     reward_manager: RewardManagerConfig = Field(default_factory=RewardManagerConfig)
     reward_kwargs: RewardKwargsConfig = Field(default_factory=RewardKwargsConfig)
@@ -367,7 +367,7 @@ class TrackwayConfig(Section):
     keep_weights: int = Field(default=4, ge=2)
     """Number of published weight versions to keep, so that none is removed while a replica loads it."""
     weights_anchor_every: int | None = Field(default=None, ge=0)
-    """Of so many published versions one is written whole; the others as what changed since the version before, a few
+    """One published version of so many is written whole; the others as what changed since the version before, a few
     percent of the bytes in bfloat16, from which each host of replicas assembles a copy (`weights_cache` of the rollout
     service). Changes that are not small, as in float32, are written whole. 0 writes all whole; null does so in a
     folder, which replicas read in place, and takes 8 for an object store."""

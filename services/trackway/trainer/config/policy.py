@@ -62,7 +62,7 @@ class LoraConfig(Section):
 
 
 class OverrideConfig(Section):
-    """What replaces keys of the model's `config.json`."""
+    """Replacements for keys of the model's `config.json`."""
 
     max_position_embeddings: int | None = Field(default=None, ge=2)
     """Longest sequence in tokens that the model is taken to read, for engines, learner and exported folders; null takes
@@ -186,7 +186,7 @@ class PolicyLossConfig(Section):
 
 
 class MixedPrecisionConfig(Section):
-    """What the ranks of a learner send one another of a model; no effect in one process."""
+    """Exchange of a model between the ranks of a learner; no effect in one process."""
 
     param_dtype: Literal["bf16", "bfloat16", "fp32", "float32"] = "bf16"
     """Data type in which ranks gather weights to compute in bfloat16. bf16 sends half of the bytes; fp32 has norms and
@@ -270,14 +270,14 @@ class RefOffloadConfig(WeightsConfig):
 
 
 class CheckpointContents(Section):
-    """What a checkpoint holds of a model and its training."""
+    """Contents of a checkpoint of a model and its training."""
 
     save_contents: tuple[Literal["model", "optimizer", "extra", "hf_model"], ...] = ("model", "optimizer", "extra")
-    """What is saved: the weights, AdamW's moments, and `extra`: the updates done, by which the learning rate goes on,
+    """Saved contents: the weights, AdamW's moments, and `extra`: the updates done, by which the learning rate goes on,
     and the random state. `model` must be among them. `hf_model` adds the policy as a Hugging Face folder,
     `actor/huggingface`; `trackway export` makes one without it."""
     load_contents: tuple[Literal["model", "optimizer", "extra", "hf_model"], ...] | None = None
-    """What is restored of a checkpoint, its own or that of `trainer.resume_from_path`; null restores what is saved.
+    """Restored contents of a checkpoint, its own or that of `trainer.resume_from_path`; null restores what is saved.
     Without `optimizer` the moments start at zero, without `extra` the learning rate at its first step."""
 
     @property
@@ -299,7 +299,7 @@ class CheckpointContents(Section):
 
 
 class CheckpointConfig(CheckpointContents):
-    """What a checkpoint holds of the policy, and when it is written."""
+    """Contents of a checkpoint of the policy, and when it is written."""
 
     async_save: bool = True
     """Copy what is saved to main memory, and write it while the training goes on; the copy takes 12 bytes for each
@@ -445,7 +445,7 @@ class AgentConfig(Section):
 
 
 _ARGUMENTS_OF_THE_SERVICE = ("model", "host", "port", "served_model_name", "logprobs_mode", "skip_tokenizer_init")
-"""What the rollout service relies on."""
+"""Arguments that the rollout service relies on."""
 
 
 class EngineKwargsConfig(Section):

@@ -251,7 +251,7 @@ class Only(NamedTuple):
     values: tuple[JsonValue, ...]
     """Null is allowed in addition."""
     remedy: str
-    """What others would need, and what to do."""
+    """Requirements of other values, and the remedy."""
     others: tuple[str, ...] = ()
     """verl's other values, where it has a list of them."""
 

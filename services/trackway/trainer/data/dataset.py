@@ -104,7 +104,7 @@ class Position(BaseModel):
 
 
 class PromptBatches(Protocol):
-    """What each step trains on; `take` is a pure function of the position."""
+    """Prompts of each step; `take` is a pure function of the position."""
 
     steps_per_epoch: int
 

@@ -49,7 +49,7 @@ class ExtraInfo(WireReply):
     need_tools_kwargs: bool = False
     """Whether the tools cannot work without `tools_kwargs`."""
     tools_kwargs: dict[str, ToolKwargs] = Field(default_factory=dict)
-    """By tool name."""
+    """Arguments by tool name."""
     tool_selection: list[str] | None = None
     """Tools offered for this row (verl's key); None offers every tool of the server."""
     interaction_kwargs: InteractionKwargs | None = None

@@ -23,7 +23,7 @@ LEDGER = "trace_bytes.json"
 
 
 def run_target(config: RunConfig, run: MlflowRun | None) -> TraceTarget:
-    """Where the run's traces go.
+    """Destination of the run's traces.
 
     An MLflow experiment whose id is not known is given by name, and resolved when the spans arrive. The run's id is a
     header of the spans, so that MLflow links traces of which the trainer never hears; those it knows are linked again

@@ -26,7 +26,7 @@ def with_baseline(trajectories: Sequence[Trajectory], greedy: Trajectory) -> lis
 
 
 def sampled_of(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Those that are no greedy rollouts."""
+    """Trajectories that are no greedy rollouts."""
     return [trajectory for trajectory in trajectories if not trajectory.is_baseline]
 
 

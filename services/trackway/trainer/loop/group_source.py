@@ -1,4 +1,4 @@
-"""Where the groups of a run come from: rollouts of its rows, or sessions of a deployed agent."""
+"""Source of a run's groups: rollouts of its rows, or sessions of a deployed agent."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
@@ -34,7 +34,7 @@ class GroupSource(ABC):
         return []
 
     def drawn(self) -> Sequence[str]:
-        """What cannot be drawn again; part of a checkpoint."""
+        """Groups that cannot be drawn again; part of a checkpoint."""
         return ()
 
     def saved(self, drawn: Collection[str]) -> None:

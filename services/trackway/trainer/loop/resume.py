@@ -1,4 +1,4 @@
-"""Where a run starts: from the model, from its own newest checkpoint, or from a checkpoint that is named."""
+"""Start of a run: from the model, from its own newest checkpoint, or from a checkpoint that is named."""
 
 import logging
 import time

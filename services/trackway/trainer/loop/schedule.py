@@ -44,7 +44,7 @@ class Progress(BaseModel):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What happens at which step; steps count from 1."""
+    """Events by step; steps count from 1."""
 
     total_steps: int
     seed: int

@@ -79,7 +79,7 @@ class SubmittedGroup(BaseModel):
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Where its prompt is in the order of the data."""
+        """Place of its prompt in the order of the data."""
         return self.position.epoch, self.position.batch, self.place
 
 
@@ -93,7 +93,7 @@ class NextPrompt(BaseModel):
 
 
 class Account(BaseModel):
-    """What became of the rollouts. The counts after `submitted` and the outstanding rollouts sum to it."""
+    """Rollouts by their end. The counts after `submitted` and the outstanding rollouts sum to it."""
 
     submitted: int = 0
     used: int = 0
@@ -177,7 +177,7 @@ class GroupScheduler:
     _taken: list[_Outstanding] = field(default_factory=list)
     _dropped: list[FilteredBatch] = field(default_factory=list[FilteredBatch])
     _filtered: Metrics = field(default_factory=dict)
-    """What the filter did for the newest update."""
+    """Effect of the filter on the newest update."""
     _needed: int = 0
     _traced: tuple[int, frozenset[int]] = (0, frozenset())
 
@@ -320,7 +320,7 @@ class GroupScheduler:
         }
 
     def take_dropped(self) -> FilteredBatch:
-        """What became of the trajectories of finished groups that no step took, since the last call."""
+        """End of the trajectories of finished groups that no step took, since the last call."""
         dropped, self._dropped = self._dropped, []
         trajectories = [trajectory for batch in dropped for trajectory in batch.trajectories]
         return FilteredBatch(trajectories, [status for batch in dropped for status in batch.statuses])

@@ -183,7 +183,7 @@ class SessionGroups(GroupSource):
 
 
 def _fixed(template: GroupTemplate, first_version: int) -> SessionRun:
-    """What the run fixes for its sessions; no seed, which would be the same for all of a group."""
+    """Settings that the run fixes for its sessions; no seed, which would be the same for all of a group."""
     return SessionRun(
         run=template.run,
         experiment_name=template.experiment_name,

@@ -65,7 +65,7 @@ _WAITS_FOR = {
     "await_testing": "the validation of the newest published weights, which new ones would replace",
     "save_checkpoint": "the checkpoint of step {done}",
 }
-"""What a run waits for in each part of a step."""
+"""Thing that a run waits for in each part of a step."""
 CHECKPOINT_WAIT_S = 3600.0
 """Longest wait for a checkpoint to be written, besides that for a disk that refuses it."""
 STORAGE_RETRY_S = 2.0
@@ -100,7 +100,7 @@ class Training:
     sinks: Sequence[Sink]
     traces: RunTraces
     samples: Generations | None = None
-    """Where the samples of the steps are written in addition; None for nowhere."""
+    """Writer of the steps' samples, in addition; None for none."""
     validation_samples: Generations | None = None
     """The same for those of validations."""
     profiler: Profiler | None = None

@@ -64,7 +64,7 @@ class Publisher:
         return self._published
 
     def progress(self) -> str:
-        """What `publish` does at present."""
+        """Present work of `publish`."""
         return self._doing
 
     def newest(self) -> int | None:
@@ -107,7 +107,7 @@ class Publisher:
         return version
 
     def _base(self, version: int) -> WholeWeights | None:
-        """What the version is a delta of; None for an anchor, also after a version of another run."""
+        """Version that this one is a delta of; None for an anchor, also after a version of another run."""
         if self._last is None or self._since_anchor + 1 >= self._anchor_every:
             return None
         return self._last if self._last.manifest.version == version - 1 else None

@@ -1,4 +1,4 @@
-"""What a run's process waits for, once it lasts, and where its rollouts are; it writes both to `activity.json`."""
+"""Waits of a run's process, once they last, and states of its rollouts; it writes both to `activity.json`."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ class ActivityReport:
     """The rollouts by state; nothing until the run is built."""
 
     def activity(self) -> Activity:
-        """What lasts, and the rollouts as they are now."""
+        """Waits that last, and the rollouts as they are now."""
         return Activity(waits=self.waits.current(PATIENCE_S), rollouts=self.account())
 
 

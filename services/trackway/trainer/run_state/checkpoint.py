@@ -48,7 +48,7 @@ MAKING = ".making_"
 REPLACED = ".replaced_"
 
 FORMAT = 1
-"""Of checkpoints; raised when a release writes what earlier ones cannot read."""
+"""Format of checkpoints; raised when a release writes what earlier ones cannot read."""
 RELEASE = version("trackway")
 
 logger = logging.getLogger("trackway.trainer")
@@ -59,7 +59,7 @@ class Manifest(BaseModel):
 
     files: list[FileDigest]
     release: str | None = None
-    """Of Trackway; None in checkpoints from before releases were recorded."""
+    """Release of Trackway; None in checkpoints from before releases were recorded."""
     format: int | None = None
 
 

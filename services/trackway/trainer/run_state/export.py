@@ -19,7 +19,7 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 
 
 class Export(NamedTuple):
-    """What was exported."""
+    """An exported model."""
 
     checkpoint: str
     """Folder of the checkpoint."""

@@ -51,11 +51,11 @@ logger = logging.getLogger("trackway.trainer")
 
 
 class Activity(BaseModel):
-    """What a run's process does at present."""
+    """Work of a run's process at present."""
 
     waits: list[Wait] = Field(default_factory=list[Wait])
     rollouts: dict[str, int] = Field(default_factory=dict)
-    """By state; empty before the first."""
+    """Rollouts by state; empty before the first."""
 
 
 @dataclass
@@ -274,7 +274,7 @@ class RunFolder:
         self._replace(ACTIVITY, activity.model_dump_json())
 
     def activity(self) -> Activity:
-        """What the run's process does; nothing when the file cannot be read."""
+        """Work of the run's process; empty when the file cannot be read."""
         with suppress(OSError, ValidationError):
             return Activity.model_validate_json((self.path / ACTIVITY).read_bytes())
         return Activity()

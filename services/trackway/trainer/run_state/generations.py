@@ -22,7 +22,7 @@ class Generations:
     folder: Path
     decode: Callable[[Sequence[int]], str]
     ground_truths: Mapping[int | str, str]
-    """By the index of the row."""
+    """Ground truths by the index of the row."""
 
     def write(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Replace the file of this step. Raises StorageError when it cannot be written."""

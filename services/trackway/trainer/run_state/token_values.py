@@ -1,4 +1,4 @@
-"""What an update computed of each token, beside the trajectories of its step (`trackway.save_token_values`).
+"""Values that an update computed of each token, beside the trajectories of its step (`trackway.save_token_values`).
 
     <run>/token_values/step_<n>.parquet     a row per row of tokens of each trajectory of the step
 

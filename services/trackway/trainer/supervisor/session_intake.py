@@ -14,7 +14,7 @@ class SessionIntake:
         self._registry = registry
 
     def run(self, name: str | None) -> SessionRun:
-        """What the run, or the one in progress, fixes for its sessions. CONFLICT when it takes none."""
+        """Settings that the run, or the one in progress, fixes for its sessions. CONFLICT when it takes none."""
         info = self._registry.newest() if name is None else self._registry.info(name)
         if info is None or _is_over(info):
             got = "none" if info is None else f"run {info.run!r}, which is {info.state}"
