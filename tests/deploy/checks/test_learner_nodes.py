@@ -87,9 +87,9 @@ def test_services_of_this_machine_are_one_node(tmp_path: Path) -> None:
     [
         ([], None),
         (["trackway.learner_ranks=4"], "4 ranks on the trainer's machine"),
-        (["trackway.learner_ranks=8", "trainer.n_gpus_per_node=8"], "8 ranks on the trainer's machine"),
+        (["trainer.n_gpus_per_node=8"], "8 ranks on the trainer's machine"),
         (
-            ["trainer.n_gpus_per_node=8"],
+            ["trainer.n_gpus_per_node=8", "trackway.learner_ranks=1"],
             "1 rank on the trainer's machine; 1 of 8 GPUs trains; set trackway.learner_ranks=8, unless rollout engines "
             "take the others",
         ),

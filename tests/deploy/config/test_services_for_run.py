@@ -73,6 +73,14 @@ def test_a_number_of_gpus_that_the_replicas_do_not_divide_leaves_some_idle_and_s
     assert told(services)["n_gpus_per_node"][2] == "8 GPUs / 3 each = 2; 2 stay idle, as 3 does not divide 8"
 
 
+def test_replicas_and_the_learners_ranks_take_all_gpus_of_the_machine_unless_their_number_is_given() -> None:
+    all_gpus, alone = made(8, f"{R}.name=vllm"), made(8, f"{R}.name=vllm", "trackway.learner_ranks=1")
+    some = made(8, f"{R}.name=vllm", "trainer.n_gpus_per_node=2")
+
+    assert [(run.replicas, run.config.placement.ranks) for run in (all_gpus, alone, some)] == [(8, 8), (8, 1), (2, 2)]
+    assert [run.config.idle_gpus.partition(";")[0] for run in (all_gpus, alone)] == ["", "1 of 8 GPUs trains"]
+
+
 def test_engines_that_keep_their_memory_do_not_sleep() -> None:
     assert args(made(2, *SCRIPT, "trainer.n_gpus_per_node=2", f"{R}.free_cache_engine=False"))["enable_sleep"] is False
 
@@ -277,10 +285,7 @@ def test_on_running_services_each_given_key_of_the_deployment_is_told() -> None:
         f"{R}.name": "sglang",
         f"{R}.tensor_model_parallel_size": "2",
         f"{R}.gpu_memory_utilization": "0.6",
-        "trainer.n_gpus_per_node": "8",
-    }
-    spread = decided_already(compose(["trainer.nnodes=2", "trainer.n_gpus_per_node=8"]))
-    assert spread == []  # they place the learner's ranks
+    }  # the number of GPUs places the learner's ranks
     assert {decision.reason for decision in decided} == {"decided by the running deployment"}
     assert decided_already(compose([])) == []
 
@@ -337,12 +342,12 @@ def test_verls_old_spelling_of_a_reward_model_is_read_and_its_server_has_gpus_be
 
     on_cpu = args(made(0, *old, engine_python="/opt/python"), "reward_model")
     assert (on_cpu["engine"], on_cpu["device"], "tensor_parallel_size" in on_cpu) == ("vllm", "cpu", False)
-    too_few = made(3, *old, f"{R}.name=vllm", "trainer.n_gpus_per_node=2", engine_python="/opt/python").missing
-    assert too_few == [
-        "reward.reward_model: expected 2 GPUs beside the run's 2, got 3 on this machine; lower "
-        "trainer.n_gpus_per_node, or serve the model elsewhere and give its address as "
-        "custom_reward_function.reward_kwargs.reward_router_address"
-    ]
+    for gpus, key, taken in ((3, ["trainer.n_gpus_per_node=2"], 2), (4, [], 4)):
+        assert made(gpus, *old, f"{R}.name=vllm", *key, engine_python="/opt/python").missing == [
+            f"reward.reward_model: expected 2 GPUs beside the run's {taken}, got {gpus} on this machine; lower "
+            "trainer.n_gpus_per_node, or serve the model elsewhere and give its address as "
+            "custom_reward_function.reward_kwargs.reward_router_address"
+        ]
 
 
 def test_a_reward_models_engine_is_its_own_and_not_that_of_the_policy() -> None:

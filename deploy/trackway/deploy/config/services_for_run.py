@@ -123,7 +123,7 @@ def decided_already(config: RunConfig) -> list[Decision]:
     """Keys that a run cannot change because its services are already running."""
     values = leaves(config.model_dump(mode="json"))
     why = "decided by the running deployment"
-    given = [key for key in given_to_deployment(config) if key != _GPUS or config.placement.nodes == 1]
+    given = [key for key in given_to_deployment(config) if key != _GPUS]  # it places the learner's ranks
     return [Decision(key, str(values[key]), "as deployed", why) for key in given]
 
 
@@ -148,7 +148,7 @@ def services_for(config: RunConfig, gpus: int, base: dict[str, Any]) -> RunServi
     if too_many := too_many_nodes(config):
         services.missing.append(too_many)
     if gpus and services.engine != "sim":
-        _place_on_gpus(config, gpus, services)
+        config = _place_on_gpus(config, gpus, services)
     else:
         _place_without_gpu(config, services)
     _set_engine(config, gpus, services)
@@ -184,17 +184,18 @@ def _engine(name: str | None, gpus: int, args: dict[str, Any]) -> str:
     return "torch" if asked in SERVERS and not gpus and not there else asked
 
 
-def _place_on_gpus(config: RunConfig, gpus: int, services: RunServices) -> None:
+def _place_on_gpus(config: RunConfig, gpus: int, services: RunServices) -> RunConfig:
+    """Place the rollout replicas; return the configuration with the number of the run's GPUs."""
     rollout, asked = config.actor_rollout_ref.rollout, config.trainer.n_gpus_per_node
     if (rollout.name, rollout.tensor_model_parallel_size, asked) == (None, None, None):
-        return
+        return config
     run_gpus, each = gpus if asked is None else asked, rollout.tensor_model_parallel_size or 1
     if not 1 <= run_gpus <= gpus:
         services.missing.append(
             f"trainer.n_gpus_per_node: expected 1 to {gpus}, the GPUs of this machine, got {run_gpus}"
         )
         if run_gpus < 1:
-            return
+            return config
     if services.engine not in SERVERS and each > 1:
         services.decide(
             f"{_ROLLOUT}.tensor_model_parallel_size", each, "1", f"the {services.engine} engine takes one GPU"
@@ -204,7 +205,7 @@ def _place_on_gpus(config: RunConfig, gpus: int, services: RunServices) -> None:
         services.missing.append(
             f"{_ROLLOUT}.tensor_model_parallel_size: expected at most the run's {run_gpus} GPUs, got {each}"
         )
-        return
+        return config
     services.replicas, services.arithmetic = run_gpus // each, _arithmetic(run_gpus, each)
     services.decide("trainer.n_gpus_per_node", run_gpus, f"{services.replicas} rollout replicas", services.arithmetic)
     replicas = Replicas(services.replicas, services.replicas)
@@ -212,6 +213,7 @@ def _place_on_gpus(config: RunConfig, gpus: int, services: RunServices) -> None:
     services.serve_config = serve_config.with_options(
         services.serve_config, "rollout", {}, {"ray_actor_options": {"num_gpus": each}}
     )
+    return config.with_values({_GPUS: run_gpus})
 
 
 def _arithmetic(gpus: int, each: int) -> str:

@@ -294,9 +294,9 @@ class TrackwayConfig(Section):
     else all cores, less one for the engine with `async_training`. A resumed run keeps the number."""
     learner_ranks: int | None = Field(default=None, ge=1)
     """Processes of the learner, each with a shard of the weights (FSDP2) and, on GPUs, a GPU of its own, in equal parts
-    on `trainer.nnodes` machines; 1 is always on one. Null is 1, or with several machines one for each GPU, `nnodes` x
-    `n_gpus_per_node`. The result does not depend on it, but for rounding, and a checkpoint goes on with any number.
-    Experimental: no ranks have run on GPUs."""
+    on `trainer.nnodes` machines; 1 is always on one. Null is one for each GPU, `nnodes` x `n_gpus_per_node`, or one for
+    each machine without GPUs. The result does not depend on it, but for rounding, and a checkpoint goes on with any
+    number. Experimental: no ranks have run on GPUs."""
     placement_timeout_s: float = Field(default=900.0, gt=0)
     """Time limit in seconds for the Ray nodes of `trainer.nnodes` to be there and free, such as pods that Ray's
     autoscaler makes."""
@@ -662,7 +662,7 @@ class RunConfig(Section):
         """The ranks of the learner and the nodes that they are divided over."""
         nodes, ranks = self.trainer.nnodes or 1, self.trackway.learner_ranks
         if ranks is None:
-            ranks = nodes * (self.trainer.n_gpus_per_node or 1) if nodes > 1 else 1
+            ranks = nodes * (self.trainer.n_gpus_per_node or 1 if self.learner_needs_gpus else 1)
         return Placement(ranks, nodes if ranks > 1 else 1)
 
     @property

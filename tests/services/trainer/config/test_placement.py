@@ -7,22 +7,27 @@ from trackway.trainer.config.placement import Placement
 from trackway.wire.errors import TrackwayError
 
 RANKS, NODES, GPUS = "trackway.learner_ranks", "trainer.nnodes", "trainer.n_gpus_per_node"
+DEVICE = "trackway.device"
 
 
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
         ({}, Placement(1, 1)),
-        ({GPUS: 8}, Placement(1, 1)),
+        ({GPUS: 8}, Placement(8, 1)),
+        ({GPUS: 8, RANKS: 1}, Placement(1, 1)),
+        ({GPUS: 8, DEVICE: "cpu"}, Placement(1, 1)),
+        ({GPUS: 8, DEVICE: "cuda:1"}, Placement(1, 1)),
         ({RANKS: 4}, Placement(4, 1)),
         ({NODES: 2}, Placement(2, 2)),
         ({NODES: 2, GPUS: 8}, Placement(16, 2)),
         ({NODES: 2, GPUS: 0}, Placement(2, 2)),
+        ({NODES: 2, GPUS: 8, DEVICE: "cpu"}, Placement(2, 2)),
         ({NODES: 2, GPUS: 8, RANKS: 4}, Placement(4, 2)),
         ({NODES: 2, GPUS: 8, RANKS: 1}, Placement(1, 1)),
     ],
 )
-def test_ranks_are_divided_over_the_nodes(keys: dict[str, int], expected: Placement) -> None:
+def test_ranks_are_divided_over_the_nodes(keys: dict[str, int | str], expected: Placement) -> None:
     assert compose([f"{key}={value}" for key, value in keys.items()]).placement == expected
 
 
