@@ -28,6 +28,7 @@ from trackway.system import StorageError, escape_log_records, refuse_inspection,
 from trackway.system.storage import FULL, error_number, storage_error
 from trackway.system.waits import Waits
 from trackway.trainer.assignment import receive
+from trackway.trainer.out_of_memory import with_advice
 from trackway.trainer.run_state.activity import reported
 from trackway.trainer.run_state.exit_status import EXIT_FAILED, EXIT_STORAGE
 from trackway.trainer.run_state.folder import RunFolder
@@ -82,6 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         number = error_number(error)
         if number not in FULL:
+            with_advice(error)
             raise
         return _failed(folder, storage_error(number, folder.path, f"the files of run {folder.name!r}"))
     return 0

@@ -62,6 +62,8 @@ SHARED_S = 60.0
 SHARED_ERRORS = (ValueError, OSError, SafetensorError)
 """Errors that every rank meets alike, such as a damaged checkpoint, or only the first, as when it writes: the group is
 as good as before."""
+DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
+"""Errors of a rank's own GPU; RuntimeErrors, as those of collectives are."""
 COMMAND = "command"
 """Name in the store; commands are numbered. The store holds no value: any process that reaches it can write there."""
 STOP = "stop"
@@ -212,7 +214,7 @@ class RankGroup:
             yield
         except SHARED_ERRORS:
             raise
-        except RankError:
+        except (RankError, *DEVICE_ERRORS):
             self._kill()
             raise
         except Exception as error:

@@ -12,10 +12,9 @@ import os
 import signal
 import sys
 
-import torch
-
 from trackway.system import escape_log_records
-from trackway.trainer.learner.ranks.group import EXIT_PEER_LOST, SETTINGS, serve
+from trackway.trainer.learner.ranks.group import DEVICE_ERRORS, EXIT_PEER_LOST, SETTINGS, serve
+from trackway.trainer.out_of_memory import with_advice
 
 _PR_SET_PDEATHSIG = 1
 
@@ -40,7 +39,8 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s")
     try:
         serve(options.index, options.host, options.port, options.settings)
-    except torch.OutOfMemoryError:
+    except DEVICE_ERRORS as error:
+        with_advice(error)
         raise
     except RuntimeError:
         logging.getLogger("trackway.trainer").exception("rank %d: a collective failed", options.index)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from torch import distributed
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -161,6 +162,13 @@ def test_a_rank_that_does_not_answer_is_an_error_after_the_deadline(config: Lear
             RankError, match=r"^rank 1 of the learner gave no answer in 3 s during 'update' \(.*; see worker\.log"
         ):
             learner.update(batch)
+
+
+def test_an_error_of_the_first_ranks_gpu_names_no_other_rank(config: LearnerConfig):
+    with leading(config) as (_, group):
+        with pytest.raises(torch.OutOfMemoryError), group.command("release_memory"):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        assert [process.wait(10) for process in group.processes.values()] == [-signal.SIGKILL]
 
 
 def test_ranks_of_one_node_listen_on_loopback_only(config: LearnerConfig):

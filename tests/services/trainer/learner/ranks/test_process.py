@@ -1,0 +1,44 @@
+"""The exit of a rank's process: after an error of its own GPU, and after one of a collective."""
+
+import os
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch.distributed import DistBackendError
+
+from trackway.trainer.learner.ranks import process
+from trackway.trainer.learner.ranks.group import EXIT_PEER_LOST
+from trackway.trainer.out_of_memory import ADVICE
+
+
+@pytest.fixture
+def fails(monkeypatch: pytest.MonkeyPatch):
+    """`fails(error)`: the exit status of a rank that serves until this error."""
+    for module, name in ((process.ctypes, "CDLL"), (process.signal, "signal"), (process, "SETTINGS")):
+        monkeypatch.setattr(module, name, Mock())
+    monkeypatch.setattr(process.sys, "argv", ["process", "1", "127.0.0.1", "9", "{}", str(os.getppid())])
+
+    def fail(error: Exception) -> int:
+        monkeypatch.setattr(process, "serve", Mock(side_effect=error))
+        return process.main()
+
+    return fail
+
+
+def test_a_lost_peer_has_an_exit_status_of_its_own(fails):
+    assert fails(DistBackendError("connection closed by peer")) == EXIT_PEER_LOST
+
+
+@pytest.mark.parametrize(
+    ("error", "notes"),
+    [
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), []),
+        (torch.OutOfMemoryError("CUDA out of memory"), [ADVICE]),
+    ],
+)
+def test_an_error_of_its_own_gpu_is_raised_and_not_taken_for_a_lost_peer(fails, error: Exception, notes: list[str]):
+    with pytest.raises(type(error)) as raised:
+        fails(error)
+
+    assert getattr(raised.value, "__notes__", []) == notes
