@@ -2,15 +2,23 @@
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from tests.sglang import sglang_runs
 from tests.sglang.sglang_runs import ENVIRONMENT, ON_CPU, idle, settings_of
 from tests.vllm.conftest import anyio_backend, base, first, patience, second, without_head
 from tests.vllm.vllm_runs import Weights, started
 from trackway.rollout.engines.remote.sglang import SglangEngine
 
 __all__ = ["anyio_backend", "base", "first", "patience", "second", "without_head"]
+
+
+@pytest.fixture(scope="session")
+def server() -> ModuleType:
+    """What the tests of `tests/servers` do with an SGLang."""
+    return sglang_runs
 
 
 @pytest.fixture(scope="session")

@@ -2,22 +2,27 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.vllm.vllm_runs import DEADLINE_S, CanBeMisled
 from trackway.rollout.engines.remote.sglang import SglangEngine
 from trackway.rollout.settings import RolloutSettings
+from trackway.wire.errors import TrackwayError
+from trackway.wire.weights import Verdict
 
 MARKS = [pytest.mark.anyio, pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]
 """The time limit of each test. The first one of a session also waits for SGLang to start."""
 ENVIRONMENT = Path(__file__).parents[2] / ".venv-sglang"
 ON_CPU = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
 """Variables of a server on the CPU."""
+ON_CPU_ARGUMENTS = ["--device", "cpu", "--max-total-tokens", "16384", "--sleep-on-idle"]
+Replica = SglangEngine
+OTHER_PREFIX = Verdict.ROUNDED
+"""An adapter whose tensors have another prefix: SGLang reads the number and the kind of their layer alone."""
 
 
 class Misled(CanBeMisled, SglangEngine):
@@ -33,7 +38,7 @@ def settings_of(model_path: Path, log: Path, **more: Any) -> RolloutSettings:
         engine="sglang",
         engine_python=ENVIRONMENT / "bin" / "python",
         engine_log=log,
-        engine_args=["--device", "cpu", "--max-total-tokens", "16384", "--sleep-on-idle"],
+        engine_args=[*ON_CPU_ARGUMENTS],
         engine_start_s=DEADLINE_S * 2,
         model_path=model_path,
         device="cpu",
@@ -51,7 +56,8 @@ async def slowed(engine: SglangEngine) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        await engine.http.post("/slow_down", {"forward_sleep_time": None})
+        with suppress(TrackwayError):  # the test has ended it
+            await engine.http.post("/slow_down", {"forward_sleep_time": None})
 
 
 async def loads(engine: SglangEngine) -> tuple[int, int]:
@@ -72,10 +78,14 @@ async def idle(engine: SglangEngine) -> None:
     await engine._empty()
 
 
-def server_of(engine: SglangEngine) -> list[psutil.Process]:
-    """The server's processes, its own first."""
-    port = engine.http.base_url.rpartition(":")[2]
-    [server] = (
-        p for p in psutil.Process().children(recursive=True) if p.cmdline()[1:2] == ["-m"] and port in p.cmdline()
-    )
-    return [server, *server.children(recursive=True)]
+async def stands_still(engine: SglangEngine) -> bool:
+    """Whether SGLang takes at most the step that it began before a pause, in the time of ten under `slowed`."""
+    before = _slow_steps(engine)
+    await asyncio.sleep(1.0)
+    return _slow_steps(engine) - before <= 1
+
+
+def _slow_steps(engine: SglangEngine) -> int:
+    """How many steps its log has a line of."""
+    assert engine.settings.engine_log is not None
+    return engine.settings.engine_log.read_text().count("Scheduler.run_batch sleep")

@@ -4,10 +4,12 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import httpx
 import pytest
 
+from tests.vllm import vllm_runs
 from tests.vllm.vllm_runs import (
     DEADLINE_S,
     ENVIRONMENT,
@@ -27,6 +29,14 @@ from trackway.rollout.engines.adapter_folder import adaptable_layers
 from trackway.rollout.engines.remote import control
 from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.wire.rollout import GenerateReply, GenerateRequest
+
+pytest.register_assert_rewrite("tests.servers")
+
+
+@pytest.fixture(scope="session")
+def server() -> ModuleType:
+    """What the tests of `tests/servers` do with a vLLM."""
+    return vllm_runs
 
 
 @pytest.fixture(scope="session")

@@ -1,39 +1,26 @@
 """Generation by a real vLLM: ids in and out, logprobs, stops, seeds, streams, bounds, cuts, pauses."""
 
 import asyncio
-from contextlib import aclosing
 
 import pytest
-import torch
 
+from tests.servers.generation import *  # noqa: F403
 from tests.vllm.vllm_runs import (
-    BLOCK,
-    EOS,
     GREEDY,
     LONG,
     MARKS,
     MAX_LEN,
     PROMPT,
     SHORT,
-    VOCAB,
     Weights,
     busy,
-    idle,
     slowed,
-    stands_still,
     worst,
 )
 from trackway.rollout.engines.remote.vllm import VllmEngine
-from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
 
 pytestmark = MARKS
-
-
-async def refused(engine: VllmEngine, prompt: list[int]) -> TrackwayError:
-    with pytest.raises(TrackwayError) as raised:
-        await engine.generate(prompt, SHORT, "refused")
-    return raised.value
 
 
 @pytest.mark.parametrize(
@@ -63,32 +50,10 @@ async def test_more_seeded_prompts_than_a_step_takes_do_not_end_the_server(engin
     ] * 4
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_top_logprobs_are_the_likeliest_tokens_and_the_sampled_one(
-    engine: VllmEngine, first: Weights, streamed: bool
-) -> None:
-    asked = SHORT.model_copy(update={"logprobs": 5, "temperature": 1.5})
-    if streamed:
-        pieces = [piece async for piece in engine.stream(PROMPT, asked, "a")]
-        tokens = [token for piece in pieces for token in piece.token_ids]
-        tops = [top for piece in pieces for top in piece.top_logprobs]
-    else:
-        made = await engine.generate(PROMPT, asked, "a")
-        tokens, tops = made.token_ids, list(made.top_logprobs)
-        assert worst(made, first.model, asked) < 1e-4
-    with torch.inference_mode():
-        logits = first.model(torch.tensor([[*PROMPT, *tokens]])).logits[0, len(PROMPT) - 1 : -1]
-    expected = torch.log_softmax(logits / 1.5, -1)
-    for position, (token, top) in enumerate(zip(tokens, tops, strict=True)):
-        best = expected[position].topk(5).indices.tolist()
-        assert [other for other, _ in top] == (best if token in best else [*best[:4], token])
-        assert dict(top) == pytest.approx({other: expected[position, other].item() for other, _ in top}, abs=1e-4)
-
-
 async def test_the_same_seed_gives_the_same_tokens_whatever_runs_beside(engine: VllmEngine) -> None:
     seeded, free = SHORT.model_copy(update={"max_tokens": 40}), LONG.model_copy(update={"seed": None})
     alone = await engine.generate(PROMPT, seeded, "a")
-    with slowed(engine):
+    async with slowed(engine):
         beside = [asyncio.create_task(engine.generate(prompt, free, "beside")) for prompt in ([5], [6, 7])]
         await busy(engine, running=2)
         again = asyncio.create_task(engine.generate(PROMPT, seeded, "b"))
@@ -98,153 +63,6 @@ async def test_the_same_seed_gives_the_same_tokens_whatever_runs_beside(engine: 
     await asyncio.gather(*beside)
 
 
-async def test_a_stop_token_ends_generation_and_is_part_of_it(engine: VllmEngine) -> None:
-    free = await engine.generate(PROMPT, LONG, "a")
-    stop = free.token_ids[10]
-    stopped = await engine.generate(PROMPT, LONG.model_copy(update={"stop_token_ids": [stop]}), "b")
-    assert stopped.finish_reason == "stop"
-    assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
-
-
-async def test_the_models_own_stop_token_ends_generation_unless_ignored(engine: VllmEngine) -> None:
-    stopped = await engine.generate(PROMPT, LONG.model_copy(update={"ignore_eos": False}), "a")
-    ignored = await engine.generate(PROMPT, LONG, "b")
-    assert (stopped.finish_reason, stopped.token_ids[-1], stopped.token_ids.count(EOS)) == ("stop", EOS, 1)
-    assert (ignored.finish_reason, len(ignored.token_ids)) == ("length", LONG.max_tokens)
-
-
 async def test_generation_ends_at_the_models_length(engine: VllmEngine) -> None:
     full = await engine.generate([5] * (MAX_LEN - 3), LONG, "a")
     assert (full.finish_reason, len(full.token_ids)) == ("length", 3)
-
-
-@pytest.mark.parametrize("prompt", [[], [VOCAB], [-1], [5] * MAX_LEN], ids=["empty", "unknown", "negative", "long"])
-async def test_a_prompt_that_the_model_cannot_take_is_refused(engine: VllmEngine, prompt: list[int]) -> None:
-    assert (await refused(engine, prompt)).code is ErrorCode.INVALID_REQUEST
-
-
-async def test_a_stream_in_pieces_is_what_generate_returns(engine: VllmEngine) -> None:
-    params = LONG.model_copy(update={"max_tokens": 30})
-    whole = await engine.generate(PROMPT, params, "a")
-    pieces = [piece async for piece in engine.stream(PROMPT, params, "b")]
-    assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
-    assert [lp for piece in pieces for lp in piece.logprobs] == pytest.approx(whole.logprobs, abs=1e-6)
-    assert {piece.version for piece in pieces} == {engine.version}
-    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
-
-
-async def test_closing_a_stream_ends_the_request(engine: VllmEngine) -> None:
-    with slowed(engine):
-        async with aclosing(engine.stream(PROMPT, LONG, "a")) as pieces:
-            await anext(pieces)
-        await idle(engine)
-
-
-async def test_a_cancelled_caller_frees_its_place(engine: VllmEngine) -> None:
-    with slowed(engine):
-        tasks = [asyncio.create_task(engine.generate(PROMPT, LONG, str(n))) for n in range(3)]
-        await busy(engine, running=3)
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        await idle(engine)
-
-
-async def test_an_aborted_request_returns_what_it_has(engine: VllmEngine, first: Weights) -> None:
-    with slowed(engine):
-        task = asyncio.create_task(engine.generate(PROMPT, LONG, "mine"))
-        await busy(engine)
-        assert await engine.abort("other") == 0
-        assert await engine.abort("mine") == 1
-        done = await task
-    assert done.finish_reason == "abort"
-    assert 0 < len(done.token_ids) < LONG.max_tokens
-    assert worst(done, first.model, LONG) < 1e-4
-
-
-async def test_one_request_more_than_places_and_queue_is_refused_and_the_others_finish(engine: VllmEngine) -> None:
-    params = LONG.model_copy(update={"max_tokens": 100})
-    taken = [asyncio.create_task(engine.generate([n, 7], params, str(n))) for n in range(3, 9)]
-    await asyncio.sleep(0)
-    assert (engine.stats().running, engine.stats().waiting) == (4, 2)
-    error = await refused(engine, PROMPT)
-    assert (error.code, error.detail["bound"]) == (ErrorCode.OVERLOADED, 6)
-    assert [len(done.token_ids) for done in await asyncio.gather(*taken)] == [100] * 6
-
-
-async def test_requests_that_are_cut_before_they_got_a_place_return_no_tokens(engine: VllmEngine) -> None:
-    with slowed(engine):
-        running = [asyncio.create_task(engine.generate([n, 7], LONG, str(n))) for n in range(3, 7)]
-        await busy(engine, running=4)
-        waiting = [asyncio.create_task(engine.generate([n, 7], LONG, str(n))) for n in range(7, 9)]
-        await busy(engine, running=4, waiting=2)
-        await engine.pause("abort")
-        done = await asyncio.gather(*running, *waiting)
-    assert {made.finish_reason for made in done} == {"abort"}
-    assert [bool(made.token_ids) for made in done] == [True] * 4 + [False] * 2
-
-
-async def test_a_pause_that_waits_refuses_new_requests_and_lets_the_others_finish(engine: VllmEngine) -> None:
-    with slowed(engine):
-        task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
-        await busy(engine)
-        pausing = asyncio.create_task(engine.pause("wait"))
-        await asyncio.sleep(0)
-        assert (await refused(engine, PROMPT)).code is ErrorCode.PAUSED
-        assert not pausing.done()
-    await pausing
-    done = await task
-    assert (done.finish_reason, len(done.token_ids)) == ("length", 300)
-    await engine.resume()
-    assert len((await engine.generate(PROMPT, SHORT, "b")).token_ids) == 8
-
-
-async def test_a_pause_that_aborts_refuses_new_requests_and_cuts_the_others(engine: VllmEngine) -> None:
-    with slowed(engine):
-        task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
-        await busy(engine)
-        await engine.pause("abort")
-        done = await task
-    assert (done.finish_reason, 0 < len(done.token_ids) < 300) == ("abort", True)
-    assert (await refused(engine, PROMPT)).code is ErrorCode.PAUSED
-    await engine.resume()
-    assert len((await engine.generate(PROMPT, SHORT, "b")).token_ids) == 8
-
-
-async def test_a_pause_that_keeps_freezes_requests_which_go_on_with_their_cache(
-    engine: VllmEngine, first: Weights
-) -> None:
-    computed = engine.stats().prefilled_tokens
-    with slowed(engine):
-        task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
-        await busy(engine)
-        assert not await stands_still(engine)
-        await engine.pause("keep")
-        assert await stands_still(engine)
-    assert (task.done(), engine.stats().running, engine.stuck_for()) == (False, 1, 0.0)
-    await engine.resume()
-    made = await task
-    assert (made.finish_reason, len(made.token_ids)) == ("length", 300)
-    assert worst(made, first.model, LONG) < 1e-4
-    assert engine.stats().prefilled_tokens == computed + len(PROMPT)
-
-
-async def test_a_frozen_request_that_is_cut_returns_what_it_has(engine: VllmEngine, first: Weights) -> None:
-    with slowed(engine):
-        task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
-        await busy(engine)
-        await engine.pause("keep")
-    assert await engine.abort("a") == 1
-    done = await task
-    assert (done.finish_reason, 0 < len(done.token_ids) < 300) == ("abort", True)
-    assert worst(done, first.model, LONG) < 1e-4
-
-
-async def test_a_prefix_that_was_computed_is_not_computed_again(engine: VllmEngine) -> None:
-    prompt = [7, 9] * BLOCK
-    before = engine.stats()
-    await engine.generate(prompt, SHORT, "a")
-    await engine.generate([*prompt, 5], SHORT, "b")
-    after = engine.stats()
-    assert after.reused_tokens - before.reused_tokens == 2 * BLOCK
-    assert after.prefilled_tokens - before.prefilled_tokens == 2 * BLOCK + 1

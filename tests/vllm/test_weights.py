@@ -69,7 +69,7 @@ async def test_an_update_between_generations_changes_tokens_and_version(
 async def test_an_update_during_a_generation_splits_it_into_spans_and_keeps_its_cache(
     engine: VllmEngine, first: Weights, second: Weights
 ) -> None:
-    with slowed(engine):
+    async with slowed(engine):
         task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
         await busy(engine)
         version, before = engine.version, await metrics(engine)
@@ -83,7 +83,7 @@ async def test_a_stream_says_at_its_end_which_weights_made_which_token(
     engine: VllmEngine, first: Weights, second: Weights
 ) -> None:
     version, collector = engine.version, Collector()
-    with slowed(engine):
+    async with slowed(engine):
         stream = engine.stream(PROMPT, LONG, "a")
         collector.add(await anext(stream))
         await engine.load_weights(second.folder, version + 1, second.proof)  # the stream is read later
@@ -99,7 +99,7 @@ async def test_no_prefix_computed_by_old_weights_is_reused(
 ) -> None:
     prompt = [7, 9] * BLOCK
     await engine.generate(prompt, SHORT, "a")
-    with slowed(engine):
+    async with slowed(engine):
         others = [asyncio.create_task(engine.generate(prompt, LONG, "b"))] if in_flight else []
         await busy(engine, running=len(others))
         await engine.load_weights(second.folder, engine.version + 1, second.proof)
@@ -115,7 +115,7 @@ async def test_no_prefix_computed_by_old_weights_is_reused(
 async def test_weights_that_fail_their_proof_are_taken_back_and_cost_a_request_only_bad_tokens(
     engine: VllmEngine, first: Weights, second: Weights
 ) -> None:
-    with slowed(engine):
+    async with slowed(engine):
         task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
         await busy(engine)
         version = engine.version
@@ -132,7 +132,7 @@ async def test_a_stream_never_shows_a_token_of_weights_that_failed(
     engine: VllmEngine, first: Weights, second: Weights
 ) -> None:
     version = engine.version
-    with slowed(engine):
+    async with slowed(engine):
         pieces, listening = await listened(engine)
         await refused(engine.load_weights(second.folder, version + 1, proof_of(second.model, shift=0.5)))
         await listening
@@ -163,7 +163,7 @@ async def test_a_folder_that_vllm_cannot_load_is_refused_before_it_sees_it(engin
 
 
 async def test_an_update_under_a_paused_engine_leaves_it_paused(engine: VllmEngine, second: Weights) -> None:
-    with slowed(engine):
+    async with slowed(engine):
         task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
         await busy(engine)
         await engine.pause("keep")

@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,7 +23,7 @@ from trackway.rollout.engines.remote.engine import RemoteEngine
 from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.weights import Probe, WeightProof
+from trackway.wire.weights import Probe, Verdict, WeightProof
 
 MARKS = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 """Of every test here; the first of a session waits for vLLM's start, too."""
@@ -33,6 +34,8 @@ EOS = 30
 MAX_LEN = 1024
 DEADLINE_S = 120.0
 """Of whatever a test waits for; a machine with much other work takes seconds for what takes milliseconds."""
+ON_CPU_ARGUMENTS: list[str] = []
+"""Arguments of any server on the CPU."""
 BLOCK = 128
 """Tokens of a KV block on the CPU: vLLM reuses prefixes of whole blocks only."""
 
@@ -42,6 +45,11 @@ SHORT = SamplingParams(max_tokens=8, ignore_eos=True, seed=1)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 
 Engine = TypeVar("Engine", bound=RemoteEngine)
+
+
+Replica = VllmEngine
+OTHER_PREFIX = Verdict.WRONG
+"""An adapter whose tensors have another prefix: vLLM takes it and answers as the base model."""
 
 
 class CanBeMisled(RemoteEngine):
@@ -207,8 +215,8 @@ def tally(engine: VllmEngine) -> Tally:
     return Tally(**json.loads((_steps(engine) / "tally.json").read_text()))
 
 
-@contextlib.contextmanager
-def slowed(engine: VllmEngine) -> Iterator[None]:
+@asynccontextmanager
+async def slowed(engine: VllmEngine) -> AsyncIterator[None]:
     """In the block the LONG request takes more than seven minutes: what a test does there comes before its end."""
     slow = _steps(engine) / "slow"
     slow.touch()
@@ -260,3 +268,12 @@ def _steps(engine: VllmEngine) -> Path:
     """The folder through which its scheduler talks."""
     assert engine.settings.engine_log is not None
     return engine.settings.engine_log.with_suffix(".steps")
+
+
+def server_of(engine: RemoteEngine) -> list[psutil.Process]:
+    """The server's processes, its own first."""
+    port = engine.http.base_url.rpartition(":")[2]
+    [server] = (
+        p for p in psutil.Process().children(recursive=True) if p.cmdline()[1:2] == ["-m"] and port in p.cmdline()
+    )
+    return [server, *server.children(recursive=True)]

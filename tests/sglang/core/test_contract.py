@@ -159,16 +159,8 @@ async def models(target: Target) -> Any:
 ASKED: dict[str, Json] = {
     "plain": {},
     "scored": {"logprob_start_len": 0, "sampling_params": {"max_new_tokens": 1}},
-    "top_logprobs": {"top_logprobs_num": 2},
     "sampling_mask": {"return_sampling_mask": True, "sampling_params": {"top_k": 2, "top_p": 0.9, "max_new_tokens": 3}},
-    "sampling_mask_without_top_k": {"return_sampling_mask": True, "sampling_params": {"max_new_tokens": 3}},
     "unknown_field": {"no_such_field": 1},
-    "unknown_sampling_field": {"sampling_params": {"no_such_field": 1}},
-    "empty_prompt": {"input_ids": []},
-    "prompt_too_long": {"input_ids": [5] * 2000},
-    "negative_temperature": {"sampling_params": {"temperature": -1.0}},
-    "unknown_adapter": {"lora_path": "nowhere"},
-    "nonsense_schema": {"sampling_params": {"json_schema": '{"type": "nonsense"}', "max_new_tokens": 3}},
     "with_key_and_id": {"extra_key": "7", "rid": "mine"},
     "stop_token": {"sampling_params": {"temperature": 0.0, "max_new_tokens": 100, "stop_token_ids": [*range(VOCAB)]}},
 }
@@ -183,16 +175,6 @@ async def long_stream(target: Target) -> Any:
 
 
 @case
-async def duplicate_rid(target: Target) -> Any:
-    task, begun = await target.long("twice")
-    await begun.wait()
-    again = await target.generate(rid="twice")
-    await target.ask("/abort_request", {"rid": "twice"})
-    await task
-    return again
-
-
-@case
 async def aborted_while_running(target: Target) -> Any:
     task, begun = await target.long("mine")
     await begun.wait()
@@ -201,17 +183,22 @@ async def aborted_while_running(target: Target) -> Any:
 
 
 @case
-async def last_token_scored(target: Target) -> Any:
-    prompt = [11, target.vocab - 1, 12]
-    answer = await target.generate(input_ids=prompt, logprob_start_len=0, sampling_params={"max_new_tokens": 1})
-    rows = answer["body"]["meta_info"]["input_token_logprobs"]
-    return [str([type(logprob), token]) for logprob, token, _ in rows]
+async def prompts_without_room(target: Target) -> Any:
+    return [await target.generate(input_ids=[5] * (target.context - free)) for free in (7, 6)]
 
 
 @case
-async def prompts_without_room(target: Target) -> Any:
-    prompts = [[5] * (target.context - free) for free in (7, 6, 1)]
-    return [[await target.generate(input_ids=prompt), await target.stream(input_ids=prompt)] for prompt in prompts]
+async def unknown_adapter(target: Target) -> Any:
+    return await target.generate(lora_path="nowhere")
+
+
+@case
+async def aborted_with_one_whose_id_begins_its_own(target: Target) -> Any:
+    tasks = [await target.long(rid) for rid in ("mine", "mine-too")]
+    for _, begun in tasks:
+        await begun.wait()
+    await target.ask("/abort_request", {"rid": "mine"})
+    return [last(await task)["finish_reason"] for task, _ in tasks]
 
 
 @case
@@ -248,19 +235,6 @@ async def paused_and_updated_in_flight(target: Target) -> Any:
 
 
 @case
-async def pause_aborts(target: Target) -> Any:
-    task, begun = await target.long("mine")
-    await begun.wait()
-    paused = await target.ask("/pause_generation", {"mode": "abort"})
-    return [paused, last(await task)["finish_reason"], await target.ask("/continue_generation", {})]
-
-
-@case
-async def bad_pause_mode(target: Target) -> Any:
-    return unworded(await target.ask("/pause_generation", {"mode": "nonsense"}))
-
-
-@case
 async def version_named(target: Target) -> Any:
     body = {"new_version": "7", "abort_all_requests": False}
     return [await target.ask("/update_weight_version", body), await model_info(target)]
@@ -278,18 +252,13 @@ async def missing_folder(target: Target) -> Any:
 @case
 async def adapters(target: Target) -> Any:
     body = {"lora_name": "mine", "lora_path": str(target.adapter)}
-    loaded = [await target.ask("/load_lora_adapter", body) for _ in range(2)]
+    loaded = await target.ask("/load_lora_adapter", body)
     nowhere = {"lora_name": "other", "lora_path": "/nowhere/at/all"}
     missing = unworded(await target.ask("/load_lora_adapter", nowhere))
     models = await target.ask("/v1/models")
     made = await target.generate(lora_path="mine")
     unloaded = [await target.ask("/unload_lora_adapter", {"lora_name": "mine"}) for _ in range(2)]
     return [loaded, missing, models, made, unloaded]
-
-
-@case
-async def classified_by_a_generator(target: Target) -> Any:
-    return await target.ask("/classify", {"input_ids": PROMPT})
 
 
 @case
@@ -324,7 +293,7 @@ def write_adapter(folder: Path) -> Path:
 async def fake(tmp_path: Path) -> AsyncIterator[Target]:
     """A fake of its own."""
     server = sglang_fake.Fake(sglang_fake.write_base(tmp_path / "fake-base", 0))
-    server.stream_interval, server.slots, server.step_s = 16, 4, 0.01
+    server.stream_interval, server.step_s = 16, 0.01
     whole, adapter = sglang_fake.write_weights(tmp_path / "fake", 1), tmp_path / "fake-adapter"
     sglang_fake.write_adapter(adapter, 2)
     async with (
@@ -332,9 +301,8 @@ async def fake(tmp_path: Path) -> AsyncIterator[Target]:
         httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as http,
     ):
         target = Target(http, whole, adapter, sglang_fake.CONTEXT, sglang_fake.VOCAB, long_tokens=200)
-        await target.ask(
-            "/update_weights_from_disk", {"model_path": str(whole), "weight_version": "default"}
-        )  # as the real one's engine
+        update = {"model_path": str(whole), "weight_version": "default", "abort_all_requests": False}
+        await target.ask("/update_weights_from_disk", {**update, "flush_cache": False})  # as the real one's engine
         yield target
 
 

@@ -1,6 +1,7 @@
 """A real SGLang as a process beside the replica: where it listens."""
 
-from tests.sglang.sglang_runs import MARKS, server_of
+from tests.sglang.sglang_runs import MARKS
+from tests.vllm.vllm_runs import server_of
 from trackway.rollout.engines.remote.sglang import SglangEngine
 
 pytestmark = MARKS

@@ -161,7 +161,7 @@ class _Embedding(BaseModel):
 
 
 class SglangClassifier(ServerClassifier):
-    """A `Classifier` over SGLang 0.5.23's native `/classify`; the tests use a fake of the protocol."""
+    """A `Classifier` over SGLang 0.5.23's native `/classify`."""
 
     def __init__(self, settings: RolloutSettings, info: ClassifierInfo) -> None:
         super().__init__(settings, info)

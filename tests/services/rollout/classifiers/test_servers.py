@@ -1,9 +1,7 @@
-"""Classifiers behind the HTTP APIs of vLLM and SGLang, here fakes; `tests/vllm` has a real vLLM."""
+"""Classifiers behind the HTTP APIs of vLLM, here a fake, and SGLang; `tests/servers` has real ones."""
 
 import asyncio
 import json
-import stat
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,29 +38,20 @@ def classifier_of(folder: Path, engine: str, **more: Any) -> ServerClassifier:
     return classifier
 
 
-async def test_sglang_is_started_for_embeddings_and_asked_for_one_score(folder: Path, tmp_path: Path) -> None:
-    script = tmp_path / "python"
-    script.write_text(f'#!/bin/sh\ncd {ROOT}\nexec {sys.executable} -m {sglang_fake.__name__} "$@"\n')
-    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+def test_sglang_is_started_for_embeddings(folder: Path) -> None:
     more = {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.3, "max_num_seqs": 8, "max_model_len": 100}
-    log = tmp_path / "log"
-    classifier = classifier_of(folder, "sglang", engine_python=script, engine_log=log, enforce_eager=True, **more)
-    try:
-        await classifier.start()
-        assert await classifier.classify([5, 6, 7]) == sglang_fake.classified(3, [5, 6, 7]) == 3 - 18 / 16
-    finally:
-        await classifier.stop()
+    classifier = classifier_of(folder, "sglang", engine_python="python", enforce_eager=True, **more)
+    assert classifier._command(1) == [
+        *("python", "-m", "sglang.launch_server", "--model-path", str(folder), "--served-model-name", "policy"),
+        *("--host", "127.0.0.1", "--port", "1", "--dtype", "bfloat16", "--context-length", "107"),
+        *("--max-running-requests", "8", "--tp-size", "2", "--mem-fraction-static", "0.3"),
+        *("--is-embedding", "--disable-cuda-graph"),
+    ]
 
-    line = next(line for line in log.read_text().splitlines() if line.startswith("server_args="))
-    got = eval(line.removeprefix("server_args="))
-    given = {name: value for name, value in got.items() if value not in (None, False) and name != "port"}
-    assert given == {
-        **{"module": "sglang.launch_server", "model_path": str(folder), "served_model_name": "policy"},
-        **{"host": "127.0.0.1", "dtype": "bfloat16", "context_length": 107, "max_running_requests": 8, "tp_size": 2},
-        **{"mem_fraction_static": 0.3, "is_embedding": True, "disable_cuda_graph": True},
-    }
+
+async def test_a_classifier_that_has_not_started_is_unavailable(folder: Path) -> None:
     with pytest.raises(TrackwayError, match="starting or has stopped"):
-        await classifier.classify([5])
+        await classifier_of(folder, "sglang", engine_python="python").classify([5])
 
 
 class FakeVllm:
@@ -118,16 +107,6 @@ async def test_a_running_vllm_is_asked_for_logits_of_token_ids(folder: Path) -> 
         with pytest.raises(TrackwayError, match="expected 1 to 256 prompt tokens, got 257"):
             await classifier.classify([5] * 257)
         assert len(fake.asked) == asked
-        await classifier.stop()
-
-
-async def test_a_server_without_classification_says_what_it_lacks(folder: Path) -> None:
-    fake = sglang_fake.Fake(folder)
-    async with sglang_fake.serving(fake, free_port()) as url:
-        classifier = classifier_of(folder, "sglang", engine_url=url)
-        await classifier.start()
-        with pytest.raises(TrackwayError, match="Please add `--is-embedding`"):
-            await classifier.classify([5])
         await classifier.stop()
 
 

@@ -40,6 +40,8 @@ _MOST_CANDIDATES = 1024
 _SEVERAL_NODES = ("--dp", "--data-parallel", "--nnodes", "--dist-init-addr")
 """Arguments of servers whose ranks need a port to meet: on several nodes, or in several groups."""
 _NAN = "NaN happened"
+_IMPOSSIBLE = -3e38
+"""Logprobs of tokens that a grammar excludes are below it."""
 _CODES = {400: ErrorCode.INVALID_REQUEST, 503: ErrorCode.UNAVAILABLE}
 
 
@@ -373,7 +375,9 @@ def _tops(meta: _Meta, chunk: TokenChunk, truncated: bool, count: int) -> list[T
     for place, (before, token, _) in enumerate(_last(meta.output_token_logprobs, new)):
         logprob = chunk.logprobs[place]
         shift = logprob - (before or 0.0)
-        pairs = [(other, value + shift) for value, other, _ in best[place] or [] if value is not None]
+        pairs = [
+            (other, value + shift) for value, other, _ in best[place] or [] if value is not None and value > _IMPOSSIBLE
+        ]
         if truncated:
             pairs = [(other, value) for other, value in pairs if other in kept[place]]
         tops.append(top_logprobs(pairs, token, logprob, count))

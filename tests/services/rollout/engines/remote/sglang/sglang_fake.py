@@ -3,11 +3,8 @@
 `tests/sglang/core/test_contract.py` compares its answers with a real server's. What would end the real scheduler is
 kept in `Fake.crimes`, as is whatever a real server would do in silence and no client may ask for: fields that it
 ignores, KV of other weights reused, tokens from memory given back.
-
-Run as a program (`python -m`) it takes the command line of `python -m sglang.launch_server`.
 """
 
-import argparse
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Container
@@ -18,7 +15,6 @@ from typing import Any, Literal
 
 import numpy as np
 from fastapi import FastAPI, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict
 from safetensors.numpy import save_file
@@ -30,6 +26,7 @@ VOCAB = 50
 CONTEXT = 256
 EOS = 2
 NAN = "NaN happened"
+ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 IN_QUEUE = {"type": "abort", "message": "Abort in waiting queue"}
 """The finish reason of a request that was aborted before it began."""
 EVENTS = "text/event-stream"
@@ -45,11 +42,6 @@ def next_token(seed: int, sequence: list[int]) -> int:
 def logprob(seed: int, token: int, temperature: float = 1.0) -> float:
     """Of any token after any sequence."""
     return -((token + seed) % 10 + 1) / 16 / (temperature or 1.0)
-
-
-def classified(seed: int, sequence: list[int]) -> float:
-    """The score of a classifier with these weights."""
-    return seed - sum(sequence) / 16
 
 
 def write_weights(folder: Path, seed: int) -> Path:
@@ -91,8 +83,6 @@ class Sampling(_Body):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     sampling_seed: int | None = None
-    json_schema: str | None = None
-    structural_tag: str | None = None
 
 
 class Generate(BaseModel):
@@ -104,35 +94,26 @@ class Generate(BaseModel):
     return_logprob: bool = False
     logprob_start_len: int = -1
     return_sampling_mask: bool = False
-    top_logprobs_num: int = 0
     extra_key: str = ""
     lora_path: str | None = None
     stream: bool = False
 
 
-class Classify(_Body):
-    input_ids: list[int]
-
-
 class Pause(_Body):
-    mode: Literal["abort", "retract", "in_place"] = "abort"
-
-
-class Continue(_Body):
-    torch_empty_cache: bool = True
+    mode: Literal["in_place"]
 
 
 class Update(_Body):
     model_path: str
-    weight_version: str | None = None
-    abort_all_requests: bool = False
+    weight_version: str
+    abort_all_requests: Literal[False]
     keep_pause: bool = False
-    flush_cache: bool = True
+    flush_cache: Literal[False]
 
 
 class Version(_Body):
     new_version: str
-    abort_all_requests: bool = True
+    abort_all_requests: Literal[False]
 
 
 class LoadAdapter(_Body):
@@ -172,13 +153,11 @@ class Request:
 class Fake:
     """The scheduler and the HTTP server of one model."""
 
-    def __init__(self, folder: Path, *, step_s: float = 0.002, slots: int = 64, incremental: bool = True) -> None:
+    def __init__(self, folder: Path, *, step_s: float = 0.002, incremental: bool = True) -> None:
         self.seed: int | None = json.loads((folder / "weights.json").read_text())
-        self.step_s, self.slots, self.incremental = step_s, slots, incremental
-        self.spans, self.radix_cache, self.ranks = True, True, True
+        self.step_s, self.incremental = step_s, incremental
         self.stream_interval = 1
         self.version, self.healthy, self.paused = "default", True, False
-        self.is_embedding = False
         self.name = "policy"
         """The model's name in `/v1/models`."""
         self.requests: list[Request] = []
@@ -191,7 +170,6 @@ class Fake:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.fail: dict[str, tuple[int, dict[str, Any]]] = {}
         self.hang: set[str] = set()
-        self.forced: list[int] = []
         self.nan_at: int | None = None
         self.score: Callable[[list[int]], list[float]] | None = None
         """A real model's logprobs of a prompt's tokens 1..n-1, for those who ask for them."""
@@ -202,7 +180,7 @@ class Fake:
         while True:
             await asyncio.sleep(self.step_s)
             if not self.paused:
-                for request in [r for r in self.requests if r.finish is None][: self.slots]:
+                for request in [r for r in self.requests if r.finish is None]:
                     self.step(request)
 
     def step(self, request: Request) -> None:
@@ -213,13 +191,13 @@ class Fake:
         params = request.body.sampling_params
         sequence = [*request.body.input_ids, *request.output]
         seed = self.seed_of(request)
-        token = self.forced.pop(0) if self.forced else next_token(seed, sequence)
+        token = next_token(seed, sequence)
         request.output.append(token)
         value = logprob(seed, token, params.temperature)
         request.logprobs.append(None if len(request.output) == self.nan_at else value)
         request.seed_names.append(self.version)
         if request.aborted:
-            request.finish = aborted("Aborted")
+            request.finish = ABORTED
         elif len(request.output) >= params.max_new_tokens:
             request.finish = {"type": "length", "length": params.max_new_tokens}
         elif not params.ignore_eos and token in {EOS, *params.stop_token_ids}:
@@ -232,7 +210,7 @@ class Fake:
         return self.seed or 0 if request.adapter is None else request.adapter
 
     def prefill(self, request: Request) -> None:
-        entries = self.cache.get(request.body.extra_key, []) if self.radix_cache else []
+        entries = self.cache.get(request.body.extra_key, [])
         weights = request.body.lora_path or self.version
         for tokens, theirs in entries:
             same = common(tokens, request.body.input_ids[:-1])
@@ -243,13 +221,14 @@ class Fake:
 
     def leave(self, request: Request) -> None:
         self.requests.remove(request)
-        if self.radix_cache and request.seed_names:
+        if request.seed_names:
             sequence = (*request.body.input_ids, *request.output)
             weights = request.body.lora_path or request.seed_names[0]
             self.cache.setdefault(request.body.extra_key, []).append((sequence, weights))
 
     def abort(self, rid: str, abort_all: bool) -> None:
-        for request in [r for r in self.requests if abort_all or r.body.rid == rid]:
+        known = abort_all or any(request.body.rid == rid for request in self.requests)
+        for request in [r for r in self.requests if known and (abort_all or r.body.rid.startswith(rid))]:
             request.aborted = True
             if not request.seed_names:
                 request.finish = IN_QUEUE
@@ -272,7 +251,7 @@ class Fake:
         }
         if request.finish != IN_QUEUE:
             meta |= {"prompt_tokens": len(body.input_ids), "cached_tokens": request.cached}
-        if self.spans and request.finish is not None:
+        if request.finish is not None:
             # the token that is sampled last before a pause counts as one of the weights after it
             named = spans([*request.seed_names[1:], *request.seed_names[-1:]])
             meta["weight_versions"] = named or [{"version": self.version, "start": 0, "end": total}]
@@ -281,12 +260,8 @@ class Fake:
             start = max(0, body.logprob_start_len)
             score = self.score or (lambda ids: [logprob(self.seed_of(request), token) for token in ids[1:]])
             scores = [None, *score(body.input_ids)]
-            named = [token if token != VOCAB - 1 else 0 for token in body.input_ids]
-            prompt = [[lp, token, None] for lp, token in zip(scores, named, strict=True)]
+            prompt = [[lp, token, None] for lp, token in zip(scores, body.input_ids, strict=True)]
             meta["input_token_logprobs"] = prompt[start:] if body.logprob_start_len >= 0 else []
-        if body.top_logprobs_num and self.ranks:
-            ranked = [likeliest(self.seed_of(request), body) for _ in request.logprobs]
-            meta["output_top_logprobs"] = ranked[first:]
         if body.return_sampling_mask:
             kept = [{*KEPT, token} for _, token, _ in rows]
             meta["output_token_sampling_mask"] = [sorted(ids) for ids in kept[first:]]
@@ -294,45 +269,13 @@ class Fake:
         return {"output_ids": request.output[first:], "meta_info": meta}
 
 
-def aborted(message: str, status: int | None = None, kind: str | None = None) -> dict[str, Any]:
-    """A finish reason."""
-    return {"type": "abort", "message": message, "status_code": status, "err_type": kind}
-
-
-def refusal(body: Generate, adapters: Container[str], running: Container[str]) -> str | None:
-    """Why SGLang's front refuses a request."""
-    count, most = len(body.input_ids), body.sampling_params.max_new_tokens
-    if body.rid in running:
-        return f"Duplicate request ID detected: {body.rid}"
-    if not count:
-        return "input_ids cannot be empty."
-    if count >= CONTEXT:
-        return f"The input ({count} tokens) is longer than the model's context length ({CONTEXT} tokens)."
-    if count + most > CONTEXT:
-        return (
-            f"Requested token count exceeds the model's maximum context length of {CONTEXT} tokens. You requested a "
-            f"total of {count + most} tokens: {count} tokens from the input messages and {most} tokens for the "
-            "completion. Please reduce the number of tokens in the input messages or the completion to fit within the "
-            "limit."
-        )
-    if body.sampling_params.temperature < 0:
-        return f"temperature must be a non-negative finite number, got {body.sampling_params.temperature}."
+def refusal(body: Generate, adapters: Container[str]) -> str | None:
+    """Why SGLang refuses a request that the client could send by mistake."""
     if body.lora_path is not None and body.lora_path not in adapters:
         return f"Got LoRA adapter that has never been loaded: {body.lora_path}\nAll loaded adapters: dict_keys([])."
-    return None
-
-
-def late_refusal(body: Generate) -> tuple[str, int] | None:
-    """Why SGLang's scheduler refuses a request that its front let pass, and how many tokens it says to have made."""
     if len(body.input_ids) >= CONTEXT - 6:
         count = f"({len(body.input_ids)} tokens) exceeds the maximum allowed length ({CONTEXT - 6} tokens)"
-        return f"Input length {count}. Use a shorter input or enable --allow-auto-truncate.", 1
-    if body.return_sampling_mask and body.sampling_params.top_k < 1:
-        message = "return_sampling_mask requires top_k=1 for greedy sampling or finite 1 < top_k <= 4096; got"
-        return f"{message} top_k=1073741824. Lower top_k or increase --sampling-mask-max-tokens.", 0
-    if '"nonsense"' in (body.sampling_params.json_schema or ""):
-        place = "[21:17:12] /project/cpp/json_schema_converter.cc:4175"
-        return f'Failed to compile json grammar: {place}: Unsupported type "nonsense"\n', 1
+        return f"Input length {count}. Use a shorter input or enable --allow-auto-truncate."
     return None
 
 
@@ -340,12 +283,6 @@ def adapter_reply(error: str, loaded: dict[str, str] | None) -> JSONResponse:
     """The answer to a load or an unload."""
     reply = {"success": not error, "error_message": error, "loaded_adapters": loaded}
     return JSONResponse({**reply, "rid": None, "http_worker_ipc": None}, 400 if error else 200)
-
-
-def likeliest(seed: int, body: Generate) -> list[list[Any]]:
-    """The most likely tokens of a position, before top_k and top_p."""
-    pairs = [[logprob(seed, token, body.sampling_params.temperature), token, None] for token in range(VOCAB)]
-    return sorted(pairs, key=lambda pair: -pair[0])[: body.top_logprobs_num]
 
 
 def common(ours: tuple[int, ...], theirs: list[int]) -> int:
@@ -370,14 +307,6 @@ def spans(names: list[str]) -> list[dict[str, Any]]:
 def make_app(fake: Fake) -> FastAPI:
     """The routes."""
     app = FastAPI()
-
-    @app.exception_handler(RequestValidationError)
-    async def malformed(request: Any, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        if first["type"] == "extra_forbidden":
-            return JSONResponse({"error": f"unknown field `{first['loc'][-1]}`, expected one of others"}, 400)
-        reply = {"object": "error", "type": "Bad Request", "param": None, "code": 400}
-        return JSONResponse({**reply, "message": str(error)}, 400)
 
     @app.middleware("http")
     async def faults(request: Any, call_next: Any) -> Response:
@@ -408,15 +337,8 @@ def make_app(fake: Fake) -> FastAPI:
         fake.crimes += [f"SGLang ignores {name}" for name in body.model_extra or {}]
         if fake.score is None and max(body.input_ids, default=0) >= VOCAB:
             return fake.crime("a token outside the vocabulary")
-        early = refusal(body, fake.adapters, {request.body.rid for request in fake.requests})
-        late, made = (None if early else late_refusal(body)) or (None, 0)
-        if early or late:
-            if not body.stream:
-                return JSONResponse({"error": {"message": early or late}}, 400)
-            error = {"type": "invalid_request_error", "code": 400, "retryable": False, "message": early}
-            refused = Request(body, output=[0] * made, finish=aborted(str(late), 400, "BadRequestError"))
-            event = {"error": error} if early else fake.event(refused, 0)
-            return StreamingResponse(iter([f"data: {json.dumps(event)}\n\n", "data: [DONE]\n\n"]), media_type=EVENTS)
+        if why := refusal(body, fake.adapters):
+            return fake.crime(why) if body.stream else JSONResponse({"error": {"message": why}}, 400)
         request = Request(body, fake.adapters.get(body.lora_path or ""))
         fake.requests.append(request)
         if body.stream:
@@ -448,36 +370,20 @@ def make_app(fake: Fake) -> FastAPI:
             if request in fake.requests:  # the client is gone, which SGLang acts upon after 2 s
                 asyncio.get_running_loop().call_later(2.0, setattr, request, "aborted", True)
 
-    @app.post("/classify")
-    async def classify(body: Classify) -> Response:
-        if not fake.is_embedding:
-            message = "This model does not appear to be an embedding model by default. Please add `--is-embedding` when"
-            return JSONResponse({"error": {"message": f"{message} launching the server or try another model."}}, 400)
-        meta = {"prompt_tokens": len(body.input_ids)}
-        return JSONResponse({"embedding": [classified(fake.seed or 0, body.input_ids)], "meta_info": meta})
-
     @app.post("/pause_generation")
     async def pause(body: Pause) -> dict[str, str]:
         fake.continued.clear()
-        if body.mode == "abort":
-            while fake.requests:
-                fake.abort("", True)
-                await asyncio.sleep(0.01)
-        fake.paused = body.mode != "abort"
+        fake.paused = True
         return {"status": "ok", "message": "Generation paused successfully."}
 
     @app.post("/continue_generation")
-    async def go_on(body: Continue) -> dict[str, str]:
+    async def go_on() -> dict[str, str]:
         fake.paused = False
         fake.continued.set()
         return {"status": "ok", "message": "Generation continued successfully."}
 
     @app.post("/update_weights_from_disk")
     async def update(body: Update) -> Response:
-        if body.abort_all_requests:
-            fake.abort("", True)
-        while fake.continued.is_set() and fake.requests:
-            await asyncio.sleep(0.01)
         if "weights" in fake.asleep:
             return fake.crime("weights loaded into memory that was given back")
         try:
@@ -487,28 +393,19 @@ def make_app(fake: Fake) -> FastAPI:
                 {"success": False, "message": f"Failed to get weights iterator: {error}.", "num_paused_requests": 0},
                 400,
             )
-        if body.flush_cache and fake.requests:
-            return fake.crime("Cache flush failed after updating weights")
-        if body.flush_cache:
-            fake.cache.clear()
         fake.name = body.model_path
-        fake.seed, fake.version = seed, body.weight_version or fake.version
+        fake.seed, fake.version = seed, body.weight_version
         message = f"Succeeded to update model weights. Weight version updated to {fake.version}."
         return JSONResponse({"success": True, "message": message, "num_paused_requests": 0})
 
     @app.post("/update_weight_version")
     async def update_version(body: Version) -> dict[str, Any]:
-        if body.abort_all_requests:
-            fake.abort("", True)
         fake.version = body.new_version
         message = f"Weight version updated to {body.new_version}"
         return {"success": True, "message": message, "new_version": body.new_version}
 
     @app.post("/load_lora_adapter")
     async def load_adapter(body: LoadAdapter) -> Response:
-        if body.lora_name in fake.adapters:
-            message = f"Failed to load LoRA adapter {body.lora_name} because it is already loaded"
-            return adapter_reply(message, fake.adapter_paths)
         try:
             fake.adapters[body.lora_name] = json.loads((Path(body.lora_path) / "weights.json").read_text())
         except OSError as error:
@@ -576,35 +473,3 @@ async def serving(fake: Fake, port: int) -> AsyncIterator[str]:
                 fake.continued.set()
     finally:
         steps.cancel()
-
-
-def main() -> None:
-    """As `sglang.launch_server`: known arguments only."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("-m", dest="module")
-    for name in ("model-path", "served-model-name", "host", "dtype", "log-level"):
-        parser.add_argument(f"--{name}")
-    for name in ("port", "context-length", "max-running-requests", "tp-size", "stream-interval", "max-lora-rank"):
-        parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--mem-fraction-static", type=float)
-    parser.add_argument("--max-loras-per-batch", type=int)
-    parser.add_argument("--lora-target-modules", choices=["all"])
-    for name in ("skip-tokenizer-init", "incremental-streaming-output", "disable-radix-cache", "disable-cuda-graph"):
-        parser.add_argument(f"--{name}", action="store_true")
-    for name in ("enable-memory-saver", "enable-lora", "is-embedding"):
-        parser.add_argument(f"--{name}", action="store_true")
-    given = parser.parse_args()
-    print(f"server_args={vars(given)}", flush=True)
-    incremental = given.incremental_streaming_output
-
-    async def run() -> None:
-        fake = Fake(Path(given.model_path), slots=given.max_running_requests, incremental=incremental)
-        fake.is_embedding = given.is_embedding
-        async with serving(fake, given.port):
-            await asyncio.Event().wait()
-
-    asyncio.run(run())
-
-
-if __name__ == "__main__":
-    main()

@@ -23,7 +23,6 @@ from tests.services.rollout.engines.remote.sglang.sglang_fake import Fake
 from trackway.rollout.engines.remote.sglang import SglangEngine
 from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.rollout.settings import RolloutSettings
-from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import WeightSpan
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
@@ -41,19 +40,6 @@ async def lora(starts: Starts, tmp_path: Path) -> AsyncIterator[SglangEngine]:
     """An engine that takes adapters."""
     async with starts(max_lora_rank=8, model_path=fakes.write_base(tmp_path / "base", 0)) as engine:
         yield engine
-
-
-async def test_an_adapter_serves_after_its_proof_is_right_and_nothing_of_the_one_before_is_reused(
-    lora: SglangEngine, fake: Fake, adapter: Callable[[int], Path]
-) -> None:
-    for version, seed in ((1, 4), (2, 5)):
-        await lora.load_weights(adapter(seed), version, proof(seed))
-        made = await lora.generate(PROMPT, params(5), "r")
-        assert (made.token_ids, made.spans) == (answer(seed, 5), [WeightSpan(version=version, start=0, end=5)])
-
-    assert lora.stats().reused_tokens == 0
-    assert sent(fake, "/update_weights_from_disk") == []
-    assert [body["lora_name"].split("-")[0] for body in sent(fake, "/load_lora_adapter")] == ["1", "2"]
 
 
 async def test_a_request_in_flight_keeps_its_adapter_and_only_the_last_few_stay_loaded(
@@ -80,35 +66,6 @@ async def test_a_replica_that_stops_takes_its_adapters_with_it(
         assert sorted(fake.adapters.values()) == [4, 5]
         await engine.stop()
         assert fake.adapters == {}
-
-
-async def test_an_adapter_that_answers_as_the_base_is_taken_back(
-    lora: SglangEngine, adapter: Callable[[int], Path]
-) -> None:
-    await lora.load_weights(adapter(4), 1, proof(4))
-
-    with pytest.raises(TrackwayError) as raised:
-        await lora.load_weights(adapter(0), 2, proof(5))
-
-    assert (raised.value.code, lora.version) == (ErrorCode.WEIGHTS_CORRUPT, 1)
-    assert (await lora.generate(PROMPT, params(5), "r")).token_ids == answer(4, 5)
-
-
-async def test_whole_weights_cut_requests_with_an_adapter_and_the_next_adapter_gets_its_base_back(
-    lora: SglangEngine, fake: Fake, adapter: Callable[[int], Path], folder: Callable[[int], Path]
-) -> None:
-    await lora.load_weights(adapter(4), 1, proof(4))
-    task, running = await in_flight(lora, fake), fake.requests[0]
-    await lora.load_weights(folder(7), 2, proof(7))
-    assert ((await task).finish_reason, {span.version for span in (await task).spans}) == ("abort", {1})
-    await until(lambda: running.finish is not None)
-    assert len((await task).token_ids) < len(running.output)  # the last one was generated on the new base
-    assert (await lora.generate(PROMPT, params(5), "a")).token_ids == answer(7, 5)
-
-    await lora.load_weights(adapter(5), 3, proof(5))
-
-    assert (await lora.generate(PROMPT, params(5), "b")).token_ids == answer(5, 5)
-    assert [Path(body["model_path"]).name for body in sent(fake, "/update_weights_from_disk")] == ["weights-7", "base"]
 
 
 async def test_after_sleep_the_base_and_the_adapter_are_loaded_again(

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.services.rollout.engine_runs import until
 from tests.services.rollout.engines.remote.sglang.sglang_cases import (
-    LONG,
     PROMPT,
     answer,
     in_flight,
@@ -19,7 +17,7 @@ from tests.services.rollout.engines.remote.sglang.sglang_cases import (
     sent,
 )
 from tests.services.rollout.engines.remote.sglang.sglang_fake import Fake
-from trackway.rollout.engines.protocol import Capability, Generation
+from trackway.rollout.engines.protocol import Capability
 from trackway.rollout.engines.remote.sglang import SglangEngine
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -28,87 +26,6 @@ from trackway.wire.trajectory import WeightSpan
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 Folder = Callable[[int], Path]
 Starts = Callable[..., AbstractAsyncContextManager[SglangEngine]]
-
-
-async def test_abort_returns_what_there_is_and_ends_only_that_request(engine: SglangEngine, fake: Fake) -> None:
-    first, second = await in_flight(engine, fake), await in_flight(engine, fake, "long2")
-    assert await engine.abort("long") == 1
-    made = await first
-    assert made.finish_reason == "abort"
-    assert 5 <= len(made.token_ids) < 200
-    assert made.token_ids == answer(0, len(made.token_ids))
-    assert not second.done()
-    assert await engine.abort("unknown") == 0
-    assert await engine.abort("long2") == 1
-    assert (await second).finish_reason == "abort"
-
-
-async def test_a_request_in_the_servers_queue_can_be_aborted(starts: Starts, fake: Fake) -> None:
-    fake.slots = 1
-    async with starts() as engine:
-        running = await in_flight(engine, fake)
-        waiting = asyncio.create_task(engine.generate(PROMPT, LONG, "waits"))
-        await until(lambda: len(fake.requests) == 2)
-        assert await engine.abort("waits") == 1
-        assert await waiting == Generation([], [], "abort", [])
-        await engine.abort("long")
-        await running
-
-
-async def test_a_cancelled_call_and_a_closed_stream_end_their_request_in_the_server(
-    engine: SglangEngine, fake: Fake
-) -> None:
-    fake.step_s = 0.02
-    task = await in_flight(engine, fake)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await until(lambda: not fake.requests, within_s=1)
-    stream = engine.stream(PROMPT, LONG, "r")
-    assert (await anext(stream)).token_ids
-    await stream.aclose()  # pyright: ignore[reportAttributeAccessIssue]
-    await until(lambda: not fake.requests, within_s=1)
-    assert engine.stats().running == 0
-
-
-async def test_pause_keep_freezes_and_resume_goes_on_with_the_same_tokens(engine: SglangEngine, fake: Fake) -> None:
-    task = await in_flight(engine, fake)
-    await engine.pause("keep")
-    made = len(fake.requests[0].output)
-    await asyncio.sleep(0.05)
-    assert len(fake.requests[0].output) == made
-    with pytest.raises(TrackwayError) as raised:
-        await engine.generate(PROMPT, params(1), "r")
-    assert raised.value.code is ErrorCode.PAUSED
-    await engine.resume()
-    assert (await task).token_ids == answer(0, 200)
-
-
-async def test_pause_wait_returns_when_requests_in_flight_have_finished(engine: SglangEngine, fake: Fake) -> None:
-    task = await in_flight(engine, fake)
-    await engine.pause("wait")
-    assert task.done() or not fake.requests
-    assert (await task).finish_reason == "length"
-    assert engine.paused
-
-
-async def test_pause_abort_returns_when_requests_in_flight_are_cut(engine: SglangEngine, fake: Fake) -> None:
-    task = await in_flight(engine, fake)
-    await engine.pause("abort")
-    assert fake.requests == []
-    assert (await task).finish_reason == "abort"
-    await engine.resume()
-    assert (await engine.generate(PROMPT, params(1), "r")).token_ids == answer(0, 1)
-
-
-async def test_frozen_requests_can_be_aborted(engine: SglangEngine, fake: Fake) -> None:
-    task = await in_flight(engine, fake)
-    await engine.pause("keep")
-    assert await engine.abort("long") == 1
-    made = await asyncio.wait_for(task, 2)
-    assert made.token_ids == answer(0, len(made.token_ids))
-    await engine.resume()
-    await until(lambda: not fake.requests)
 
 
 def test_it_sleeps_only_when_it_was_started_to(folder: Folder) -> None:

@@ -16,7 +16,6 @@ from trackway.rollout.engines.remote.sglang import SglangEngine
 from trackway.rollout.settings import RolloutSettings
 from trackway.system import free_port
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.trajectory import WeightSpan
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
@@ -43,25 +42,6 @@ async def runs(fake: Fake, tmp_path: Path) -> AsyncIterator[Runs]:
 
     async with fakes.serving(fake, free_port()) as url:
         yield start
-
-
-async def test_each_run_is_answered_with_its_own_adapter_and_version(
-    runs: Runs, fake: Fake, adapter: Callable[[int], Path]
-) -> None:
-    async with runs("a") as first, runs("b") as second:
-        await first.load_weights(adapter(4), 7, proof(4))
-        task = await in_flight(first, fake)
-        await second.load_weights(adapter(5), 3, proof(5))
-        made = [await engine.generate(PROMPT, params(5), "r") for engine in (first, second, first)]
-        long = await task
-
-    assert [(one.token_ids, one.spans) for one in made] == [
-        (answer(seed, 5), [WeightSpan(version=version, start=0, end=5)]) for seed, version in ((4, 7), (5, 3), (4, 7))
-    ]
-    assert (long.token_ids, long.spans) == (answer(4, 200), [WeightSpan(version=7, start=0, end=200)])
-    assert fake.version == "default"
-    for route in ("/pause_generation", "/continue_generation", "/update_weight_version", "/update_weights_from_disk"):
-        assert sent(fake, route) == []
 
 
 async def test_an_adapter_that_fails_its_proof_leaves_both_runs_as_they_were(

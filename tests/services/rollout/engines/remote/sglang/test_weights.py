@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 
 from tests.services.rollout.engine_runs import until
-from tests.services.rollout.engines.remote.sglang import sglang_fake as fakes
 from tests.services.rollout.engines.remote.sglang.sglang_cases import (
     LONG,
     PROMPT,
@@ -26,61 +25,11 @@ from tests.services.rollout.engines.remote.sglang.sglang_fake import Fake
 from trackway.rollout.engines.protocol import Generation, Piece
 from trackway.rollout.engines.remote.sglang import SglangEngine
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.rollout import GenerateChoice, GeneratePiece
 from trackway.wire.trajectory import WeightSpan
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 Folder = Callable[[int], Path]
 Starts = Callable[..., AbstractAsyncContextManager[SglangEngine]]
-
-
-async def test_new_weights_serve_after_their_proof_is_right(engine: SglangEngine, fake: Fake, folder: Folder) -> None:
-    await engine.load_weights(folder(4), 7, proof(4))
-    made = await engine.generate(PROMPT, params(5), "r")
-    assert engine.version == 7
-    assert (made.token_ids, made.spans) == (answer(4, 5), [WeightSpan(version=7, start=0, end=5)])
-    assert sent(fake, "/update_weights_from_disk") == [
-        {
-            "model_path": str(folder(4)),
-            "weight_version": "7",
-            "abort_all_requests": False,
-            "keep_pause": True,
-            "flush_cache": False,
-        }
-    ]
-
-
-async def test_a_request_in_flight_goes_on_under_new_weights_and_says_where_they_begin(
-    engine: SglangEngine, fake: Fake, folder: Folder
-) -> None:
-    task = await in_flight(engine, fake)
-    await engine.load_weights(folder(4), 1, proof(4))
-    made = await task
-    (old, new) = made.spans
-    assert (old.version, old.start, new.version, new.end) == (0, 0, 1, 200)
-    assert (old.kv_version, new.kv_version) == (None, 0)
-    assert old.end == new.start >= 5
-    before = answer(0, old.end)
-    assert made.token_ids == before + answer(4, 200 - old.end, PROMPT + before)
-    assert made.logprobs[old.end] == fakes.logprob(4, made.token_ids[old.end])
-
-
-async def test_a_streams_tokens_are_never_labelled_newer_than_they_are(
-    engine: SglangEngine, fake: Fake, folder: Folder
-) -> None:
-    fake.stream_interval = 64  # the event of the new version has tokens of the old one
-    pieces, stream = list[Piece](), engine.stream(PROMPT, LONG, "streamed")
-    pieces.append(await anext(stream))
-    await until(lambda: len(fake.requests[0].output) >= 5)
-    await engine.load_weights(folder(4), 1, proof(4))
-    pieces += [piece async for piece in stream]
-
-    joined = GenerateChoice.of([GeneratePiece.model_validate(vars(piece)) for piece in pieces])
-    assert {piece.version for piece in pieces} == {0}
-    assert [span.version for span in joined.weight_versions] == [0, 1]
-    old = joined.weight_versions[0].end
-    before = answer(0, old)
-    assert joined.token_ids == before + answer(4, 200 - old, PROMPT + before)
 
 
 async def test_an_aborted_stream_says_which_tokens_are_new(engine: SglangEngine, fake: Fake, folder: Folder) -> None:
