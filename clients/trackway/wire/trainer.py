@@ -1,10 +1,8 @@
 """The trainer service: start a run (202), watch it, stop it, resume it."""
 
-import math
 from enum import StrEnum
-from typing import Annotated
 
-from pydantic import BeforeValidator, Field, JsonValue
+from pydantic import Field, JsonValue
 
 from trackway.wire.base import WireReply, WireRequest
 from trackway.wire.health import OwnCode, Wait
@@ -39,14 +37,6 @@ RUN_TRANSITIONS: dict[RunState, frozenset[RunState]] = {
 }
 
 ENDED = frozenset({RunState.STOPPED, RunState.FINISHED, RunState.FAILED, RunState.UNREADABLE})
-
-
-def _null_as_nan(value: object) -> object:
-    return math.nan if value is None else value
-
-
-MetricValue = Annotated[float, BeforeValidator(_null_as_nan)]
-"""The value of a metric, which may be NaN or infinite; files of earlier versions have null for these."""
 
 
 class RunRequest(WireRequest):
@@ -146,7 +136,7 @@ class RunInfo(WireReply):
     """CPU threads of the learner, kept when the run is resumed; None until it has loaded its model."""
     engine_threads: int | None = None
     """CPU threads of the rollout engine when the run was started or resumed; None without torch there."""
-    metrics: dict[str, MetricValue] = Field(default_factory=dict)
+    metrics: dict[str, float] = Field(default_factory=dict)
     """The newest value of each metric."""
     traces: TraceSummary | None = None
     """None if the run is not traced."""
@@ -174,4 +164,4 @@ class MetricsRow(WireReply):
     step: int
     timestamp: int = 0
     """End of the step in milliseconds since 1970; 0 if not recorded."""
-    data: dict[str, MetricValue]
+    data: dict[str, float]

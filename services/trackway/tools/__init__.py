@@ -16,20 +16,3 @@ __all__ = [
     "function_tool",
     "in_thread",
 ]
-
-_MOVED = {
-    "calculator": "builtin.calculator",
-    "function_schema": "functions.schema",
-    "gsm8k": "builtin.gsm8k",
-    "mcp_source": "mcp.source",
-    "python_tool": "builtin.python",
-    "registry": "loading",
-    "search": "builtin.search.tool",
-    "verl_tools": "verl.adapter",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name in _MOVED:
-        raise AttributeError(f"expected trackway.tools.{_MOVED[name]}, got trackway.tools.{name}: the module has moved")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -73,12 +73,6 @@ def test_a_tool_without_execute_cannot_be_made() -> None:
         Empty.default()
 
 
-def test_an_import_path_from_before_a_move_fails_with_the_new_one() -> None:
-    moved = "expected trackway.tools.builtin.gsm8k, got trackway.tools.gsm8k: the module has moved"
-    with pytest.raises(AttributeError, match=moved):
-        load_tools([], ["trackway.tools.gsm8k.Gsm8kTool"], {})
-
-
 def test_function_tools_of_a_module_are_offered_alone_or_beside_named_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

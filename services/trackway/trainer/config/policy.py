@@ -516,12 +516,6 @@ class RolloutConfig(Section):
     trace: TraceConfig = Field(default_factory=TraceConfig)
     agent: AgentConfig = Field(default_factory=AgentConfig)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _mode_is_of_earlier_versions(cls, given: object) -> object:
-        """Runs of earlier versions recorded `mode`, which never had an effect."""
-        return {key: value for key, value in given.items() if key != "mode"} if isinstance(given, dict) else given
-
 
 class RefConfig(Section):
     """The reference policy: the model the run started from, kept by the learner if a KL term needs it."""

@@ -13,7 +13,6 @@ from trackway.trainer.loop.scheduler import SchedulerState
 from trackway.trainer.loop.weight_versions import WeightVersions
 from trackway.trainer.run_state.checkpoint import (
     DAMAGED,
-    MANIFEST,
     find_all,
     find_damage,
     finished_trajectories,
@@ -137,9 +136,8 @@ def _no_intact_checkpoint(
             "beginning under another trainer.experiment_name"
         )
     else:
-        state = "is whole" if (whole / MANIFEST).is_file() else "has no digests and may be whole"
         remedy = (
-            f"{whole.name} before it {state}: `trackway train --resume {folder.name} --skip-damaged` goes on from it "
+            f"{whole.name} before it is whole: `trackway train --resume {folder.name} --skip-damaged` goes on from it "
             f"and keeps the damaged one as {DAMAGED}{newest.name}"
         )
     return TrackwayError(ErrorCode.CHECKPOINT_CORRUPT, f"{error.message}; {remedy}", **error.detail)

@@ -8,7 +8,7 @@ from trackway.trainer.data.dataset import Position
 from trackway.trainer.loop.scheduler import SchedulerState
 from trackway.trainer.loop.weight_versions import WeightVersions
 from trackway.wire.base import NON_FINITE
-from trackway.wire.trainer import MetricsRow, MetricValue
+from trackway.wire.trainer import MetricsRow
 
 
 class OpenValidation(BaseModel):
@@ -33,9 +33,9 @@ class Progress(BaseModel):
     """Groups that were submitted and not trained."""
     versions: WeightVersions = Field(default_factory=WeightVersions)
     """The published weights, by which the staleness of these groups is counted."""
-    metrics: dict[str, MetricValue] = Field(default_factory=dict)
+    metrics: dict[str, float] = Field(default_factory=dict)
     """Metrics of that step, in case the process ends before the row is written."""
-    unvalidated: dict[str, MetricValue] = Field(default_factory=dict)
+    unvalidated: dict[str, float] = Field(default_factory=dict)
     """Metrics of that step when a stop interrupted its validation; the row is written after that validation."""
     validation: OpenValidation | None = None
     rows: list[MetricsRow] = Field(default_factory=list[MetricsRow])

@@ -10,7 +10,7 @@
 <root>/damaged_global_step_<N>/            a damaged checkpoint, kept for inspection
 
 A checkpoint is written to a hidden folder and renamed once its contents are on disk, so every folder named
-`global_step_<N>` is complete. Its digests are verified on load; checkpoints of earlier versions have no digests.
+`global_step_<N>` is complete. Its digests are verified on load.
 """
 
 import errno
@@ -58,9 +58,9 @@ class Manifest(BaseModel):
     """The files of a checkpoint, with their digests, and what wrote them."""
 
     files: list[FileDigest]
-    release: str | None = None
-    """Release of Trackway; None in checkpoints from before releases were recorded."""
-    format: int | None = None
+    release: str
+    """Release of Trackway."""
+    format: int
 
 
 class Loadable(Protocol):
@@ -160,35 +160,25 @@ def load_checkpoint(path: Path, learner: Loadable) -> dict[str, JsonValue]:
     damage = find_damage(path)
     if damage is not None:
         raise _corrupt(path, damage)
-    is_checked = (path / MANIFEST).is_file()
-    if not is_checked:
-        logger.warning(
-            "the checkpoint %s has no digests (it was saved by an earlier version): it is loaded unverified", path
-        )
     try:
         state = json.loads((path / STATE).read_text())
         learner.load(path / "actor")
     except NotFiniteError as error:
         raise _corrupt(path, str(error)) from error
     except (OSError, ValueError, SafetensorError) as error:
-        if not is_checked and isinstance(error, OSError | SafetensorError | json.JSONDecodeError):
-            raise _corrupt(path, f"it cannot be loaded ({error})") from error
         raise not_loaded(path, error) from error
     return state
 
 
 def not_loaded(path: Path, error: Exception) -> TrackwayError:
     """The error for an intact checkpoint that cannot be loaded; names the release that saved it if it is another."""
-    try:
-        saved = Manifest.model_validate_json((path / MANIFEST).read_bytes())
-    except (OSError, ValidationError):
-        saved = Manifest(files=[])
+    saved = Manifest.model_validate_json((path / MANIFEST).read_bytes())
     message = f"the checkpoint {path} cannot be loaded: {error}"
     if (saved.release, saved.format) != (RELEASE, FORMAT):
-        by = f"release {saved.release} (format {saved.format})" if saved.release else "a release that recorded none"
         message += (
-            f"; it was saved by {by}, and this is release {RELEASE} (format {FORMAT}): resume it with the release that "
-            "saved it, or export it there (trackway export) and start a run from that model"
+            f"; it was saved by release {saved.release} (format {saved.format}), and this is release {RELEASE} "
+            f"(format {FORMAT}): resume it with the release that saved it, or export it there (trackway export) and "
+            "start a run from that model"
         )
     return TrackwayError(ErrorCode.INVALID_REQUEST, message)
 
@@ -200,13 +190,12 @@ def finished_trajectories(path: Path) -> tuple[Trajectory, ...]:
 
 
 def find_damage(path: Path) -> str | None:
-    """The first difference between a checkpoint's files and its digests; None without a difference or digests."""
-    if not (path / STATE).is_file():
-        return f"{STATE}: expected a file, got none"
+    """The first difference between a checkpoint's files and its digests; None without a difference."""
+    for name in (STATE, MANIFEST):
+        if not (path / name).is_file():
+            return f"{name}: expected a file, got none"
     try:
         manifest = Manifest.model_validate_json((path / MANIFEST).read_bytes())
-    except FileNotFoundError:
-        return None
     except ValidationError as error:
         return f"{MANIFEST}: expected digests of files, got {error.error_count()} errors in it"
     try:

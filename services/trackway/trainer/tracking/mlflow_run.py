@@ -176,8 +176,6 @@ class MlflowRun:
     def _ensure_run(self, state: MlflowState) -> None:
         """Create the run, or find it by its id, or by its tag when the answer to its creation was lost."""
         state.uri = self.uri
-        if state.run_id is None:
-            self._adopt_earlier(state)
         if state.run_id is not None:
             try:
                 stored = self._api.run(state.run_id)
@@ -190,13 +188,6 @@ class MlflowRun:
         if state.run_id is None:
             self._find_or_create(state)
         self._is_known = True
-
-    def _adopt_earlier(self, state: MlflowState) -> None:
-        """Adopt a run started by an earlier version: its rows have no timestamps, and all but the last were sent."""
-        info, first = self._folder.info(), self._rows.after(-1, 1)
-        if info.run_id is not None and first and not first[0].timestamp:
-            state.run_id, state.experiment_id, state.has_params = info.run_id, info.experiment_id, True
-            state.step = info.step - 1
 
     def _find_or_create(self, state: MlflowState) -> None:
         trainer, uid = self._config.trainer, self._folder.info().uid

@@ -10,10 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.services.trainer.learner_settings import learner_config
 from trackway.clients.weights import WeightStore
+from trackway.system import digests
 from trackway.trainer.learner.finite import NotFiniteError, require_finite, require_finite_logprobs
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.loop.weight_publisher import Publisher
-from trackway.trainer.run_state.checkpoint import find_all, load_checkpoint, save_checkpoint
+from trackway.trainer.run_state.checkpoint import Manifest, find_all, load_checkpoint, save_checkpoint
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 NUMBERS = [math.nan, math.inf, -math.inf]
@@ -97,13 +98,15 @@ def test_a_checkpoint_of_them_is_not_saved_and_the_one_before_stays(learner: Lea
     assert [path.name for path in tmp_path.glob(".*")] == []
 
 
-def test_a_checkpoint_with_them_of_an_earlier_version_is_damaged(learner: Learner, tmp_path: Path):
+def test_a_checkpoint_with_them_whose_digests_agree_is_damaged(learner: Learner, tmp_path: Path):
     checkpoint = save_checkpoint(tmp_path, 1, learner.save, {})
-    (checkpoint / "manifest.json").unlink()
     file = checkpoint / "actor" / "model.safetensors"
     saved = load_file(file)
     saved["model.norm.weight"][0] = math.nan
     save_file(saved, file)
+    files = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    manifest = Manifest(files=digests(checkpoint, files), release="0", format=1)
+    (checkpoint / "manifest.json").write_text(manifest.model_dump_json())
 
     with pytest.raises(TrackwayError, match=r"is damaged: expected finite weights, .* model\.norm\.weight") as caught:
         load_checkpoint(checkpoint, learner)

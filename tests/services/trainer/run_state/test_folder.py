@@ -41,15 +41,6 @@ def test_a_run_of_a_version_that_took_the_first_rows_keeps_them(folder: RunFolde
     assert (begun, folder.config().trackway.max_samples) == ("random", "first")
 
 
-def test_a_run_of_a_version_that_recorded_a_key_without_effect_is_readable(folder: RunFolder):
-    file = folder.path / "config.json"
-    stored, config = json.loads(file.read_text()), folder.config()
-    stored["actor_rollout_ref"]["rollout"]["mode"] = "async"
-    file.write_text(json.dumps(stored))
-
-    assert folder.config() == config
-
-
 def test_a_name_that_is_taken_is_a_conflict(folder: RunFolder, urls: ServiceUrls):
     with pytest.raises(TrackwayError) as caught:
         folder.create(RunConfig(), urls)
