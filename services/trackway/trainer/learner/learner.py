@@ -205,6 +205,9 @@ class Learner:
         self.critic = self._critic()
         self._clock = Clock()
         self._shuffler = torch.Generator().manual_seed(config.shuffle_seed)
+        base = [] if self.policy.adapter is None else self.policy.base_logprobs(self._fixed_tokens())
+        self._base_logprobs = torch.tensor(base, dtype=torch.float64)
+        """Of the model below an adapter; a checkpoint is written while engines may have the GPU."""
         self._before: list[ScoredSequence] | None = None
         """Sequences of the last batch as the weights before its update scored them."""
 
@@ -374,7 +377,7 @@ class Learner:
         if self.config.algorithm.kl_ctrl.type == "adaptive":
             progress["reward_kl_coef"] = torch.tensor(self.reward_kl_coef, dtype=torch.float64)
         if self.policy.adapter is not None:
-            progress["base_logprobs"] = self._base_logprobs()
+            progress["base_logprobs"] = self._base_logprobs
         weights = self.policy.tensors()
         require_finite_shards(weights, self.policy.ranks)
         parts = {
@@ -463,11 +466,8 @@ class Learner:
 
         return sorted(chain(*self.ranks.of_each(own, TypeAdapter(list[TensorDigest]))), key=lambda digest: digest.name)
 
-    def _base_logprobs(self) -> Tensor:
-        return torch.tensor(self.policy.base_logprobs(self._fixed_tokens()), dtype=torch.float64)
-
     def _check_base(self, saved: Tensor) -> None:
-        difference = float((self._base_logprobs() - saved).abs().max())
+        difference = float((self._base_logprobs - saved).abs().max())
         if difference > BASE_TOLERANCE:
             raise ValueError(
                 f"expected the base model that the adapter was trained on, got {self.config.model_path}, whose "

@@ -186,8 +186,9 @@ class Policy:
         """Whether the weights, and so the moments of their optimizer, stay in main memory."""
         offload = offload and not self.is_offloaded_by_fsdp
         self.cpu_offload = CpuOffload(self._memory, self.device, offload=offload, frozen=frozen)
-        with self.cpu_offload.on_device():
-            pass  # without offload, the weights stay there from now on
+        if not offload:
+            with self.cpu_offload.on_device():
+                pass  # the weights stay there from now on
 
     def token_values(
         self, batch: TrainingBatch, temperature: float, *measures: Measure, ref: RefInputs | None = None

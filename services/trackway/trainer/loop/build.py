@@ -90,11 +90,19 @@ async def build(
     traces = open_traces(folder, config, target, settings, tracking)
     with waits(RUN, "the services to say how many spans they have"):
         await traces.open()
-    training = await asyncio.to_thread(
-        _training, folder, config, services, stop, rows, held_out, tracking, traces, skip_damaged, waits
-    )
+    try:
+        if engines is not None:
+            with waits(RUN, "the engines to go to sleep"):
+                await engines.sleep()
+        training = await asyncio.to_thread(
+            _training, folder, config, services, stop, rows, held_out, tracking, traces, skip_damaged, waits
+        )
+        folder.update(total_steps=training.plan.total_steps, step=training.step, weave_url=weave_url(target, settings))
+    except BaseException:
+        if engines is not None:
+            await engines.close()
+        raise
     training.engines = engines
-    folder.update(total_steps=training.plan.total_steps, step=training.step, weave_url=weave_url(target, settings))
     return training, tracking
 
 

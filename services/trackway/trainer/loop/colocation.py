@@ -1,5 +1,6 @@
 """Rollout engines on the learner's GPUs: they sleep while it trains and wake up before the next rollouts.
 
+    sleep -> the learner is built, publish -> weights wake and its first ones load -> KV cache wakes
     rollouts are in -> sleep -> update, publish -> weights wake and the new ones load -> KV cache wakes -> next rollouts
 
 Going to sleep aborts requests in flight. The run has already collected its rollouts, so none of them are its own.

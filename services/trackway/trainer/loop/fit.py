@@ -14,7 +14,7 @@ async def fit(run: Training) -> RunState:
     try:
         await run.resume_validation()
         version = await run.publish()
-        await run.wake_up(version)  # a run that was killed left them asleep
+        await run.wake_up(version)  # they sleep while the learner is built
         if run.first_validation_is_due:
             with run.traces.step(run.step):
                 metrics = await run.validate(version, run.progress.unvalidated)

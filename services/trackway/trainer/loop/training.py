@@ -300,6 +300,7 @@ class Training:
             return
         newest = await asyncio.to_thread(self.publisher.newest)
         if newest == validation.version:
+            await self.wake_up(validation.version)
             self._begin_validation(validation)
             return
         message = (

@@ -6,6 +6,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, asyn
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
+from unittest.mock import Mock
 
 import pytest
 from fastapi import FastAPI, Query
@@ -16,9 +17,12 @@ from trackway.clients.weights import WeightStore
 from trackway.trainer import worker
 from trackway.trainer.config import compose
 from trackway.trainer.data.parquet import write_rows
+from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner
+from trackway.trainer.loop import build as build_module
 from trackway.trainer.loop.build import build
 from trackway.trainer.loop.fit import fit
+from trackway.trainer.loop.schedule import OpenValidation
 from trackway.trainer.loop.training import Training
 from trackway.trainer.run_state.checkpoint import find_latest
 from trackway.trainer.run_state.exit_status import EXIT_FAILED
@@ -120,10 +124,15 @@ def described(agent_url: str, replicas: Replicas, serving, sample, tiny_model: P
 def started(described: Described, agent, replicas: Replicas, monkeypatch) -> Started:
     """`async with started("key=value") as run`: before its first step."""
 
+    def noted(config: LearnerConfig) -> Learner:
+        replicas.events.append("build")
+        return Learner(config)
+
     @asynccontextmanager
     async def start(*overrides: str) -> AsyncIterator[Training]:
         with described(*overrides) as folder:
             try:
+                monkeypatch.setattr(build_module, "Learner", noted)
                 run, _ = await build(folder, asyncio.Event())
                 _note_requests(agent, replicas.events)
                 note_updates(run, monkeypatch, lambda: replicas.events.append("update"))
@@ -166,7 +175,7 @@ async def test_engines_sleep_while_the_learner_computes_and_have_the_new_weights
         state = await fit(run)
 
     assert replicas.events == [
-        *("release", "wake weights, v1", "wake kv_cache, v0"),
+        *("sleep, abort", "build", "release", "wake weights, v1", "wake kv_cache, v0"),
         *("rollout 1, v1", "sleep, abort", "update"),
         *("release", "wake weights, v2", "wake kv_cache, v0", "validate 1, v2"),
         *("rollout 2, v2", "sleep, abort", "update"),
@@ -184,7 +193,7 @@ async def test_rollouts_in_flight_outlive_the_sleep_and_a_validation_does_not_ru
         state = await fit(run)
 
     assert [event for event in replicas.events if not event.startswith("rollout")] == [
-        *("release", "wake weights, v1", "wake kv_cache, v0"),
+        *("sleep, retract", "build", "release", "wake weights, v1", "wake kv_cache, v0"),
         *("sleep, retract", "update", "release", "wake weights, v2", "wake kv_cache, v0", "validate 1, v2"),
         *("sleep, retract", "update", "release", "wake weights, v3", "wake kv_cache, v0", "validate 2, v3"),
     ]
@@ -209,7 +218,7 @@ async def test_engines_that_keep_their_memory_are_asked_for_nothing(
 
     assert (run.engines, {event.split(",")[0].split()[0] for event in replicas.events}) == (
         None,
-        {"rollout", "update", "validate"},
+        {"build", "rollout", "update", "validate"},
     )
     assert not [
         name for row in run.folder.rows() for name in row.data if name in ("timing_s/sleep", "timing_s/wake_up")
@@ -236,8 +245,8 @@ async def test_a_replica_that_does_not_wake_ends_the_run_after_its_step_is_saved
 
 
 async def test_a_replica_that_does_not_go_to_sleep_ends_the_run_before_the_update(started: Started, replicas: Replicas):
-    replicas.refuses = "sleep, abort"
     async with started() as run:
+        replicas.refuses = "sleep, abort"
         with pytest.raises(TrackwayError, match="to go to sleep within 600 s"):
             await fit(run)
         assert run.engines is not None
@@ -275,20 +284,32 @@ async def test_a_run_that_is_stopped_while_they_sleep_wakes_them_before_it_ends(
 def test_a_run_that_fails_ends_its_learner_and_then_wakes_the_engines(
     described: Described, replicas: Replicas, monkeypatch: pytest.MonkeyPatch
 ):
-    replicas.refuses = "sleep, abort"
+    replicas.refuses = "wake weights, v2"
     monkeypatch.setattr(Learner, "close", lambda _: replicas.events.append("close"))
     with described() as folder:
         assert worker.main([str(folder.path)]) == EXIT_FAILED
 
     assert folder.info().state is RunState.FAILED
-    assert folder.info().message.startswith("deadline_exceeded: expected every rollout engine to go to sleep")
-    assert (replicas.events[-3:], replicas.asleep) == (["sleep, abort", "close", "wake all, v0"], set())
+    assert folder.info().message.startswith("deadline_exceeded: expected every rollout engine to wake up")
+    assert (replicas.events[-3:], replicas.asleep) == (["wake weights, v2", "close", "wake all, v0"], set())
 
 
-async def test_what_a_killed_run_left_asleep_wakes_with_the_first_weights(started: Started, replicas: Replicas):
-    replicas.asleep = {"weights", "kv_cache"}
+def test_a_run_that_cannot_be_built_leaves_no_engine_asleep(
+    described: Described, replicas: Replicas, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(build_module, "begin", Mock(side_effect=TrackwayError(ErrorCode.CONFLICT, "damaged")))
+    with described() as folder:
+        assert worker.main([str(folder.path)]) == EXIT_FAILED
+
+    assert (replicas.events, replicas.asleep) == (["sleep, abort", "wake all, v0"], set())
+
+
+async def test_engines_wake_up_for_a_validation_that_was_cut_off(started: Started, replicas: Replicas):
     async with started() as run:
-        run.stop.set()
-        await fit(run)
+        await run.publish()
+        run.progress = run.progress.model_copy(update={"validation": OpenValidation(step=0, version=1)})
+        await run.resume_validation()
+        await run.close()
 
-    assert (replicas.events, replicas.asleep) == (["release", "wake weights, v1", "wake kv_cache, v0"], set())
+    woken = ["sleep, abort", "build", "release", "wake weights, v1", "wake kv_cache, v0"]
+    assert (replicas.events[:5], replicas.asleep) == (woken, set())

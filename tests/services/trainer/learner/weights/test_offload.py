@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -53,6 +54,20 @@ def test_an_offloaded_learner_computes_the_same_as_one_without_offload(
 
     assert [first, second] == [pytest.approx(metrics, abs=1e-12) for metrics in expected]
     assert logprobs_of(resumed) == logprobs_of(resident)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_a_new_learner_and_its_checkpoint_bring_no_offloaded_weights_to_the_device(
+    config: Config, tmp_path: Path, lora_rank: int
+):
+    critic = {"algorithm.adv_estimator": "gae", "critic.fsdp.param_offload": True}
+    with patch.object(CpuOffload, "_load") as loaded:
+        learner = Learner(config(**AWAY, **critic, lora_rank=lora_rank))
+        begun = loaded.call_count
+        learner.save(tmp_path)
+
+    assert begun == (1 if lora_rank else 0)  # the adapter's base model is scored once, while engines sleep
+    assert loaded.call_count == begun
 
 
 @pytest.mark.parametrize("kind", ["low_var_kl", "full"])
