@@ -14,12 +14,14 @@ before.
 
 import itertools
 import logging
+import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -55,6 +57,10 @@ START_S = 300.0
 """Longest wait for the ranks to import torch and join."""
 NOTICE_S = 5.0
 """Longest wait, after a collective has failed, for the process that caused it to end."""
+WATCH_S = 1.0
+"""Pause between two looks at the ranks during a command."""
+LOST_S = 5.0
+"""Longest wait for a command to fail when a rank has ended."""
 STOP_S = 10.0
 """Longest wait for the ranks to exit before they are killed."""
 SHARED_S = 60.0
@@ -122,6 +128,7 @@ class RankGroup:
                 "or give the trainer more GPUs"
             )
         self._placement = placement
+        self._uses_nccl = with_gpus
         self._commands = 0
         self._deadline_s = deadline_s
         self.processes: dict[int, RankProcess] = {}
@@ -147,7 +154,7 @@ class RankGroup:
     @contextmanager
     def command(self, name: str, *arguments: object) -> Iterator[None]:
         """A context in which the other ranks run this method of their learner. Raises RankError when one is lost."""
-        with self.naming(name):
+        with self.naming(name), self.watched(name) if self._uses_nccl else nullcontext():
             self._announce(name, arguments)
             failure: Exception | None = None
             try:
@@ -160,6 +167,28 @@ class RankGroup:
             if any(failures):
                 told = "; ".join(f"rank {index}: {text}" for index, text in enumerate(failures) if text)
                 raise RankError(f"{name!r} failed in other ranks of the learner than the first: {told}")
+
+    @contextmanager
+    def watched(self, command: str) -> Iterator[None]:
+        """A context that ends this process when a rank has ended and the command does not fail.
+
+        gloo's collectives fail when a peer ends. A kernel of NCCL waits for it until the deadline, and then PyTorch
+        aborts the process without a name.
+        """
+        done = threading.Event()
+
+        def watch() -> None:
+            while not done.wait(WATCH_S):
+                if self._ended() and not done.wait(LOST_S):
+                    culprits = " and ".join(self._culprits())
+                    logger.critical("%s during %r; the run goes on from its last checkpoint", culprits, command)
+                    os._exit(EXIT_PEER_LOST)
+
+        threading.Thread(target=watch, name="watch ranks", daemon=True).start()
+        try:
+            yield
+        finally:
+            done.set()
 
     def close(self) -> None:
         """Stops the ranks, kills those that do not exit, and gives back their nodes."""

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import pickle
+import queue
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,8 +21,10 @@ from trackway.clients.weights import WeightStore
 from trackway.trainer.config.placement import Placement
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner
+from trackway.trainer.learner.ranks import group as group_module
 from trackway.trainer.learner.ranks.group import (
     COMMAND,
+    EXIT_PEER_LOST,
     SETTINGS,
     STOP,
     GroupSettings,
@@ -162,6 +165,23 @@ def test_a_rank_that_does_not_answer_is_an_error_after_the_deadline(config: Lear
             RankError, match=r"^rank 1 of the learner gave no answer in 3 s during 'update' \(.*; see worker\.log"
         ):
             learner.update(batch)
+
+
+def test_a_rank_that_dies_ends_the_process_by_name_where_no_collective_fails(
+    config: LearnerConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    ended = queue.Queue[int]()
+    monkeypatch.setattr(group_module, "LOST_S", 0.1)
+    monkeypatch.setattr(group_module.os, "_exit", ended.put)
+    with leading(config) as (_, group), group.watched("update"):
+        os.kill(group.pids[0], signal.SIGKILL)
+        status = ended.get(timeout=30)
+
+    assert status == EXIT_PEER_LOST
+    said = [record.getMessage() for record in caplog.records if record.levelname == "CRITICAL"]
+    assert said[0] == (
+        "rank 1 of the learner ended by SIGKILL during 'update'; the run goes on from its last checkpoint"
+    )
 
 
 def test_an_error_of_the_first_ranks_gpu_names_no_other_rank(config: LearnerConfig):
