@@ -280,7 +280,6 @@ class Learner:
         prepared = self._prepared(used, rows, owners, version)
         batch, mismatch = prepared.batch, prepared.mismatch
         sequences = choose_sequences(rows, by_token(batch.advantages).abs().amax(-1).tolist())
-        self._before = self.policy.published_logprobs([self._fixed_tokens(), *sequences])
         metrics = {**batch_metrics(used, batch, prepared.rewards, prepared.returns), **prepared.kl_metrics}
         if self.critic is not None:
             with self._clock("update_critic"):
@@ -288,11 +287,13 @@ class Learner:
             metrics |= {**value_metrics(batch), **trained}
         record = TokenRecord(batch, prepared.logprobs) if self.config.save_token_values else None
         policy_updates = self.updates - self.config.updates_without_policy
-        if policy_updates >= 0:
-            lr = adamw.learning_rate(self.config.actor.optim, self.config.total_steps, policy_updates)
-            metrics |= self._update_policy(batch, used, owners, lr, observe, mismatch, record)
-        else:
-            metrics |= mismatch
+        with self.policy.cpu_offload.on_device():
+            self._before = self.policy.published_logprobs([self._fixed_tokens(), *sequences])
+            if policy_updates >= 0:
+                lr = adamw.learning_rate(self.config.actor.optim, self.config.total_steps, policy_updates)
+                metrics |= self._update_policy(batch, used, owners, lr, observe, mismatch, record)
+            else:
+                metrics |= mismatch
         self.updates += 1
         tokens = None if record is None else record.of(rows)
         return UpdateResult(metrics, prepared.advantages, tokens, self._clock.take_seconds())
@@ -314,7 +315,7 @@ class Learner:
         adamw.set_learning_rate(self.optimizer, lr)
         actor, steps, emptied = self.config.actor, list[StepOutcome](), 0.0
         shuffler = self._shuffler if actor.shuffle else None
-        with self.policy.cpu_offload.on_device(), self._exact_reference():
+        with self._exact_reference():
             for index in mini_batches(owners, self.config.mini_batch_size, actor.ppo_epochs, shuffler):
                 trainable = index[batch.response_mask[index].any(-1)]  # rejection may leave rows without a token
                 if not len(trainable):
@@ -449,15 +450,17 @@ class Learner:
         """
         before = self._before if previous_version is not None else None
         sequences = [self._fixed_tokens()] if before is None else [sequence.token_ids for sequence in before]
-        now = self.policy.published_logprobs(sequences)
-        require_finite_logprobs([logprob for sequence in now for logprob in sequence.logprobs])
+        with self.policy.cpu_offload.on_device():
+            now = self.policy.published_logprobs(sequences)
+            require_finite_logprobs([logprob for sequence in now for logprob in sequence.logprobs])
+            coarse = self.policy.published_logprobs(sequences, torch.bfloat16)
         probes = probes_of(now, before)
         return WeightProof(
             digests=[] if self.config.publishes_adapter else self._tensor_digests(folder),
             probes=probes,
             previous_version=None if before is None else previous_version,
             dtype=str(self.policy.published_dtype).removeprefix("torch."),
-            rounding=rounding_of(probes, self.policy.published_logprobs(sequences, torch.bfloat16)),
+            rounding=rounding_of(probes, coarse),
         )
 
     def _tensor_digests(self, folder: Path) -> list[TensorDigest]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 Rollout = Callable[..., Trajectory]
 Config = Callable[..., LearnerConfig]
 AWAY = {"param_offload": True, "optimizer_offload": True, "ref_param_offload": True}
+LOAD = CpuOffload._load  # pyright: ignore[reportPrivateUsage]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -68,6 +69,25 @@ def test_a_new_learner_and_its_checkpoint_bring_no_offloaded_weights_to_the_devi
 
     assert begun == (1 if lora_rank else 0)  # the adapter's base model is scored once, while engines sleep
     assert loaded.call_count == begun
+
+
+@pytest.mark.parametrize(("bypass_mode", "trips"), [(True, 1), (False, 2)])
+def test_offloaded_weights_make_a_trip_for_old_logprobs_one_for_the_update_and_one_for_the_proof(
+    tiny_model: Path, rollout: Rollout, tmp_path: Path, bypass_mode: bool, trips: int
+):
+    learner = Learner(learner_config(tiny_model, param_offload=True, mini_batch_size=2, bypass_mode=bypass_mode))
+    with patch.object(CpuOffload, "_load", autospec=True, side_effect=LOAD) as loaded:
+        learner.update(pairs(rollout))
+        counts = [_trips(learner, loaded)]
+        learner.export_to_engines(tmp_path)
+        learner.proof(tmp_path, 1)
+        counts.append(_trips(learner, loaded))
+
+    assert counts == [trips, trips + 1]
+
+
+def _trips(learner: Learner, loaded: Mock) -> int:
+    return sum(call.args[0] is learner.policy.cpu_offload for call in loaded.call_args_list)
 
 
 @pytest.mark.parametrize("kind", ["low_var_kl", "full"])
