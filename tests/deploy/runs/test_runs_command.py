@@ -12,6 +12,7 @@ from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.terminal.console import sparkline
 from trackway.system.user_error import UserError
 from trackway.trainer.config import RunConfig
+from trackway.trainer.run_state.checkpoint import save_checkpoint
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.errors import TrackwayError
@@ -195,14 +196,14 @@ def test_a_sparkline_has_the_newest_values_between_the_least_and_the_greatest() 
 
 
 def test_a_checkpoint_is_exported_by_the_runs_name(outputs: Path, tmp_path: Path) -> None:
-    model = outputs / "old/checkpoints/global_step_3/actor/huggingface/config.json"
-    model.parent.mkdir(parents=True)
-    model.write_text("{}")
-    (outputs / "old/checkpoints/global_step_3/state.json").write_text("{}")
+    def write(actor: Path) -> None:
+        (actor / "huggingface").mkdir(parents=True)
+        (actor / "huggingface/config.json").write_text("{}")
 
     def export(*words: str) -> Result:
         return CliRunner().invoke(app, ["export", *words, "--outputs", str(outputs)])
 
+    save_checkpoint(outputs / "old/checkpoints", 3, write, {})
     told = export("old", str(tmp_path / "model"))
     assert told.exit_code == 0
     assert told.stdout.endswith(f"global_step_3 is now the model {tmp_path}/model, which transformers loads\n")

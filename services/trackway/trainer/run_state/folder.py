@@ -148,16 +148,10 @@ class RunFolder:
         self.checkpoints.symlink_to(target, target_is_directory=True)
 
     def config(self) -> "RunConfig":
-        """The resolved configuration. Raises TrackwayError(CONFLICT) when it cannot be read.
-
-        A configuration without `trackway.max_samples` is from a version that took the first rows, and keeps them.
-        """
+        """The resolved configuration. Raises TrackwayError(CONFLICT) when it cannot be read."""
         from trackway.trainer.config import RunConfig  # needs Hydra, which a reader of runs may lack
 
-        config = self._required("config.json", RunConfig)
-        if "max_samples" in config.trackway.model_fields_set:
-            return config
-        return config.with_values({"trackway.max_samples": "first"})
+        return self._required("config.json", RunConfig)
 
     def write_config(self, config: "RunConfig") -> None:
         """Replace the configuration."""

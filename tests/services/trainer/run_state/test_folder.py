@@ -1,5 +1,4 @@
 import itertools
-import json
 import os
 import shutil
 from pathlib import Path
@@ -29,16 +28,6 @@ def test_a_run_keeps_its_uid_and_another_of_the_same_name_has_another(folder: Ru
 
     assert folder.info().uid == uid != elsewhere.info().uid
     assert len(uid) == 32
-
-
-def test_a_run_of_a_version_that_took_the_first_rows_keeps_them(folder: RunFolder):
-    file = folder.path / "config.json"
-    stored = json.loads(file.read_text())
-    begun = folder.config().trackway.max_samples
-    del stored["trackway"]["max_samples"]
-    file.write_text(json.dumps(stored))
-
-    assert (begun, folder.config().trackway.max_samples) == ("random", "first")
 
 
 def test_a_name_that_is_taken_is_a_conflict(folder: RunFolder, urls: ServiceUrls):
