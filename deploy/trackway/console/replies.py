@@ -411,7 +411,7 @@ class TryAnswer(WireReply):
 
 
 class ConsoleInfo(WireReply):
-    """What this console shows."""
+    """Outputs folder and services of this console."""
 
     outputs: str
     services: list[str]

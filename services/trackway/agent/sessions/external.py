@@ -201,7 +201,7 @@ async def run_program(settings: ExternalSettings, access: SessionAccess, episode
 
 @dataclass(frozen=True)
 class Program:
-    """What a rollout runs."""
+    """Program that a rollout runs."""
 
     name: str
     """For messages."""

@@ -27,7 +27,7 @@ _OLD, _NEW = 0.25, 0.75
 _ERRORS = 4.0
 _LARGEST_ERROR = 0.125
 _SHARED = 1.5
-"""Of 48 loads of right and old weights the errors were 1.4 standard errors (rms), as if tokens were half as many."""
+"""Errors of 48 loads of right and old weights were 1.4 standard errors (rms), as if tokens were half as many."""
 _ROUNDINGS = 4.0
 """Engines' kernels differ from those of the publisher, which measured its own rounding."""
 _BFLOAT16 = 0.15
@@ -49,7 +49,7 @@ class Judgement:
     nearness: float | None = None
     """1 for the new version, 0 for the previous one; None without a previous version."""
     error: float | None = None
-    """Of the nearness."""
+    """Error of the nearness."""
     off: float = 0.0
     """Root mean square difference between the engine's logprobs and the new version's."""
 

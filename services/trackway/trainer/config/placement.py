@@ -32,12 +32,12 @@ class Placement(NamedTuple):
         return rank % self.per_node
 
     def bundle(self, with_gpus: bool) -> dict[str, float]:
-        """What the ranks of another node need of Ray: a CPU each, and on GPUs a GPU each."""
+        """Resources that the ranks of another node need of Ray: a CPU each, and on GPUs a GPU each."""
         each = float(self.per_node)
         return {NODE_RESOURCE: 1.0, "CPU": each, **({"GPU": each} if with_gpus else {})}
 
     def shortage(self, offers: Iterable[Mapping[str, float]], with_gpus: bool) -> str:
-        """What is expected of the nodes and got, if too few of them offer the bundle; else an empty string.
+        """Error message if too few nodes offer the bundle; else an empty string.
 
         `offers` are all resources of each Ray node, free or not.
         """

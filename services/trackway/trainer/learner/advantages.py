@@ -28,7 +28,7 @@ UNDISCOUNTED = ("remax", "optimal_token_baseline", "tir_optimal_token_baseline")
 
 
 class AdvantageInputs(NamedTuple):
-    """What the advantages of a batch are computed from."""
+    """Inputs of the advantages of a batch."""
 
     rewards: Tensor
     """[B, R] float64: the parts of the score at their tokens and the rest at the last model token, less the KL penalty

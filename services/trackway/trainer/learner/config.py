@@ -1,4 +1,4 @@
-"""What the learner is configured with: sections of the run's configuration, and values that they do not hold."""
+"""Configuration of the learner: sections of the run's, and values that they do not hold."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -18,7 +18,7 @@ from trackway.trainer.learner.ranks.balance import PassLimit
 
 
 class LoraSettings(NamedTuple):
-    """What an adapter is made of."""
+    """Settings of an adapter."""
 
     rank: int
     alpha: float
@@ -27,7 +27,7 @@ class LoraSettings(NamedTuple):
     exclude_modules: str | list[str] | None
     """Names of modules, or a regular expression; None for none."""
     seed: int
-    """Of the random A."""
+    """Seed of the random A."""
     adapter_path: str | None = None
     """Folder or Hugging Face id of an adapter to start from; None for a new one."""
     trains_head: bool = False
@@ -37,7 +37,7 @@ class LoraSettings(NamedTuple):
     def of(
         cls, model: LoraConfig, seed: int = 0, adapter_path: str | None = None, *, trains_head: bool = False
     ) -> Self | None:
-        """Those of a model; None where it is trained whole."""
+        """Settings of a model's adapter; None where it is trained whole."""
         if not model.lora_rank:
             return None
         names, excluded = model.target_modules, model.exclude_modules
@@ -45,7 +45,7 @@ class LoraSettings(NamedTuple):
 
 
 class CriticSettings(NamedTuple):
-    """What a value model and its training are made of; sizes count trajectories."""
+    """Settings of a value model and its training; sizes count trajectories."""
 
     model_path: str
     """Folder or Hugging Face id of the model that its training starts from."""
@@ -55,7 +55,7 @@ class CriticSettings(NamedTuple):
     gradient_checkpointing: bool
     fsdp: ShardingConfig
     contents: CheckpointContents
-    """What a checkpoint holds of it."""
+    """Its contents in a checkpoint."""
     lora: LoraSettings | None
     """The adapter that is trained with the head; None trains the whole model."""
     optim: CriticOptimConfig
@@ -64,15 +64,15 @@ class CriticSettings(NamedTuple):
     mini_batch_size: int
     """Trajectories per optimizer step."""
     limit: PassLimit
-    """What a rank computes in one forward and backward."""
+    """Limit of a rank's forward and backward."""
     forward_limit: PassLimit
-    """What a rank computes in one forward without a gradient."""
+    """Limit of a rank's forward without a gradient."""
     epochs: int
     """Passes over each batch."""
     shuffle: bool
     """Whether each pass has a new order."""
     shuffle_seed: int
-    """Of this order."""
+    """Seed of this order."""
     cliprange: float
     """Largest change of a value that the loss counts."""
     loss_agg_mode: str

@@ -149,7 +149,7 @@ class GroupFilter:
     """Most prompts that one step may take, those left out included."""
 
     def sift(self, trajectories: Sequence[Trajectory]) -> FilteredBatch | None:
-        """What becomes of a group that is left out; None for one that is kept.
+        """Reason why a group is left out; None for a group that is kept.
 
         Failed rollouts have no value. A group with fewer than two values is kept, as in verl
         (verl/trainer/ppo/v1/replay_buffer.py, `_dapo_filtered_keys`). Raises TrackwayError for a missing metric.

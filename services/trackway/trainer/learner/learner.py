@@ -126,13 +126,13 @@ class UpdateResult(NamedTuple):
     """The outcome of one update."""
 
     metrics: Metrics
-    """By verl's names."""
+    """Metrics by verl's names."""
     advantages: list[float]
-    """Of each trajectory that was trained on, in the batch's order."""
+    """Advantage of each trajectory that was trained on, in the batch's order."""
     tokens: TokenValues | None = None
-    """Of the rows of these trajectories, in their order; None unless the configuration asks for them."""
+    """Values of the rows of these trajectories, in their order; None unless the configuration asks for them."""
     seconds: Mapping[str, float] = {}
-    """Of the value model's parts of the update: `values` and `update_critic`."""
+    """Seconds of the value model's parts of the update: `values` and `update_critic`."""
 
 
 class Prepared(NamedTuple):
@@ -143,11 +143,11 @@ class Prepared(NamedTuple):
     logprobs: Tensor | None
     """[N, T - 1]: the policy's logprobs before the update, of rejected tokens too; None without a pass for them."""
     mismatch: Metrics
-    """Of recomputed old logprobs against the sampler's; empty without them."""
+    """Metrics of recomputed old logprobs against the sampler's; empty without them."""
     kl_metrics: Metrics
-    """Of the KL penalty in the reward; empty without it."""
+    """Metrics of the KL penalty in the reward; empty without it."""
     advantages: list[float]
-    """Of each trajectory; where tokens have their own, their mean."""
+    """Advantage of each trajectory; where tokens have their own, their mean."""
     rewards: Tensor
     """[B]: the scores, less the KL penalty."""
     returns: Tensor
@@ -207,7 +207,7 @@ class Learner:
         self._shuffler = torch.Generator().manual_seed(config.shuffle_seed)
         base = [] if self.policy.adapter is None else self.policy.base_logprobs(self._fixed_tokens())
         self._base_logprobs = torch.tensor(base, dtype=torch.float64)
-        """Of the model below an adapter; a checkpoint is written while engines may have the GPU."""
+        """Logprobs of the model below an adapter; a checkpoint is written while engines may have the GPU."""
         self._before: list[ScoredSequence] | None = None
         """Sequences of the last batch as the weights before its update scored them."""
 
@@ -369,7 +369,7 @@ class Learner:
         return "hf_model" in self.config.actor.checkpoint.save_contents
 
     def _state(self) -> dict[str, dict[str, Tensor]]:
-        """What a checkpoint holds, by file."""
+        """Contents of a checkpoint, by file."""
         progress = {
             "updates": torch.tensor(self.updates),
             "shuffler": self._shuffler.get_state(),
@@ -557,13 +557,13 @@ class Learner:
         return Prepared(batch, logprobs, mismatch, kl_metrics, by_trajectory, inputs.scores, returns)
 
     def _kl_penalty(self, kl: Tensor, mask: Tensor) -> tuple[Tensor, Metrics]:
-        """What the KL takes off the reward of each token, all [B, R], and its metrics. Moves the coefficient on."""
+        """KL penalty on the reward of each token, all [B, R], and its metrics. Moves the coefficient on."""
         coefficient, mean = self.reward_kl_coef, mean_kl(kl, mask)
         self.reward_kl_coef = next_coefficient(self.config.algorithm.kl_ctrl, coefficient, mean, len(mask))
         return coefficient * kl * mask, {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": coefficient}
 
     def _measured(self, batch: TrainingBatch) -> list[Tensor]:
-        """What is measured of the policy before the update, [B, T - 1] each: logprobs, and squared probabilities."""
+        """Measures of the policy before the update, [B, T - 1] each: logprobs, and squared probabilities."""
         measures = (
             *((token_logprobs,) if self.config.recompute_old_logprobs or self.config.measures_distribution else ()),
             *((sum_pi_squared,) if self.config.measures_distribution else ()),

@@ -31,7 +31,7 @@ class MicroLoss(NamedTuple):
 
 
 def measures_of(config: LearnerConfig, entropy: Callable[[Tensor], Tensor] = entropy_from_logits) -> list[Measure]:
-    """What `micro_loss` needs of the policy's logits, in the order of its `values`; `entropy` is [n] of [n, V]."""
+    """Measures of the policy's logits for `micro_loss`, in the order of its `values`; `entropy` is [n] of [n, V]."""
     measures = [token_logprobs, entropy_measure(entropy, with_gradient=config.trains_entropy)]
     return [*measures, full_kl] if config.uses_full_kl else measures
 

@@ -23,7 +23,7 @@ class OverlongPenalty:
     """Add the penalty to the reward's components."""
 
     def penalty(self, length: int) -> float:
-        """What is added to the score of a response of `length` tokens, observations included; at most 0."""
+        """Penalty on the score of a response of `length` tokens, observations included; at most 0."""
         exceeding = length - (self.max_length - self.buffer)
         return min(-exceeding / self.buffer * self.factor, 0.0)
 

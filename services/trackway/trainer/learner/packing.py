@@ -22,7 +22,7 @@ FULL = "full_attention"
 
 @dataclass
 class SequenceLengths:
-    """Where a packed row is split; passed to the attention layers through the model's keyword arguments."""
+    """Boundaries in a packed row; passed to the attention layers through the model's keyword arguments."""
 
     sizes: list[int]
     ranks: SequenceRanks | None = None

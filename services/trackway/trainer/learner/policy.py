@@ -72,12 +72,12 @@ def model_folder(path: str) -> Path:
 
 
 class MicroBatch(NamedTuple):
-    """What one rank computes in one pass."""
+    """Rows that one rank computes in one pass."""
 
     rows: Tensor
     """[b] int64: places of its rows in the batch."""
     batch: TrainingBatch
-    """Those rows."""
+    """The rows themselves."""
     counts: bool
     """False where this rank has no rows: it computes a row of another rank along with it, and drops the result."""
     reports: bool
@@ -85,7 +85,7 @@ class MicroBatch(NamedTuple):
 
 
 class ModelInputs(NamedTuple):
-    """What the model is given of a batch, as one packed row or as padded rows."""
+    """Inputs of the model from a batch, as one packed row or as padded rows."""
 
     keywords: Mapping[str, Tensor | SequenceLengths]
     where: Tensor
@@ -140,7 +140,7 @@ class Policy:
         self.ranks = ranks
         self._lora = lora
         self.adapter: Adapter | None = None
-        """What is trained, instead of the model's own weights."""
+        """Adapter that is trained instead of the model's own weights."""
         self.weights_dtype = torch.bfloat16 if bfloat16_weights else self.master_dtype
         shares = None if ranks.mesh is None else ShareLoader(self.folder, self.weights_dtype, ranks, max_positions)
         if shares is None:
@@ -206,7 +206,7 @@ class Policy:
         return self.ranks.sequences.gathered(values, given.where, given.whole)
 
     def ref_inputs(self, batch: TrainingBatch, temperature: float) -> RefInputs:
-        """What the logits of this model, as a reference, are computed from; without a gradient."""
+        """Inputs of this model's head, as a reference; without a gradient."""
         given = self.model_inputs(batch)
         with torch.no_grad():
             if not self.chunks.are_possible:
@@ -220,7 +220,7 @@ class Policy:
         return RefInputs(hidden, logits)
 
     def model_inputs(self, batch: TrainingBatch) -> ModelInputs:
-        """What this rank's model is given of a batch."""
+        """Inputs of this rank's model from a batch."""
         if not self.packs:
             targets = batch.input_ids[:, 1:][batch.response_mask]
             return ModelInputs({"input_ids": batch.input_ids[:, :-1]}, batch.response_mask, targets)
@@ -276,7 +276,7 @@ class Policy:
         limit: PassLimit,
         *measures: Measure,
     ) -> list[Tensor]:
-        """What each measure makes of the logits, from one pass: as `logprobs` each."""
+        """Results of each measure of the logits, from one pass: as `logprobs` each."""
         results = [torch.zeros_like(batch.old_logprobs) for _ in measures]
         with self._inference():
             for rows, micro, _, reports in self.micro_batches(batch, limit):

@@ -259,7 +259,7 @@ SELECTIONS: dict[str, Callable[[LearnerConfig, LossInputs, torch.Generator], Ten
     "clip_cov": select_clip_cov,
     "kl_cov": select_kl_cov,
 }
-"""By loss: the choice of tokens in a mini-batch, from its logprobs under the current weights."""
+"""Choice of tokens in a mini-batch by loss, from its logprobs under the current weights."""
 
 
 def policy_loss_of(name: str) -> PolicyLoss:

@@ -21,7 +21,7 @@ SMALLEST_MEAN = 1e-8
 
 
 class Correction(NamedTuple):
-    """What becomes of a batch's tokens."""
+    """Weights and masks of a batch's tokens."""
 
     weights: Tensor | None
     """[B, T]: factor of each token's loss, zero outside the mask; None without `rollout_is`."""
@@ -89,7 +89,7 @@ def divergence(kind: str, log_ratio: Tensor) -> Tensor:
 
 
 def measure(name: str, log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """What a name of `rollout_rs` measures: [B, T] for `token_*`, else [B, 1]."""
+    """Measure of a name of `rollout_rs`: [B, T] for `token_*`, else [B, 1]."""
     level, _, kind = name.rpartition("_")
     values = divergence(kind, log_ratio)
     if level == "token":

@@ -62,7 +62,7 @@ def learner_config(config: RunConfig, total_steps: int) -> LearnerConfig:
 
 
 def experimental(config: RunConfig, device: str) -> list[Experimental]:
-    """What a learner on this device uses that never ran."""
+    """Features of a learner on this device that never ran."""
     fsdp = config.actor_rollout_ref.actor.fsdp_config
     used = {
         Experimental.GPU: True,
@@ -137,7 +137,7 @@ def profiler(config: RunConfig, folder: Path) -> Profiler | None:
 
 
 def trace_target(config: RunConfig, experiment_id: str | None = None, run_id: str | None = None) -> TraceTarget:
-    """Where the run's traces go, given MLflow's ids when it is on. Raises TrackwayError without a Weave entity.
+    """Destination of the run's traces, given MLflow's ids when it is on. Raises TrackwayError without a Weave entity.
 
     Without a backend the services' own settings decide where traces go and whether spans carry text.
     """
@@ -228,7 +228,7 @@ def sharing(config: RunConfig) -> Sharing:
 
 
 def update_mode(config: RunConfig) -> UpdateMode | None:
-    """What becomes of generations in flight when new weights are loaded; None: as the rollout service does it."""
+    """Treatment of generations in flight when new weights are loaded; None: as the rollout service does it."""
     partial = config.async_training.partial_rollout
     return None if partial is None else "abort" if partial else "wait"
 
@@ -239,7 +239,7 @@ def _sampling_seed(config: RunConfig) -> int:
 
 
 def anchor_every(config: RunConfig, store: WeightStore) -> int:
-    """Of how many published versions one is whole; 0 for all."""
+    """Number of published versions of which one is whole; 0 for all."""
     wanted = config.trackway.weights_anchor_every
     return wanted if wanted is not None else 0 if store.is_folder else ANCHOR_EVERY
 

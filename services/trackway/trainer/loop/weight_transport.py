@@ -32,7 +32,7 @@ logger = logging.getLogger("trackway.trainer")
 
 
 class WeightSender(Protocol):
-    """What a publisher does besides the store's version, so that engines get its tensors another way."""
+    """Part of a publisher besides the store's version, so that engines get its tensors another way."""
 
     def withdraw(self) -> None:
         """Before a version is made: engines must no longer take the tensors of the one before from here."""
@@ -190,7 +190,7 @@ async def require_takers(transport: TransportName, services: ServiceUrls) -> Non
 
 
 def sender_of(name: TransportName, store: WeightStore, learner: Learner) -> WeightSender:
-    """What offers versions for the transport of this name."""
+    """Transport of this name, which offers versions."""
     if name == "store":
         return StoreSender()
     device = learner.policy.device

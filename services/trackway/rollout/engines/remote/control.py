@@ -70,7 +70,7 @@ class _Trial:
 
 
 class ServerCalls(Protocol):
-    """What a server can do, and whether it runs requests or holds their memory."""
+    """Abilities of a server, and whether it runs requests or holds their memory."""
 
     loses_weights_asleep: bool
     """Whether weights must be loaded again after sleep."""

@@ -44,7 +44,7 @@ class ServerDigests:
         self._dtype = getattr(torch, dtype)
         understood = self._digests(base, list(held))
         self.parameters = {name: forms.index(held[name]) for name, forms in understood.items() if held[name] in forms}
-        """By name: index of the form of `_forms` in which the server holds the parameter."""
+        """Index in `_forms` of the form in which the server holds the parameter, by name."""
 
     def compare(self, folder: Path, held: Parameters, before: Path) -> HeldDigests:
         """Compares the server's tensors with the folder's; `before` is the folder of the previous weights."""

@@ -363,7 +363,7 @@ class RemoteEngine(ABC):
 
     @abstractmethod
     def _command(self, port: int) -> list[str]:
-        """Of the server process, the interpreter first; `engine_args` are appended."""
+        """Command of the server process, the interpreter first; `engine_args` are appended."""
 
     @abstractmethod
     def _environment(self, folder: Path) -> dict[str, str]:

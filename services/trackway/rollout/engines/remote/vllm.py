@@ -91,7 +91,7 @@ class VllmEngine(RemoteEngine):
         if settings.weights_transport == "ipc" and settings.weights_url is not None:
             self._ipc = IpcReceiver(lambda: self.http, WeightStore(settings.weights_url))
         self._wanted: tuple[Path, int, WeightProof] | None = None
-        """What was to be loaded last."""
+        """Version that was to be loaded last."""
 
     @property
     def guides(self) -> bool:

@@ -94,7 +94,7 @@ class Critic:
         return {**mean_metrics(steps), "critic/skipped_steps": skipped, "critic/lr": rate}
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """What continues the training, by file: the `save_contents`."""
+        """State that continues the training, by file: the `save_contents`."""
         progress = {"updates": torch.tensor(self.updates), "shuffler": self._shuffler.get_state()}
         parts = {
             "model": self.model.tensors(),

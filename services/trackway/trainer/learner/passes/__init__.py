@@ -1,1 +1,1 @@
-"""What a forward pass computes besides the model itself: what is measured of its logits."""
+"""Measures of a model's logits in a forward pass."""

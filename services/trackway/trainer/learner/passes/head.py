@@ -1,4 +1,4 @@
-"""What is measured of a model's logits, in chunks of tokens, so that the logits never exist whole.
+"""Measures of a model's logits, in chunks of tokens, so that the logits never exist whole.
 
 A loss needs a few numbers of each token's logits [V], which for large vocabularies are the largest tensors of a step.
 `in_head` puts the measuring into the forward of the vocabulary head: the logits of one chunk of tokens are computed,
@@ -40,7 +40,7 @@ Measure: TypeAlias = Callable[[TokenLogits], Tensor]
 
 
 class RefInputs(NamedTuple):
-    """What the logits of a reference are computed from."""
+    """Inputs of a reference's head."""
 
     values: Tensor
     """[N, ...]: of each token."""
@@ -153,7 +153,7 @@ def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 
 class _BaseOutput:
-    """What a model without its head returns: its hidden states, [B, T, H], and None for everything optional."""
+    """Output of a model without its head: its hidden states, [B, T, H], and None for everything optional."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden

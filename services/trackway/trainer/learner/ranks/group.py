@@ -99,7 +99,7 @@ logger = logging.getLogger("trackway.trainer")
 
 
 class GroupSettings(NamedTuple):
-    """What a rank must know to join."""
+    """Facts that a rank needs to join."""
 
     config: LearnerConfig
     placement: Placement
@@ -132,7 +132,7 @@ class RankGroup:
         self._commands = 0
         self._deadline_s = deadline_s
         self.processes: dict[int, RankProcess] = {}
-        """By rank."""
+        """Processes by rank."""
         self._launcher = launcher_for(placement, with_gpus=with_gpus, deadline_s=placement_timeout_s)
         try:
             host = self._launcher.hosts[0]
@@ -257,7 +257,7 @@ class RankGroup:
             process.kill()
 
     def _culprits(self) -> list[str]:
-        """What became of the ranks that are to blame: those that died, else those that do not answer."""
+        """Ends of the ranks that are to blame: those that died, else those that do not answer."""
         end = time.monotonic() + NOTICE_S
         while not (died := self._ended(but=EXIT_PEER_LOST)) and time.monotonic() < end:
             time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Where the ranks of a learner are started: on this machine, or on nodes that the deployment reaches.
+"""Start of a learner's ranks: on this machine, or on nodes that the deployment reaches.
 
 A rank is a process in either case. A launcher starts it and knows its exit status.
 """

@@ -65,7 +65,7 @@ def export_shares(folder: Path, state: Mapping[str, Tensor], ranks: Ranks, dtype
 
 
 def own_files(files: Iterable[Path], ranks: Ranks) -> list[Path]:
-    """Those of the files that this rank publishes."""
+    """Files that this rank publishes."""
     return [file for file in files if _owner(file.name, ranks.count) == ranks.index]
 
 

@@ -228,7 +228,7 @@ def shard(
 
 
 def kept_in_float32(model: PreTrainedModel, tensors: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
-    """Those of the named tensors that the model's class keeps in float32 where the others are bfloat16."""
+    """Names of tensors that the model's class keeps in float32 where the others are bfloat16."""
     parts = model._keep_in_fp32_modules_strict or ()
     return [(name, tensor) for name, tensor in tensors if any(part in name for part in parts)]
 
@@ -309,6 +309,6 @@ def shard_like(complete: Tensor, like: Tensor) -> Tensor:
 
 
 def local(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
-    """What this rank holds of each tensor."""
+    """Share of this rank of each tensor."""
     with torch.no_grad():  # with gradients, to_local() would return another object
         return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]

@@ -1,4 +1,4 @@
-"""What a checkpoint of a learner holds: written at once, or copied first and written while training goes on.
+"""Contents of a learner's checkpoint: written at once, or copied first and written while training goes on.
 
 Each rank copies and writes its own shards. The other ranks than the first write in a thread, which the first one tells
 when: a write that the disk refuses is repeated from the same copy.
@@ -22,7 +22,7 @@ from trackway.trainer.learner.ranks.sharding import Ranks
 from trackway.trainer.learner.weights.sharded_files import is_saved, write_shards
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
-"""By the name of their file in the folder; with a folder in its name, beside that of the policy."""
+"""Tensors by the name of their file in the folder; with a folder in its name, beside that of the policy."""
 Publish = Callable[[Path], None]
 """Writes a Hugging Face folder, in the first rank."""
 
@@ -36,7 +36,7 @@ logger = logging.getLogger("trackway.trainer")
 
 
 def to_load(folder: Path, contents: CheckpointContents) -> frozenset[str]:
-    """What is restored of the folder of a checkpoint. Raises ValueError for what it does not hold besides the model."""
+    """Parts that are restored from a checkpoint's folder. Raises ValueError if one besides the model is not there."""
     lacking = [part for part in FILES if part in contents.loaded and not is_saved(folder / FILES[part])]
     if lacking and lacking[0] != "model":
         raise ValueError(

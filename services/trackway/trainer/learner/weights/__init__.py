@@ -1,1 +1,1 @@
-"""What lies beside a model's weights, and where they lie: a LoRA adapter, and main memory while they are not in use."""
+"""A LoRA adapter beside a model's weights, and main memory for weights that are not in use."""
