@@ -53,10 +53,10 @@ def two_replicas(deployment: Deployment) -> Iterator[list[ReplicaInfo]]:
     """Of the session's tool server, which is left with one and as it was."""
     before = deployment.serve_config
     yield status.scale(deployment, "tools", 2)
-    changed = {replica.health.pid for replica in replicas(deployment)}
     deployment.serve_config = before
     status.scale(deployment, "tools", 1)
-    until(lambda: changed.isdisjoint(replica.health.pid for replica in replicas(deployment)))
+    # A deployment of the whole config takes all applications away from RUNNING for a moment.
+    until(lambda: {service.status for service in status.service_statuses(deployment)} == {"RUNNING"})
 
 
 def url(deployment: Deployment) -> str:
@@ -145,6 +145,7 @@ def test_replicas_follow_calls_that_serve_does_not_see(deployment: Deployment, t
     [own] = [app for app in applications(config) if app["name"] == "tools"]
     own["args"] |= {"function_tool_path": str(tmp_path / "slow.py")}
     own["deployments"][0]["autoscaling_config"] |= AUTOSCALING
+    had = deployment.serve_config
     deployment.serve_config = config
     before = {replica.health.pid for replica in replicas(deployment)}
     status.scale(deployment, "tools", Replicas(1, 3))
@@ -153,6 +154,10 @@ def test_replicas_follow_calls_that_serve_does_not_see(deployment: Deployment, t
     with busy(deployment, at_once=24):
         until(lambda: states(deployment).get("RUNNING") == 3)
     until(lambda: states(deployment) == {"RUNNING": 1})
+    slow = {replica.health.pid for replica in replicas(deployment)}
+    deployment.serve_config = had
+    status.scale(deployment, "tools", 2)
+    until(lambda: slow.isdisjoint(replica.health.pid for replica in replicas(deployment)))
 
 
 @contextlib.contextmanager
