@@ -26,6 +26,8 @@ EXACT = {"completion_tokens", "cached_tokens", "start", "end", "length", "status
 """Numbers that are compared; of others, their types are."""
 READ = {"meta_info": {*_Meta.model_fields}, "finish_reason": {*_Finish.model_fields}, "data": {"id"}}
 """The fields that the client reads; in these parts of an answer only they are compared."""
+OF_TOKENS = ("output_token_logprobs", "output_token_sampling_mask")
+"""The fields of which each piece of a stream has those of its own tokens."""
 WITHOUT_TOKENIZER = {"text"}
 """Fields of a server with a tokenizer, which the fake is not."""
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -51,9 +53,8 @@ class Target(NamedTuple):
         return await self.ask("/generate", request(**more))
 
     async def stream(self, **more: Any) -> list[Any]:
-        """The status and the events of a streamed request."""
-        events = self.events(**more)
-        return [event async for event in events]
+        """The status of a streamed request, its pieces as one event, and what follows them."""
+        return joined([event async for event in self.events(**more)])
 
     async def events(self, **more: Any) -> AsyncIterator[Any]:
         """The status, and the events as they come."""
@@ -80,6 +81,24 @@ class Target(NamedTuple):
             return found
 
         return asyncio.create_task(read()), begun
+
+
+def joined(events: list[Any]) -> list[Any]:
+    """The events with all pieces in one: a busy SGLang sends several at a time."""
+    pieces = [event for event in events if isinstance(event, dict) and "output_ids" in event]
+    if not pieces:
+        return events
+    whole = {"output_ids": [token for piece in pieces for token in piece["output_ids"]]}
+    metas = [piece["meta_info"] for piece in pieces]
+    lists = {
+        name: [item for meta in metas for item in meta.get(name) or []] for name in OF_TOKENS if metas[-1].get(name)
+    }
+    first = events.index(pieces[0])
+    return [
+        *events[:first],
+        {**pieces[-1], **whole, "meta_info": {**metas[-1], **lists}},
+        *events[first + len(pieces) :],
+    ]
 
 
 def request(**more: Any) -> Json:

@@ -121,7 +121,7 @@ async def _reuse(engine: Engine, weights: Weights) -> str:
 @row("pieces of a stream")
 async def _pieces(engine: Engine, weights: Weights) -> str:
     sizes = [len(piece.token_ids) async for piece in engine.stream(PROMPT, _FREE, "a")]
-    return "16 tokens" if 16 in sizes else "a token"
+    return "16 tokens" if max(sizes) >= 16 else "a token"
 
 
 @row("proof of weights")
