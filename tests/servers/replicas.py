@@ -103,13 +103,13 @@ async def test_a_server_that_dies_fails_requests_as_worth_asking_again_and_is_no
 
 
 def moved(engine: RemoteEngine) -> Callable[[], bool]:
-    """Whether the engine has seen its server get on since this was asked first: `stuck_for` began anew."""
+    """Make a check that is true once `stuck_for` has fallen: the engine saw its server make progress."""
     longest = 0.0
 
-    def anew() -> bool:
+    def has_fallen() -> bool:
         nonlocal longest
         now = engine.stuck_for()
         longest = max(longest, now)
         return now < longest
 
-    return anew
+    return has_fallen

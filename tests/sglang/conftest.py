@@ -17,7 +17,7 @@ __all__ = ["anyio_backend", "base", "first", "patience", "second", "without_head
 
 @pytest.fixture(scope="session")
 def server() -> ModuleType:
-    """What the tests of `tests/servers` do with an SGLang."""
+    """The functions by which the tests of `tests/servers` run an SGLang."""
     return sglang_runs
 
 

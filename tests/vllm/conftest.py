@@ -35,7 +35,7 @@ pytest.register_assert_rewrite("tests.servers")
 
 @pytest.fixture(scope="session")
 def server() -> ModuleType:
-    """What the tests of `tests/servers` do with a vLLM."""
+    """The functions by which the tests of `tests/servers` run a vLLM."""
     return vllm_runs
 
 

@@ -13,7 +13,7 @@ EXIT_UNUSED = 1
 
 
 class Assignment(BaseModel):
-    """Needs of a worker besides the run's folder."""
+    """Inputs of a worker besides the run's folder."""
 
     model_config = ConfigDict(hide_input_in_errors=True)
 

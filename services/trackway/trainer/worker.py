@@ -139,9 +139,11 @@ async def _trained(
         state = await fit(training)
         status = "FINISHED" if state is RunState.FINISHED else "KILLED"
     finally:
-        await asyncio.to_thread(training.learner.close)
-        if training.engines is not None:
-            await training.engines.close()
+        try:
+            await asyncio.to_thread(training.learner.close)
+        finally:
+            if training.engines is not None:
+                await training.engines.close()
         training.publisher.close()
         with training.waits("the run", "its last metrics and feedback to be delivered", TRACKING_DEADLINE_S):
             summaries = await asyncio.to_thread(tracking.close, status, TRACKING_DEADLINE_S)

@@ -52,7 +52,10 @@ def test_every_documented_command_is_run_or_has_a_reason_why_not() -> None:
 
 def requested(pods: list[Pod], resource: str) -> float:
     return sum(
-        quantity(one.spec["resources"]["requests"][resource]) for pod in pods for one in pod.containers if not one.init
+        quantity(container.spec["resources"]["requests"][resource])
+        for pod in pods
+        for container in pod.containers
+        if not container.init
     )
 
 

@@ -27,7 +27,7 @@ EXACT = {"completion_tokens", "cached_tokens", "start", "end", "length", "status
 READ = {"meta_info": {*_Meta.model_fields}, "finish_reason": {*_Finish.model_fields}, "data": {"id"}}
 """The fields that the client reads; in these parts of an answer only they are compared."""
 OF_TOKENS = ("output_token_logprobs", "output_token_sampling_mask")
-"""The fields of which each piece of a stream has those of its own tokens."""
+"""Fields with an item for each token of a stream's piece."""
 WITHOUT_TOKENIZER = {"text"}
 """Fields of a server with a tokenizer, which the fake is not."""
 GREEDY = {"temperature": 0.0, "ignore_eos": True}

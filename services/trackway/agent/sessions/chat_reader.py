@@ -79,7 +79,7 @@ class _Digests:
         return self._digests[-1]
 
     def of(self, models: Sequence[BaseModel]) -> "_Digests":
-        """Digests of other models; those of the objects that both begin with are known."""
+        """Digests of other models. Objects that both lists begin with are not digested again."""
         same = same_objects(models, self._models)
         if same == len(models) == len(self._models):
             return self

@@ -38,7 +38,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def read_adapter(folder: Path, base: Path) -> AdapterInfo:
-    """Facts about the adapter; raises WEIGHTS_CORRUPT unless it is plain LoRA whose layers are those of the base."""
+    """Read what the adapter changes. Raises WEIGHTS_CORRUPT unless it is plain LoRA for layers of the base."""
     try:
         config = json.loads((folder / CONFIG).read_bytes())
         rank, scale = int(config["r"]), float(config["lora_alpha"]) / int(config["r"])

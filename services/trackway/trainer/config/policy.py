@@ -277,7 +277,7 @@ class CheckpointContents(Section):
     and the random state. `model` must be among them. `hf_model` adds the policy as a Hugging Face folder,
     `actor/huggingface`; `trackway export` makes one without it."""
     load_contents: tuple[Literal["model", "optimizer", "extra", "hf_model"], ...] | None = None
-    """Restored contents of a checkpoint, its own or that of `trainer.resume_from_path`; null restores what is saved.
+    """Contents restored from a checkpoint, its own or `trainer.resume_from_path`; null restores what is saved.
     Without `optimizer` the moments start at zero, without `extra` the learning rate at its first step."""
 
     @property

@@ -162,7 +162,7 @@ def token_versions(trajectories: Sequence[Trajectory], width: int, default: floa
 
 @dataclass(frozen=True)
 class TokenValues:
-    """Values that an update computed of the response tokens of N rows, those of one row after those of the row before.
+    """Values that an update computed of the response tokens of N rows, row by row.
 
     NaN and False stand for what was not computed: no value of a token that the model did not write, no entropy of one
     that is not trained.

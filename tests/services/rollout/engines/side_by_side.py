@@ -24,7 +24,7 @@ _GUIDE = Path(__file__).parents[4] / "docs/guides/engines.md"
 
 
 def cells() -> dict[str, dict[str, str]]:
-    """What the guide says, by row and engine."""
+    """Read the guide's table: row, engine, cell."""
     section = _GUIDE.read_text().partition("## Side by side\n")[2].partition("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     engines = [name.strip("`") for name in rows[0][1:]]

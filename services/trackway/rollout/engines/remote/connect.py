@@ -26,7 +26,7 @@ def prepared(
 ) -> tuple[SideProcess, EngineHttp]:
     """A server process that is not started yet, and its client.
 
-    `command` is that of a server at a port, `environment` that of a server with a folder of its own.
+    `command` takes the server's port, and `environment` a folder for the server alone.
     """
     port = free_port()
     url = f"http://127.0.0.1:{port}"

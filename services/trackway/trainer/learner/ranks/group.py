@@ -69,7 +69,7 @@ SHARED_ERRORS = (ValueError, OSError, SafetensorError)
 """Errors that every rank meets alike, such as a damaged checkpoint, or only the first, as when it writes: the group is
 as good as before."""
 DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
-"""Errors of a rank's own GPU; RuntimeErrors, as those of collectives are."""
+"""Errors of a rank's own GPU. They are RuntimeErrors, like the errors of collectives."""
 COMMAND = "command"
 """Name in the store; commands are numbered. The store holds no value: any process that reaches it can write there."""
 STOP = "stop"
@@ -334,7 +334,7 @@ class LeadingLearner(Learner):
             return super().proof(folder, previous_version)
 
     def release_memory(self) -> None:
-        """As of one process."""
+        """Give each rank's GPU the memory of freed tensors."""
         with self._group.command("release_memory"):
             super().release_memory()
 

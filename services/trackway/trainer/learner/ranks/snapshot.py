@@ -22,7 +22,7 @@ from trackway.trainer.learner.ranks.sharding import Ranks
 from trackway.trainer.learner.weights.sharded_files import is_saved, write_shards
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
-"""Tensors by the name of their file in the folder; with a folder in its name, beside that of the policy."""
+"""Tensors by the name of their file. A name with a folder lies beside the policy's folder."""
 Publish = Callable[[Path], None]
 """Writes a Hugging Face folder, in the first rank."""
 
