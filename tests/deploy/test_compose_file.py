@@ -130,6 +130,7 @@ def trained(folder: Path, config: dict[str, Any], **given: str) -> tuple[dict[st
     """A run of the five services, and what was said of them before it; with more keys and variables."""
     from trackway.trainer.data.make import make_tiny  # a second of CPU that collection saves
 
+    folder.mkdir(exist_ok=True)
     make_tiny(folder / "data", 8, 2, seed=0)
     config = {
         "data.train_files": str(folder / "data/train.parquet"),
@@ -177,7 +178,7 @@ def test_the_five_services_of_the_file_train_together(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.stores
 @pytest.mark.timeout(900)
-def test_weights_and_artifacts_of_a_run_are_in_s3_and_its_metrics_and_traces_in_mlflow(
+def test_weights_checkpoints_and_artifacts_of_a_run_are_in_s3_and_its_metrics_and_traces_in_mlflow(
     tmp_path: Path, object_store: str, mlflow_server: str
 ) -> None:
     from mlflow import MlflowClient
@@ -188,15 +189,17 @@ def test_weights_and_artifacts_of_a_run_are_in_s3_and_its_metrics_and_traces_in_
         "trainer.project_name": "stores",
         "trainer.total_training_steps": 2,
         "trainer.save_freq": 1,
+        "trainer.max_actor_ckpt_to_keep": 1,
+        "trainer.default_hdfs_dir": f"{object_store}/checkpoints",
     }
     weights = f"{object_store}/weights"
-    run, _ = trained(tmp_path, config, TRACKWAY_WEIGHTS_URL=weights, MLFLOW_TRACKING_URI=mlflow_server)
+    run, _ = trained(tmp_path / "here", config, TRACKWAY_WEIGHTS_URL=weights, MLFLOW_TRACKING_URI=mlflow_server)
 
     assert (run["state"], run["step"], run["message"]) == ("finished", 2, "")
     latest = WeightStore(weights).latest()
     assert latest is not None and (latest.run, latest.version) == ("first", 3)
-    assert not (tmp_path / "weights").exists()
-    sampled = read_trajectories(tmp_path / "outputs/first/trajectories/step_2.parquet")
+    assert not (tmp_path / "here/weights").exists()
+    sampled = read_trajectories(tmp_path / "here/outputs/first/trajectories/step_2.parquet")
     assert {span.version for trajectory in sampled for row in trajectory.rows for span in row.weight_versions} == {2}
     client = MlflowClient(mlflow_server)
     experiment = client.get_experiment_by_name("stores")
@@ -208,6 +211,18 @@ def test_weights_and_artifacts_of_a_run_are_in_s3_and_its_metrics_and_traces_in_
     client.log_text(record.info.run_id, "of a client", "notes.txt")
     [stored] = fsspec.filesystem("s3").glob(f"{object_store}/artifacts/**/notes.txt")
     assert fsspec.filesystem("s3").cat_file(stored) == b"of a client"
+
+    copies = f"{object_store}/checkpoints/first"
+    assert [path.rpartition("/")[2] for path in fsspec.filesystem("s3").ls(copies)] == ["global_step_2"]
+    resumed = {
+        **config,
+        "trainer.total_training_steps": 3,
+        "trainer.resume_mode": "resume_path",
+        "trainer.resume_from_path": f"{copies}/global_step_2",
+    }
+    run, _ = trained(tmp_path / "there", resumed, TRACKWAY_WEIGHTS_URL=weights, MLFLOW_TRACKING_URI=mlflow_server)
+    assert (run["state"], run["step"], run["message"]) == ("finished", 3, "")
+    assert not (tmp_path / "there/outputs/first/trajectories/step_2.parquet").exists()
 
 
 @retry(stop=stop_after_delay(300), wait=wait_fixed(0.5), retry=retry_if_result(lambda run: run["state"] not in ENDED))

@@ -34,7 +34,7 @@ from trackway.trainer.data.dataset import Rows
 from trackway.trainer.data.name_check import CHECK_POLICY, Served, ask_services, unserved
 from trackway.trainer.data.own_code import SERVICES, loaded_code, not_loaded
 from trackway.trainer.loop.forecast import Forecast, forecast
-from trackway.trainer.run_state.checkpoint import named_checkpoint
+from trackway.trainer.run_state.checkpoint import check_storage
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.supervisor.manager import check_adapter, runnable
 from trackway.trainer.traces.preflight import unusable, without_entity
@@ -101,9 +101,11 @@ class RunCheck:
             findings.missing_here.append(error.message)
         if not self._subject.elsewhere:
             try:
-                named_checkpoint(config)
+                check_storage(config)
             except TrackwayError as error:
-                (findings.missing_here if config.trainer.resume_from_path else findings.wrong).append(error.message)
+                trainer = config.trainer
+                is_elsewhere = trainer.resume_from_path or trainer.default_hdfs_dir
+                (findings.missing_here if is_elsewhere else findings.wrong).append(error.message)
 
     def machine(self) -> None:
         """Check requirements other than dataset and model: GPUs, packages, API keys, ports, a free run name."""

@@ -34,6 +34,7 @@ _PATHS = (
     "actor_rollout_ref.rollout.agent.agent_loop_config_path",
     "trainer.resume_from_path",
     "trainer.default_local_dir",
+    "trainer.default_hdfs_dir",
     "trainer.rollout_data_dir",
     "trainer.validation_data_dir",
     "global_profiler.save_path",

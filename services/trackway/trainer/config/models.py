@@ -227,13 +227,17 @@ class TrainerConfig(Section):
     """`auto` resumes from the run folder's newest checkpoint; `disable` starts from the model; `resume_path` starts
     from `resume_from_path`."""
     resume_from_path: str | None = None
-    """A checkpoint, `.../global_step_<n>`, of this or another run."""
+    """A checkpoint, `.../global_step_<n>`, of this or another run; a path, or a URL that fsspec opens."""
     log_val_generations: int = Field(default=0, ge=0)
     """Samples of each validation that are traced, with prompt, response and score: the larger of this and
     `trackway.trace_validation_samples`. verl logs them as a table."""
     default_local_dir: str | None = None
     """Folder of the checkpoints, to which the run's own folder links; null keeps them there. It must not have those of
     another run."""
+    default_hdfs_dir: str | None = None
+    """URL that fsspec opens, such as `s3://bucket/checkpoints`, to which each checkpoint is copied once it is saved, as
+    `<url>/<run>/global_step_<n>`. `resume_from_path` takes such a copy. Storage that refuses it is waited for
+    (`trackway.storage_wait_s`)."""
     rollout_data_dir: str | None = None
     """Folder for the samples of each step as `<step>.jsonl` with verl's fields: input, output, gts, score, step and the
     components of the reward. `outputs/<run>/trajectories` has every trajectory in any case."""

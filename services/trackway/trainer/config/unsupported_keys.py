@@ -173,7 +173,6 @@ NO_EFFECT: dict[str, str] = {
     "critic.model.tiled_mlp.*": _SAME_NUMBERS,
     "trainer.device": "trackway.device selects the learner's device",
     "trainer.balance_batch": "the ranks of a learner always get about as many tokens",
-    "trainer.default_hdfs_dir": "checkpoints lie in the run's own folder",
     "trainer.del_local_ckpt_after_load": "checkpoints are kept; trainer.max_actor_ckpt_to_keep bounds them",
     "trainer.max_critic_ckpt_to_keep": "a checkpoint holds the value model too; trainer.max_actor_ckpt_to_keep decides",
     "trainer.esi_redundant_time": "SIGTERM saves a checkpoint",

@@ -83,6 +83,7 @@ def plan(config: RunConfig, steps_per_epoch: int) -> Schedule:
         test_freq=trainer.test_freq,
         save_freq=trainer.save_freq,
         keep_checkpoints=trainer.max_actor_ckpt_to_keep,
+        copies_url=trainer.default_hdfs_dir and trainer.default_hdfs_dir.rstrip("/"),
         async_save=config.actor_rollout_ref.actor.checkpoint.async_save,
         traced_prompts=config.traced_prompts,
         traced_validation=config.traced_validation,

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from trackway.trainer.config import RunConfig
@@ -13,6 +14,7 @@ from trackway.trainer.loop.scheduler import SchedulerState
 from trackway.trainer.loop.weight_versions import WeightVersions
 from trackway.trainer.run_state.checkpoint import (
     DAMAGED,
+    fetch_checkpoint,
     find_all,
     find_damage,
     finished_trajectories,
@@ -54,21 +56,28 @@ def begin(folder: RunFolder, config: RunConfig, learner: Learner, skip_damaged: 
     if own:
         return _newest(folder, config, own, learner, skip_damaged)
     checkpoint = named_checkpoint(config)
-    progress = Progress() if checkpoint is None else _named(checkpoint, learner)
+    progress = Progress() if checkpoint is None else _named(checkpoint, learner, folder.path)
     folder.rewind(None)
     forgotten = {"metrics": {}, "unvalidated": {}, "scheduler": SchedulerState(), "versions": WeightVersions()}
     forgotten |= {"validation": None, "rows": []}
     return Beginning(progress.model_copy(update=forgotten), None)
 
 
-def _named(checkpoint: Path, learner: Learner) -> Progress:
-    """Loads a named checkpoint; never falls back to another, since the user chose this one."""
+def _named(checkpoint: Path | str, learner: Learner, folder: Path) -> Progress:
+    """Load a named checkpoint; never fall back to another, since the user chose this one.
+
+    A copy at a URL is fetched into a temporary folder below `folder`, which the learner's ranks share.
+    """
     try:
-        return _loaded(checkpoint, learner)
+        if isinstance(checkpoint, Path):
+            return _loaded(checkpoint, learner)
+        with TemporaryDirectory(prefix=".fetched_", dir=folder) as scratch:
+            return _loaded(fetch_checkpoint(checkpoint, Path(scratch)), learner)
     except TrackwayError as error:
         if error.code is not ErrorCode.CHECKPOINT_CORRUPT:
             raise
-        remedy = f"restore it from a copy, or start a run from another one of {checkpoint.parent}"
+        parent = str(checkpoint).rpartition("/")[0]
+        remedy = f"restore it from a copy, or start a run from another one of {parent}"
         raise TrackwayError(error.code, f"{error.message}; {remedy}", **error.detail) from error
 
 

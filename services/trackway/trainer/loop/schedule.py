@@ -52,6 +52,8 @@ class Schedule:
     test_freq: int = -1
     save_freq: int = -1
     keep_checkpoints: int | None = None
+    copies_url: str | None = None
+    """fsspec URL of the folder that gets a copy of each checkpoint; None for no copies."""
     async_save: bool = True
     """Whether steps go on while a checkpoint is written."""
     traced_prompts: int = 0

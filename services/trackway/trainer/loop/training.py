@@ -39,7 +39,7 @@ from trackway.trainer.metrics.rollout import (
     update_metrics,
 )
 from trackway.trainer.metrics.validation import validation_metrics
-from trackway.trainer.run_state.checkpoint import find_latest, save_checkpoint
+from trackway.trainer.run_state.checkpoint import copy_checkpoint, find_latest, save_checkpoint
 from trackway.trainer.run_state.folder import TOKEN_VALUES, RunFolder
 from trackway.trainer.run_state.generations import Generations
 from trackway.trainer.run_state.token_values import write_token_values
@@ -398,10 +398,13 @@ class Training:
 
     async def _save(self, save: Callable[[], Path], step: int, drawn: Sequence[str], snapshot: Snapshot | None) -> None:
         try:
-            await self._stored(save)
+            folder = await self._stored(save)
         finally:
             if snapshot is not None:
                 await asyncio.to_thread(snapshot.close)
+        if self.plan.copies_url is not None:
+            url = f"{self.plan.copies_url}/{self.folder.name}"
+            await self._stored(partial(copy_checkpoint, folder, url, self.plan.keep_checkpoints))
         self.scheduler.rollouts.saved(drawn)
         self.saved_step = step
 

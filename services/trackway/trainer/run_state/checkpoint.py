@@ -11,6 +11,8 @@
 
 A checkpoint is written to a hidden folder and renamed once its contents are on disk, so every folder named
 `global_step_<N>` is complete. Its digests are verified on load.
+
+`trainer.default_hdfs_dir` gets a copy of each in `<url>/<run>/global_step_<N>`, of which the manifest is written last.
 """
 
 import errno
@@ -19,7 +21,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +33,7 @@ from safetensors import SafetensorError
 
 from trackway.system import digests, find_difference, replacing, writing
 from trackway.trainer.config import RunConfig
+from trackway.trainer.data.copies import RemoteFolder
 from trackway.trainer.learner.finite import NotFiniteError
 from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
 from trackway.wire.base import NON_FINITE
@@ -132,8 +135,51 @@ def find_all(root: Path) -> list[Path]:
     return folders if latest is None else [latest, *(folder for folder in folders if folder.name != name)]
 
 
-def named_checkpoint(config: RunConfig) -> Path | None:
-    """The checkpoint of `trainer.resume_from_path`; None unless `resume_mode` is `resume_path`.
+def copy_checkpoint(folder: Path, url: str, keep: int | None = None) -> None:
+    """Copy a checkpoint to `<url>/global_step_<N>`, and remove all but the newest `keep` copies.
+
+    Raises StorageError when the storage refuses it. Copying again is safe.
+    """
+    parent, copy = RemoteFolder(url), RemoteFolder(f"{url}/{folder.name}")
+    manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
+    copy.remove(MANIFEST)
+    for file in manifest.files:
+        copy.put(folder / file.name, file.name)
+    copy.put(folder / MANIFEST)
+    others = [name for step in _numbers(parent.names()) if (name := f"{PREFIX}{step}") != folder.name]
+    for name in [] if keep is None else others[: max(0, len(others) - (keep - 1))]:
+        RemoteFolder(f"{url}/{name}").remove(MANIFEST)
+        parent.remove(name)
+
+
+def fetch_checkpoint(url: str, scratch: Path) -> Path:
+    """Fetch a copy of a checkpoint into a folder and verify it; return its folder there.
+
+    Raises StorageError when it cannot be read, and CHECKPOINT_CORRUPT when a file differs from its digest.
+    """
+    copy, folder = RemoteFolder(url), scratch / PREFIX.rstrip("_")
+    copy.get(MANIFEST, folder / MANIFEST)
+    try:
+        manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
+    except ValidationError as error:
+        raise _corrupt(url, f"{MANIFEST}: expected digests of files, got {error.error_count()} errors in it") from error
+    for file in manifest.files:
+        copy.get(file.name, folder / file.name)
+    damage = find_damage(folder)
+    if damage is not None:
+        raise _corrupt(url, damage)
+    return folder
+
+
+def check_storage(config: RunConfig) -> None:
+    """Raise TrackwayError if the named checkpoint is missing, or the folder of copies cannot be read."""
+    named_checkpoint(config)
+    if config.trainer.default_hdfs_dir:
+        RemoteFolder(config.trainer.default_hdfs_dir).names()
+
+
+def named_checkpoint(config: RunConfig) -> Path | str | None:
+    """The checkpoint of `trainer.resume_from_path`, or its URL; None unless `resume_mode` is `resume_path`.
 
     Raises TrackwayError(INVALID_REQUEST) when the key is missing or names no checkpoint.
     """
@@ -142,13 +188,21 @@ def named_checkpoint(config: RunConfig) -> Path | None:
         return None
     if not trainer.resume_from_path:
         raise _refused("expected .../global_step_<n> with trainer.resume_mode=resume_path, got nothing")
+    if "://" in trainer.resume_from_path:
+        return _named_copy(trainer.resume_from_path.rstrip("/"))
     path = Path(trainer.resume_from_path).expanduser()
     if (path / STATE).is_file():
         return path
     nearby = (match for folder in (path, path.parent) for match in folder.glob(f"{PREFIX}*"))
-    names = sorted(match.name for match in nearby if match.is_dir())
-    hint = f"; near it are {', '.join(names)}" if names else ""
-    raise _refused(f"expected a checkpoint, .../global_step_<n> with a state.json, got {path}{hint}")
+    raise _no_checkpoint(path, STATE, (match.name for match in nearby if match.is_dir()))
+
+
+def _named_copy(url: str) -> str:
+    names = RemoteFolder(url).names()
+    if MANIFEST in names:
+        return url
+    nearby = [*names, *RemoteFolder(url.rpartition("/")[0]).names()]
+    raise _no_checkpoint(url, MANIFEST, (name for name in nearby if name.startswith(PREFIX)))
 
 
 def load_checkpoint(path: Path, learner: Loadable) -> dict[str, JsonValue]:
@@ -220,7 +274,13 @@ def set_aside_damaged(path: Path) -> Path:
     return aside
 
 
-def _corrupt(path: Path, damage: str) -> TrackwayError:
+def _no_checkpoint(path: Path | str, file: str, nearby: Iterable[str]) -> TrackwayError:
+    names = sorted(nearby)
+    hint = f"; near it are {', '.join(names)}" if names else ""
+    return _refused(f"expected a checkpoint, .../global_step_<n> with a {file}, got {path}{hint}")
+
+
+def _corrupt(path: Path | str, damage: str) -> TrackwayError:
     return TrackwayError(
         ErrorCode.CHECKPOINT_CORRUPT, f"the checkpoint {path} is damaged: {damage}", path=str(path), damage=damage
     )
@@ -253,8 +313,13 @@ def _manifest(folder: Path) -> Manifest:
 
 
 def _steps(root: Path) -> list[int]:
-    names = [folder.name.removeprefix(PREFIX) for folder in root.glob(f"{PREFIX}*") if folder.is_dir()]
-    return sorted(int(name) for name in names if name.isdecimal())
+    return _numbers(folder.name for folder in root.glob(f"{PREFIX}*") if folder.is_dir())
+
+
+def _numbers(names: Iterable[str]) -> list[int]:
+    """The steps of names such as `global_step_4`, in order; other names are left out."""
+    steps = (name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX))
+    return sorted(int(step) for step in steps if step.isdecimal())
 
 
 def _prune(root: Path, latest: int, keep: int) -> None:

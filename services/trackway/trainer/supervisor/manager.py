@@ -20,7 +20,7 @@ from trackway.tracing import TracingSettings
 from trackway.trainer.config import RunConfig, resolve
 from trackway.trainer.config.changes import changed
 from trackway.trainer.data.own_code import health_of, loaded_code, not_loaded
-from trackway.trainer.run_state.checkpoint import named_checkpoint
+from trackway.trainer.run_state.checkpoint import check_storage
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.heartbeat import LivenessMonitor
 from trackway.trainer.run_state.ownership import Owner
@@ -72,7 +72,7 @@ class RunManager:
         """
         config = runnable(resolve(request.config))
         check_adapter(config)
-        named_checkpoint(config)
+        await asyncio.to_thread(check_storage, config)
         await self._check_tracking(config)
         code = await self._loaded_code(config)
         engine_threads = await self._engine_threads()

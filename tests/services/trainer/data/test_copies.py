@@ -51,3 +51,20 @@ def test_a_copy_that_fails_says_that_the_file_itself_is_whole(file: Path, tmp_pa
         RemoteFolder(str(tmp_path / "taken")).put(file)
 
     assert caught.value.code is ErrorCode.UNAVAILABLE
+
+
+def test_files_and_folders_are_listed_fetched_and_removed(file: Path, tmp_path: Path) -> None:
+    remote = RemoteFolder("memory://copies/listed")
+    assert remote.names() == []
+
+    remote.put(file)
+    remote.put(file, "below/rows.parquet")
+    remote.get("below/rows.parquet", tmp_path / "new/back")
+
+    assert sorted(remote.names()) == ["below", "train.parquet"]
+    assert (tmp_path / "new/back").read_bytes() == b"rows"
+    for name in ("below", "train.parquet", "nowhere"):
+        remote.remove(name)
+    assert remote.names() == []
+    with pytest.raises(TrackwayError, match=r"read train\.parquet of memory://copies/listed, got FileNotFound"):
+        remote.get("train.parquet", tmp_path / "back")

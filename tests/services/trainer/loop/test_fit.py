@@ -40,7 +40,7 @@ from trackway.trainer.loop.session_groups import SessionGroups, SessionSlots
 from trackway.trainer.loop.training import Training
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.metrics.rollout import Metrics
-from trackway.trainer.run_state.checkpoint import find_latest
+from trackway.trainer.run_state.checkpoint import find_damage, find_latest
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.generations import Generations
 from trackway.trainer.run_state.session_inbox import SessionInbox
@@ -298,6 +298,28 @@ async def test_saves_follow_save_freq_and_the_last_step_and_only_the_newest_are_
     await fit(run)
 
     assert checkpoints(run) == ["global_step_4", "global_step_5"]
+
+
+async def test_each_checkpoint_is_copied_once_the_storage_takes_it(
+    new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    copy, refusals = training_module.copy_checkpoint, [StorageError(ErrorCode.UNAVAILABLE, "no bucket")]
+
+    def refused_once(*given: Any) -> None:
+        if refusals:
+            raise refusals.pop()
+        copy(*given)
+
+    monkeypatch.setattr(training_module, "copy_checkpoint", refused_once)
+    monkeypatch.setattr(training_module, "STORAGE_RETRY_S", 0.01)
+    keys = ("trainer.total_training_steps=3", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2")
+    run = new_run("run", *keys, f"trainer.default_hdfs_dir=file://{tmp_path}/copies")
+
+    assert await fit(run) is RunState.FINISHED
+
+    copies = tmp_path / "copies/run"
+    assert sorted(path.name for path in copies.iterdir()) == ["global_step_2", "global_step_3"]
+    assert [find_damage(path) for path in copies.iterdir()] == [None, None]
 
 
 async def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_one_waits_for_it(

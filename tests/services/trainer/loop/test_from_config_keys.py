@@ -322,6 +322,7 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     "trainer.val_before_train": (False, {"plan.val_before_train": False}),
     "trainer.val_only": (True, {"plan.total_steps": 0}),
     "trainer.max_actor_ckpt_to_keep": (20, {"plan.keep_checkpoints": 20}),
+    "trainer.default_hdfs_dir": ("s3://b/copies/", {"plan.copies_url": "s3://b/copies"}),
     f"{ACTOR}.checkpoint.save_contents": (
         ["model", "extra"],
         {"learner.actor.checkpoint.save_contents": ("model", "extra")},

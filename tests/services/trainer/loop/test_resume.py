@@ -10,11 +10,12 @@ from safetensors.torch import save_file
 from tests.services.trainer.learner_settings import learner_config, logprobs_of
 from trackway.system import digests
 from trackway.trainer.config import RunConfig, compose
+from trackway.trainer.data.copies import RemoteFolder
 from trackway.trainer.data.dataset import Position
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.loop.resume import begin
 from trackway.trainer.loop.schedule import Progress
-from trackway.trainer.run_state.checkpoint import Manifest, save_checkpoint
+from trackway.trainer.run_state.checkpoint import Manifest, copy_checkpoint, save_checkpoint
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow
@@ -108,6 +109,53 @@ def test_a_named_checkpoint_that_is_not_there_is_an_error_that_names_those_near_
 def test_resume_path_without_a_path_is_an_error(folder: RunFolder, learner: Learner):
     with pytest.raises(TrackwayError, match=r"trainer.resume_from_path: expected .../global_step_<n>.*got nothing"):
         begin(folder, mode("resume_path"), learner)
+
+
+@pytest.fixture
+def copies(learner: Learner, tmp_path: Path, rollout) -> str:
+    """URL of the copies of checkpoints 4 and 5 of a trained learner."""
+    learner.update([rollout(0, n, float(n)) for n in range(2)])
+    for step in (3, 4, 5):
+        checkpoint(tmp_path / "other", learner, step)
+        copy_checkpoint(tmp_path / f"other/global_step_{step}", f"memory:/{tmp_path}/copies", keep=2)
+    return f"memory:/{tmp_path}/copies"
+
+
+def test_a_copy_at_a_url_gives_its_weights_and_place(
+    folder: RunFolder, learner: Learner, tiny_model: Path, copies: str
+):
+    fresh = Learner(learner_config(tiny_model, lr=1e-3))
+
+    beginning = begin(folder, mode("resume_path", f"{copies}/global_step_4"), fresh)
+
+    assert beginning == (Progress(step=4, position=Position(epoch=1, batch=4)), None, "", ())
+    assert (logprobs_of(fresh), fresh.updates) == (logprobs_of(learner), 1)
+    assert [path.name for path in folder.path.glob(".fetched*")] == []
+
+
+def test_a_copy_that_went_or_is_not_whole_is_an_error_that_names_the_others(
+    folder: RunFolder, learner: Learner, copies: str
+):
+    RemoteFolder(f"{copies}/global_step_5").remove("manifest.json")  # as one that is being written
+
+    for step in (3, 5):
+        with pytest.raises(TrackwayError, match=r"got memory:.*near it are global_step_4, global_step_5$") as caught:
+            begin(folder, mode("resume_path", f"{copies}/global_step_{step}"), learner)
+        assert caught.value.code is ErrorCode.INVALID_REQUEST
+
+
+@pytest.mark.parametrize("name", ["actor/model.safetensors", "manifest.json"])
+def test_a_damaged_copy_is_refused_by_its_url(
+    folder: RunFolder, learner: Learner, tmp_path: Path, copies: str, name: str
+):
+    (tmp_path / "other-bytes").write_bytes(b"{}")
+    RemoteFolder(f"{copies}/global_step_4").put(tmp_path / "other-bytes", name)
+
+    with pytest.raises(TrackwayError, match=rf"the checkpoint {copies}/global_step_4 is damaged: {name}: ") as caught:
+        begin(folder, mode("resume_path", f"{copies}/global_step_4"), learner)
+
+    assert caught.value.code is ErrorCode.CHECKPOINT_CORRUPT
+    assert f"start a run from another one of {copies}" in caught.value.message
 
 
 def damage(folder: RunFolder, step: int) -> None:

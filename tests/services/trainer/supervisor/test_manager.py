@@ -227,6 +227,7 @@ async def test_a_stopped_run_resumes_and_learns_the_same(baseline, runs: RunMana
     [
         (["trainer.logger=[console,mlflow]"], "trainer.logger: expected a tracking URI for mlflow, got none"),
         (["trainer.resume_mode=resume_path"], "trainer.resume_from_path: expected .../global_step_<n>"),
+        (["trainer.default_hdfs_dir=hdfs2://b/c"], "expected a path or a URL that fsspec opens, got hdfs2://b/c"),
         (
             ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/nowhere/global_step_1"],
             "trainer.resume_from_path: expected a checkpoint, .../global_step_<n> with a state.json, got /nowhere",
