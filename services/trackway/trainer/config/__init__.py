@@ -6,7 +6,7 @@ no_effect  accepted keys without effect, each with the reason
 explain    the meaning, default and origin of a key
 
 An unknown key is an error that names the nearest known keys; no key is silently ignored. A value that asks for what
-verl has and Trackway has not (UnsupportedKey) is refused for a run, and listed by a dry run.
+A feature of verl that Trackway lacks (UnsupportedKey) is refused for a run, and listed by a dry run.
 """
 
 from trackway.trainer.config.compose import compose, given_to_deployment, resolve
