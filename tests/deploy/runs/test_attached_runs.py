@@ -228,68 +228,19 @@ def resumed(there: Deployment, folder: RunFolder, *words: str) -> tuple[str, str
     return str(told.exception or ""), " ".join(told.stderr.split())
 
 
-@pytest.mark.parametrize("text", [PROJECT, "# as it was\n" + PROJECT.replace("1e-3", "0.001")])
-def test_a_run_that_began_with_the_projects_file_resumes_without_a_word_on_it(
-    there: Deployment, of_project: RunFolder, monkeypatch, text: str
-) -> None:
-    Path("trackway.yaml").write_text(text)
-    monkeypatch.setattr(RunBar, "show", lambda bar, info: of_project.ended() or advance(of_project, RunState.FINISHED))
-
-    error, shown = resumed(there, of_project)
-
-    assert (error, "trackway.yaml" in shown, of_project.info().state) == ("", False, RunState.FINISHED)
-
-
-def test_an_edit_that_a_resumed_run_cannot_take_is_refused_by_its_key(there: Deployment, of_project: RunFolder) -> None:
-    edited = PROJECT.replace("1e-3", "0.01").replace("seed: 1", "max_restarts: 7, learner_ranks: 2")
-    Path("trackway.yaml").write_text(edited)
-
-    error, _ = resumed(there, of_project)
-
-    assert error.startswith(
-        f"trackway.yaml: expected what run {of_project.name} began with, got actor_rollout_ref.actor.optim.lr=0.01 "
-        "instead of 0.001, trackway.max_restarts=7 instead of none, trackway.seed=none instead of 1; put that back; or "
-        "resume it from a folder without trackway.yaml, with --outputs, and it goes on as it was; or start another "
-        "run: with trainer.resume_mode=resume_path and trainer.resume_from_path it begins at a checkpoint of this one. "
-        "Only trackway.learner_ranks, "
-    )
-    assert of_project.info().state is RunState.RUNNING
-
-
-def test_an_edit_that_a_resumed_run_can_take_is_taken_and_told_once(
+def test_a_resumed_run_says_that_it_does_not_read_the_projects_file_and_takes_changes_of_the_command_line(
     there: Deployment, of_project: RunFolder, monkeypatch
 ) -> None:
-    edited = PROJECT.replace("trackway: {", "trackway: {learner_ranks: 2, rank_timeout_s: 9, ")
-    Path("trackway.yaml").write_text(edited)
-    active, _ = resumed(there, of_project)
+    Path("trackway.yaml").write_text(PROJECT.replace("trackway: {", "trackway: {learner_ranks: 3, "))
     advance(of_project, RunState.STOPPING, RunState.STOPPED)
     monkeypatch.setattr(launch, "follow", launch.stop_run)  # its learner, which the service has started
 
-    first, second = (resumed(there, of_project, *words) for words in (["trackway.rank_timeout_s=8"], []))
+    error, shown = resumed(there, of_project, "trackway.rank_timeout_s=8")
 
     now, name = of_project.config().trackway, of_project.name
-    keys = "trackway.learner_ranks, trackway.rank_timeout_s"
-    assert active.startswith(f"{keys}: expected a run that has ended, got run {name}, which is running; ")
-    assert (first[0], second[0]) == ("", "")
-    assert f"trackway.yaml was edited since run {name} began: trackway.learner_ranks=2" in first[1]
-    assert "rank_timeout_s" not in first[1] and "trackway.yaml" not in second[1]
-    assert (now.learner_ranks, now.rank_timeout_s, now.seed) == (2, 8, 2)
-
-
-def test_a_run_that_did_not_begin_with_the_projects_file_says_that_it_goes_on_without(
-    there: Deployment, folder: RunFolder, tmp_path: Path, monkeypatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("trackway.yaml").write_text(PROJECT)
-    advance(folder, RunState.RUNNING, RunState.STOPPING)
-    monkeypatch.setattr(RunBar, "show", lambda bar, info: folder.ended() or advance(folder, RunState.FINISHED))
-
-    error, shown = resumed(there, folder)
-
-    reason = (
-        f"run {folder.name} goes on without trackway.yaml: it did not begin with that file; give the keys to change as"
-    )
-    assert (error, reason in shown) == ("", True)
+    assert error == ""
+    assert f"run {name} continues with its own settings, not with trackway.yaml; give changes as key=value" in shown
+    assert (now.learner_ranks, now.rank_timeout_s, now.seed) == (None, 8, 2)
 
 
 def test_a_run_that_does_not_end_says_what_helps(there: Deployment, folder: RunFolder, monkeypatch) -> None:

@@ -19,6 +19,7 @@ from trackway.system.user_error import UserError
 from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.service_urls import ServiceUrls
+from trackway.wire.errors import TrackwayError
 from trackway.wire.trainer import RunState
 
 pytestmark = pytest.mark.slow
@@ -96,39 +97,33 @@ def test_services_elsewhere_get_no_path_of_this_machine(project: Path, tmp_path:
         configured([], project / "trackway.yaml", "default", there)
 
 
-def test_a_run_with_services_of_its_own_resumes_with_its_own_settings_and_takes_what_was_edited_or_given(
+def test_a_run_with_services_of_its_own_resumes_with_its_own_settings_and_changes_of_the_command_line(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(project)
-    file, outputs, name = Path("trackway.yaml"), Path("outputs"), ["trainer.experiment_name=run"]
+    file, outputs = Path("trackway.yaml"), Path("outputs")
     seqs = "actor_rollout_ref.rollout.max_num_seqs"
-    keys = ["trackway.learner_ranks=2", "trackway.rank_timeout_s=111", "trackway.seed=7", f"{seqs}=9"]
-    began = prepare([*name, *keys], file, "default", outputs).config
+    keys = ["trackway.learner_ranks=2", "trackway.seed=7", f"{seqs}=9", "trainer.resume_mode=disable"]
+    began = prepare(["trainer.experiment_name=run", *keys], file, "default", outputs).config
     folder = RunFolder(outputs.resolve() / "run")
     folder.create(began, ServiceUrls(agent_url="http://a", tools_url="http://t", weights_url="w"))
     for state in (RunState.RUNNING, RunState.STOPPING, RunState.STOPPED):
         folder.move(state)
+    file.write_text(yaml.safe_dump({**CONFIG, "trackway": {"modules": ["my_agent"], "seed": 8}}))
 
-    def again(*words: str) -> tuple[RunConfig, str]:
-        run = prepare([*name, *words, "trainer.resume_mode=auto"], file, "default", outputs, resume="run")
+    def again(*words: str) -> RunConfig:
+        run = prepare([*words], file, "default", outputs, resume="run")
         assert run.services is not None
         assert serve_config.args_of(run.services.serve_config, "rollout")["max_num_seqs"] == 9
-        return run.config, resumes_with(folder, run.config)
+        assert run.left_off() is not None
+        return run.config
 
-    same = again()
-    given = again("trackway.learner_ranks=null", "trackway.seed=3")
-    file.write_text(yaml.safe_dump({**CONFIG, "trackway": {"modules": ["my_agent"], "rank_timeout_s": 5, "seed": 8}}))
-    edited = again("trackway.learner_ranks=1")
-    folder.write_config(began.with_values({"trackway.project_settings": None}))
-
-    assert same == (began, "")
-    assert given[1] == " with its original trackway.seed=7, and with trackway.learner_ranks=None instead of 2"
-    assert (given[0].trackway.learner_ranks, given[0].trackway.rank_timeout_s) == (None, 111)
-    assert edited[1] == (
-        " with its original trackway.seed=7, and with trackway.learner_ranks=1 instead of 2, "
-        "trackway.rank_timeout_s=5.0 instead of 111.0"
-    )
-    assert again("trackway.learner_ranks=1")[1] == " with trackway.learner_ranks=1 instead of 2"
+    assert again() == began.with_values({"trainer.resume_mode": "auto"})
+    now = again("trackway.learner_ranks=null")
+    assert (now.trackway.learner_ranks, now.trackway.seed, now.trackway.code_path) == (None, 7, str(project))
+    assert resumes_with(folder, now) == (" with trackway.learner_ranks=None instead of 2")
+    with pytest.raises(TrackwayError, match=r"^trackway\.seed: expected no other value for a resumed run"):
+        again("trackway.seed=3")
 
 
 def test_the_services_of_a_project_get_its_modules_loops_tools_and_its_scorer(project: Path) -> None:

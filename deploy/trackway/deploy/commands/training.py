@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from trackway.deploy.checks.run import Checked, Subject
     from trackway.deploy.deployment.record import Deployment
     from trackway.trainer.config import RunConfig, UnsupportedKey
-    from trackway.trainer.config.compose import Tree
 
 app = typer.Typer()
 
@@ -74,6 +73,8 @@ def train(
             f"on the running services, got {config or config_name}; give the keys to change as key=value"
         )
     file = project.project_file(config, config_name)
+    if file is not None and resume is not None:
+        stderr.print(f"run {resume} continues with its own settings, not with {file}; give changes as key=value")
     if file is not None and not _running(known):
         _train_project(file, overrides or [], outputs, run, resume, skip_damaged, dry_run, preflight, as_json)
         return
@@ -93,8 +94,6 @@ def train(
         checked.findings.refuse()
         name = launch.start_run(deployment, run_config, run).run
     changes = given(overrides or [])
-    if file is not None and run_config is None:
-        changes = {**_edits(file, name, deployment, changes), **changes}
     with run_bar(as_json) as bar:
         if run_config is None:
             launch.resume_run(deployment, name, bar.show, skip_damaged, changes)
@@ -109,31 +108,6 @@ def train(
 
 def _running(known: "Deployment | None") -> bool:
     return known is not None and (known.attached or known.started_here)
-
-
-def _edits(file: Path, name: str, deployment: "Deployment", given: "Tree") -> "Tree":
-    """The settings edited in the project's file since the run began, with their new values.
-
-    Prints those that the command line does not give.
-    """
-    from trackway.deploy.deployment.attach import folder_here
-    from trackway.deploy.runs import launch, project
-    from trackway.trainer.config.changes import RECORDED
-
-    folder = folder_here(launch.info_of(deployment, name))
-    began_with = folder.config().trackway.project_settings if folder else None
-    if began_with is None:
-        why = "it did not begin with that file" if folder else "its folder, which has what it began with, is not here"
-        _say_without(file, name, why)
-        return {}
-    edits = project.edits(file, name, began_with)
-    if taken := ", ".join(f"{key}={value}" for key, value in edits.items() if key not in (*RECORDED, *given)):
-        stderr.print(f"{file} was edited since run {name} began: {taken}", soft_wrap=True)
-    return edits
-
-
-def _say_without(file: Path, name: str, why: str) -> None:
-    stderr.print(f"run {name} goes on without {file}: {why}; give the keys to change as key=value", soft_wrap=True)
 
 
 def _train_project(
@@ -154,14 +128,8 @@ def _train_project(
 
     if resume is not None and not RunFolder(outputs.resolve() / resume).exists:
         raise UserError(f"--resume: expected a run in {outputs}, got {resume}; `trackway train` starts one")
-    if resume is not None and RunFolder(outputs.resolve() / resume).config().trackway.project_settings is None:
-        _say_without(file, resume, "it did not begin with that file")
-    name = resume or run
-    named = [f"trainer.experiment_name='{name}'"] if name else []
-    resumed = ["trainer.resume_mode=auto"] if resume else []
-    prepared = prepare(
-        [*overrides, *named, *resumed], file, "default", outputs, plan_only=dry_run or preflight, resume=resume
-    )
+    named = [f"trainer.experiment_name='{run}'"] if run else []
+    prepared = prepare([*overrides, *named], file, "default", outputs, plan_only=dry_run or preflight, resume=resume)
     if run is not None and prepared.left_off() is not None:
         raise UserError(occupied(outputs, run))
     train_standalone(

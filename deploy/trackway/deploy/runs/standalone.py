@@ -32,8 +32,8 @@ from trackway.deploy.runs import launch, project
 from trackway.reward.reward_model import REWARD_MODEL
 from trackway.system.user_error import UserError
 from trackway.trainer.config import RunConfig, UnsupportedKey, compose
-from trackway.trainer.config.changes import CHANGEABLE, RECORDED, changes_between
-from trackway.trainer.config.compose import leaves
+from trackway.trainer.config.changes import CHANGEABLE, RECORDED, changed, changes_between
+from trackway.trainer.config.compose import given, leaves
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.trainer import RunInfo, RunState
 
@@ -139,7 +139,7 @@ def resumes_with(folder: RunFolder, config: RunConfig) -> str:
 def changed_since(folder: RunFolder, config: RunConfig) -> list[str]:
     """`key=value` for each original setting of a run that differs from `config`, and that it keeps when resumed."""
     began, now = (leaves(settings.model_dump(mode="json")) for settings in (folder.config(), config))
-    taken = {*RECORDED, *CHANGEABLE}
+    taken = {*RECORDED, *CHANGEABLE, "trainer.resume_mode"}
     changed = [key for key in {**began, **now} if began.get(key) != now.get(key) and key not in taken]
     return [f"{key}={began.get(key)}" for key in changed]
 
@@ -170,12 +170,14 @@ def prepare(
     """The run of a command line; starts nothing. Raises TrackwayError and UserError for an invalid command line.
 
     plan_only: collect the keys that ask for what Trackway does not have; otherwise they are errors.
-    resume: the name of a project's run, which goes on with its own settings (`project.resumed`).
+    resume: the name of a run to resume with its own settings and the changes of the command line.
     """
     unsupported: list[UnsupportedKey] = []
-    config = configured(overrides, config_path, config_name, unsupported if plan_only else None)
-    if resume is not None and config_path is not None:
-        config = project.resumed(config, RunFolder(outputs.resolve() / resume).config(), config_path, overrides)
+    if resume is None:
+        config = configured(overrides, config_path, config_name, unsupported if plan_only else None)
+    else:
+        own = RunFolder(outputs.resolve() / resume).config()
+        config = changed(own, given(overrides)).with_values({"trainer.resume_mode": "auto"})
     settings = UpSettings.read(outputs=outputs)
     running = find_running(outputs)
     if running and running.attached:

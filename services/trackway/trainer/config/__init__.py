@@ -5,8 +5,8 @@ resolve    nested keys received over the wire -> RunConfig
 no_effect  accepted keys without effect, each with the reason
 explain    the meaning, default and origin of a key
 
-An unknown key is an error that names the nearest known keys; no key is silently ignored. A value that asks for what
-A feature of verl that Trackway lacks (UnsupportedKey) is refused for a run, and listed by a dry run.
+An unknown key is an error that names the nearest known keys; no key is silently ignored. A feature
+of verl that Trackway lacks (UnsupportedKey) is refused for a run, and listed by a dry run.
 """
 
 from trackway.trainer.config.compose import compose, given_to_deployment, resolve

@@ -17,14 +17,13 @@ CHANGEABLE = (
     *(f"{_ACTOR}.fsdp_config.{name}" for name in ("fsdp_size", "param_offload", "optimizer_offload", "offload_policy")),
 )
 """Keys that may change when a run is resumed: ranks, nodes, timeouts, micro-batch sizes and CPU offload."""
-PROJECT_SETTINGS = "trackway.project_settings"
-RECORDED = ("trackway.ignored_keys", PROJECT_SETTINGS)
+RECORDED = ("trackway.ignored_keys",)
 """Keys that are filled in when a configuration is made, and that no command line sets."""
 
 
 def changed(config: RunConfig, changes: Mapping[str, JsonValue]) -> RunConfig:
     """The configuration with other values of CHANGEABLE keys. Raises TrackwayError(INVALID_REQUEST) for others."""
-    refused = sorted(changes.keys() - {PROJECT_SETTINGS, *CHANGEABLE})
+    refused = sorted(changes.keys() - {*CHANGEABLE})
     if refused:
         raise TrackwayError(
             ErrorCode.INVALID_REQUEST,

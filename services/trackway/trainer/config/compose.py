@@ -3,7 +3,7 @@
     defaults (the typed models) <- preset or YAML file <- overrides  ->  nested keys
     nested keys: old spellings moved, known keys without effect collected, unknown ones refused  ->  RunConfig
 
-A feature of verl that Trackway lacks (UnsupportedKey) is refused for a run. A dry run collects it, and plans without it.
+A feature of verl that Trackway lacks (UnsupportedKey) is refused for a run. A dry run lists it.
 
 Hydra parses and merges; the models define the keys. `+key` and `++key` of a known key mean the same as `key`, because
 verl's users write `+` for keys that some releases lack.

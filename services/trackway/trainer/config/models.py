@@ -389,9 +389,6 @@ class TrackwayConfig(Section):
     resumes."""
     ignored_keys: list[str] = Field(default_factory=list)
     """Keys given to the run that have no effect here; filled in when the configuration is composed."""
-    project_settings: list[str] | None = None
-    """Settings of `trackway.yaml` as it was when the run began, `key=value` with the value as JSON, by which a resumed
-    run sees what has been edited; filled in when the file is read. Null for a run without that file."""
 
 
 class RunConfig(Section):
