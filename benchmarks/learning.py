@@ -40,6 +40,8 @@ from trackway.deploy.runs.demo import HELD_OUT_ROWS, TRAIN_ROWS
 from trackway.system import atomic_write, free_port
 from trackway.system.user_error import UserError
 from trackway.trainer.config import compose
+from trackway.trainer.config.algorithm import ESTIMATORS as NAMES
+from trackway.trainer.config.policy import LOSSES as LOSS_NAMES
 from trackway.trainer.data import make_tiny
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.errors import TrackwayError
@@ -79,35 +81,19 @@ STALENESS: Settings = {
     "far, token_is": _behind(4, "decoupled_token_is", *_FAR),
 }
 ESTIMATORS: Settings = {
-    **{
-        name: [f"{ESTIMATOR}={name}"]
-        for name in (
-            "grpo",
-            "grpo_vectorized",
-            "rloo",
-            "rloo_vectorized",
-            "reinforce_plus_plus",
-            "reinforce_plus_plus_baseline",
-            "remax",
-            "opo",
-            "grpo_passk",
-            "optimal_token_baseline",
-            "tir_optimal_token_baseline",
-        )
-    },
+    **{name: [f"{ESTIMATOR}={name}"] for name in NAMES},
     "dr_grpo": ["algorithm.norm_adv_by_std_in_grpo=false"],
     "gpg": [f"{ESTIMATOR}=gpg", *_loss("gpg")],
     "gdpo": [f"{ESTIMATOR}=gdpo", "algorithm.gdpo_reward_keys=[correct,answered]"],
     "gae": [f"{ESTIMATOR}=gae", "critic.optim.lr=1e-3"],
 }
 _LOSSES: Settings = {
-    "vanilla": _loss("vanilla"),
+    **{name: _loss(name) for name in LOSS_NAMES if name != "bypass_mode"},
     "gspo": _loss("gspo", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean", *_clipped(3e-4, 4e-4)),
     "dro": _loss("dro", "actor_rollout_ref.actor.policy_loss.dro_beta=0.1"),
     "dppo_tv": _loss("dppo_tv", *_clipped(0.15, 0.15)),
     "dppo_kl": _loss("dppo_kl", *_clipped(0.05, 0.05)),
     "bypass_pg_is": [f"{CORRECTION}=bypass_pg_is"],  # loss_mode bypass_mode, loss_type reinforce
-    **{name: _loss(name) for name in ("sapo", "cispo", "gpg", "clip_cov", "kl_cov", "geo_mean")},
 }
 # Four updates from each batch: in the first one r is 1, where most of these losses have the same gradient.
 LOSSES: Settings = {name: [*words, "actor_rollout_ref.actor.ppo_mini_batch_size=3"] for name, words in _LOSSES.items()}

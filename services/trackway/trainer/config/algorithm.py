@@ -18,7 +18,8 @@ ESTIMATORS = (
     *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"),
     *("optimal_token_baseline", "tir_optimal_token_baseline"),
 )
-"""Names of `adv_estimator`; each is a function of that name in `trackway.trainer.learner.advantages`."""
+"""Names of `adv_estimator`: the functions marked `@estimator` in `trackway.trainer.learner.advantages`. They are listed
+here because a configuration is read without torch."""
 OPTIMAL_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
 """Estimators that need the policy's distribution at each token."""
 OWN_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -64,9 +65,7 @@ class AlgorithmConfig(Section):
     """Computation of advantages from rewards."""
 
     adv_estimator: str = "grpo"
-    """Estimator of advantages: grpo, grpo_vectorized, grpo_passk, gae (PPO, with a value model: `critic.*`), rloo,
-    rloo_vectorized, opo, gpg, gdpo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, optimal_token_baseline,
-    tir_optimal_token_baseline, or an own function as `module:function`. verl's default is gae."""
+    """Estimator of advantages; gae is PPO, with a value model (`critic.*`). verl's default is gae."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide by the group's standard deviation in the grpo estimators and gdpo; false gives Dr.GRPO."""
     gamma: float = Field(default=1.0, ge=0, le=1)

@@ -4,10 +4,15 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
+from trackway.trainer.config.algorithm import ESTIMATORS
 from trackway.trainer.config.compose import free_key, known_keys, leaves, unknown_key
 from trackway.trainer.config.models import RunConfig
+from trackway.trainer.config.policy import LOSSES
 from trackway.trainer.config.unsupported_keys import DEPLOYMENT, MOVED, NO_EFFECT, ONLY, Only, limited, without_effect
 from trackway.trainer.config.unsupported_values import OTHERS
+
+NAMES = {"algorithm.adv_estimator": ESTIMATORS, "actor_rollout_ref.actor.policy_loss.loss_mode": LOSSES}
+"""Names that a key takes, beside a user's own function."""
 
 
 class Explanation(NamedTuple):
@@ -52,10 +57,11 @@ def _all() -> list[Explanation]:
 
 
 def _meaning(key: str, sentence: str) -> str:
-    """Meaning of the key, and verl's values that it does not have."""
-    other = OTHERS.get(key)
+    """Meaning of the key, the names that it takes, and verl's values that it does not have."""
+    other, names = OTHERS.get(key), NAMES.get(key)
     refused = f" verl's {', '.join(other.values)} is refused: {other.remedy}." if other else ""
-    return " ".join(sentence.split()) + refused
+    listed = f" One of {', '.join(names)}, or your own function as `module:function`." if names else ""
+    return " ".join(sentence.split()) + listed + refused
 
 
 def _of_few_values(key: str, only: Only) -> Explanation:

@@ -149,17 +149,16 @@ LOSSES = (
     *("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "cispo", "gpg", "dro", "clip_cov", "kl_cov", "geo_mean"),
     "bypass_mode",
 )
-"""Names of `loss_mode`; each is a function of that name in `trackway.trainer.learner.policy_losses`."""
+"""Names of `loss_mode`: the functions marked `@policy_loss` in `trackway.trainer.learner.policy_losses`."""
 
 
 class PolicyLossConfig(Section):
     """The policy loss."""
 
     loss_mode: str = "vanilla"
-    """vanilla (PPO's clipped loss with dual clip), dppo_tv, dppo_kl, gspo, sapo, cispo, gpg, dro, clip_cov, kl_cov,
-    geo_mean, bypass_mode (what `algorithm.rollout_correction.bypass_mode` sets), or an own function as
-    `module:function`. sapo aggregates as seq-mean-token-mean and geo_mean over sequences, whatever
-    `loss_agg_mode` is. The clip ranges of dppo_tv and dppo_kl are differences of probability, and KL."""
+    """The loss; vanilla is PPO's clipped loss with dual clip, and `algorithm.rollout_correction.bypass_mode` sets
+    bypass_mode. sapo aggregates as seq-mean-token-mean and geo_mean over sequences, whatever `loss_agg_mode` is. The
+    clip ranges of dppo_tv and dppo_kl are differences of probability, and KL."""
     clip_cov_ratio: float = Field(default=0.0002, gt=0, le=1)
     """Share of tokens that `clip_cov` leaves out, at least one."""
     clip_cov_lb: float = 1.0

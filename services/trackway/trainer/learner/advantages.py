@@ -1,6 +1,7 @@
 """Estimators of advantages, by the name of `algorithm.adv_estimator`.
 
-A new one is a function here and its name in `config.algorithm.ESTIMATORS`; a user's own is named `module:function`.
+A new one is a function here marked `@estimator`, and its name in `config.algorithm.ESTIMATORS`. A user's own is named
+`module:function`.
 Formulas are verl's (verl/trainer/ppo/core_algos.py, release 0.9.1). Shapes are B trajectories by R response tokens: a
 row starts with the first token of the response.
 """
@@ -11,7 +12,6 @@ from typing import NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from trackway.trainer.config.algorithm import ESTIMATORS as NAMES
 from trackway.trainer.config.algorithm import AlgorithmConfig
 from trackway.trainer.learner.algorithm import grpo_advantages
 from trackway.trainer.learner.filtering import REWARD_BASELINE
@@ -57,17 +57,29 @@ class AdvantageInputs(NamedTuple):
 Estimator: TypeAlias = Callable[[AlgorithmConfig, AdvantageInputs], Tensor]
 """Returns the advantage of each trajectory [B], or of each token [B, R], of which those outside the mask are unused."""
 
+ESTIMATORS: dict[str, Estimator] = {}
+"""Estimators by name."""
 
+
+def estimator(function: Estimator) -> Estimator:
+    """Register an estimator under the function's name."""
+    ESTIMATORS[function.__name__] = function
+    return function
+
+
+@estimator
 def grpo(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     """Group relative policy optimization (arXiv:2402.03300), without the division Dr. GRPO (arXiv:2503.20783)."""
     return grpo_advantages(inputs.scores, inputs.groups, config.norm_adv_by_std_in_grpo, STD_EPS)
 
 
+@estimator
 def grpo_vectorized(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     """`grpo`: verl's two implementations have the same values."""
     return grpo(config, inputs)
 
 
+@estimator
 def grpo_passk(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     """GRPO for pass@k (arXiv:2503.19595): only the best of a group has an advantage, its lead over the second.
 
@@ -85,11 +97,13 @@ def grpo_passk(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     return advantages
 
 
+@estimator
 def gae(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     """Generalized advantage estimates of a value model (arXiv:1506.02438), as PPO has them; whitened over the batch."""
     return _whitened(generalized_advantages(inputs, config.gamma, config.lam), inputs.mask) * inputs.mask
 
 
+@estimator
 def rloo(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     """REINFORCE leave-one-out (arXiv:2402.14740): the score less the mean of the others; of one, the score."""
     advantages = _centred(inputs.scores, inputs.groups)
@@ -98,6 +112,7 @@ def rloo(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     return advantages
 
 
+@estimator
 def rloo_vectorized(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     """`rloo`, but a group of one has no advantage."""
     advantages = rloo(config, inputs)
@@ -107,6 +122,7 @@ def rloo_vectorized(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     return advantages
 
 
+@estimator
 def opo(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     """On-policy optimization (arXiv:2505.23585): the baseline is the group's mean weighted by trained tokens."""
     scores, lengths, advantages = inputs.scores, inputs.mask.sum(1).double(), inputs.scores.clone()
@@ -116,12 +132,14 @@ def opo(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     return advantages
 
 
+@estimator
 def gpg(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     """Group policy gradient (arXiv:2504.02546): centred scores times B / (scores that are not zero)."""
     alpha = len(inputs.scores) / max(1, int(inputs.scores.count_nonzero()))
     return alpha * _centred(inputs.scores, inputs.groups)
 
 
+@estimator
 def gdpo(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     """Group reward-decoupled normalization (arXiv:2601.05242): GRPO of each component, weighted, summed, whitened.
 
@@ -142,16 +160,19 @@ def gdpo(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     return _whitened(weighted, inputs.mask)
 
 
+@estimator
 def reinforce_plus_plus(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     """REINFORCE++ (arXiv:2501.03262): the discounted rewards to go of each token, whitened over the batch."""
     return _whitened(rewards_to_go(inputs.rewards, inputs.mask, config.gamma), inputs.mask)
 
 
+@estimator
 def reinforce_plus_plus_baseline(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     """REINFORCE++ with the group's mean as baseline (arXiv:2501.03262), whitened over the batch's tokens."""
     return _whitened(_centred(inputs.scores, inputs.groups), inputs.mask)
 
 
+@estimator
 def remax(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     """ReMax (arXiv:2310.10505): the rewards to go less the score of a greedy rollout of the same prompt.
 
@@ -163,6 +184,7 @@ def remax(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     return rewards_to_go(inputs.rewards, inputs.mask) - baselines * inputs.mask
 
 
+@estimator
 def optimal_token_baseline(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     """Optimal token baseline (https://yingru.notion.site/The-Optimal-Token-Baseline-399211a558b782cfa936014c0d42dfb8).
 
@@ -174,6 +196,7 @@ def optimal_token_baseline(config: AlgorithmConfig, inputs: AdvantageInputs) -> 
     return to_go - _optimal_baselines(to_go, _path_variance(inputs), inputs.mask, inputs.groups)
 
 
+@estimator
 def tir_optimal_token_baseline(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     """`optimal_token_baseline` for trajectories with tools: positions count trained tokens, not observations."""
     to_go, mask = rewards_to_go(inputs.rewards, inputs.mask), inputs.mask
@@ -184,15 +207,12 @@ def tir_optimal_token_baseline(config: AlgorithmConfig, inputs: AdvantageInputs)
     return to_go - torch.zeros_like(to_go).scatter(1, order, baselines)
 
 
-ESTIMATORS: dict[str, Estimator] = {name: globals()[name] for name in NAMES}
-
-
 def estimate(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     """[B] or [B, R] float64: the advantages of a batch, by the estimator that is configured.
 
     Raises ValueError when an own estimator cannot be loaded or returns another shape.
     """
-    advantages = estimator(config.adv_estimator)(config, inputs).double()
+    advantages = estimator_of(config.adv_estimator)(config, inputs).double()
     shapes = [inputs.mask.shape[:1], inputs.mask.shape]
     if advantages.shape not in shapes:
         raise ValueError(
@@ -202,7 +222,7 @@ def estimate(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     return advantages
 
 
-def estimator(name: str) -> Estimator:
+def estimator_of(name: str) -> Estimator:
     """The estimator of a name. Raises ValueError when an own one, `module:function`, cannot be loaded."""
     if name in ESTIMATORS:
         return ESTIMATORS[name]

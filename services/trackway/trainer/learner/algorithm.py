@@ -137,7 +137,7 @@ class PolicyStats(NamedTuple):
     """Mean of old_logp - logp (k1)."""
 
 
-def policy_loss(
+def ppo_loss(
     logp: Tensor,
     old_logp: Tensor,
     advantages: Tensor,

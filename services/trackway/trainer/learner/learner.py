@@ -26,7 +26,7 @@ from trackway.trainer.learner import optimizer as adamw
 from trackway.trainer.learner.advantages import (
     AdvantageInputs,
     estimate,
-    estimator,
+    estimator_of,
     per_trajectory,
     token_returns,
     token_rewards,
@@ -169,7 +169,7 @@ class Learner:
         if config.is_deterministic:
             make_deterministic(fsdp.seed)
         # Own ones that cannot be loaded are errors before the model loads.
-        estimator(config.algorithm.adv_estimator)
+        estimator_of(config.algorithm.adv_estimator)
         policy_loss_of(config.loss_mode)
         self.updates = 0
         self.policy = Policy(

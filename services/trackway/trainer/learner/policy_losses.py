@@ -1,8 +1,9 @@
 """Policy losses by the name of `actor.policy_loss.loss_mode`.
 
-A new one is a function here and its name in `config.policy.LOSSES`; a user's own is named `module:function`. Formulas,
-clamps and aggregations are verl's (verl/trainer/ppo/core_algos.py, release 0.9.1). Each loss is a sum over tokens or
-sequences divided by the totals of the mini-batch, so that it does not depend on micro-batches.
+A new one is a function here marked `@policy_loss`, and its name in `config.policy.LOSSES`. A user's own is named
+`module:function`. Formulas, clamps and aggregations are verl's (verl/trainer/ppo/core_algos.py, release 0.9.1). Each
+loss is a sum over tokens or sequences divided by the totals of the mini-batch, so that it does not depend on
+micro-batches.
 """
 
 from collections.abc import Callable
@@ -11,8 +12,7 @@ from typing import NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from trackway.trainer.config.policy import LOSSES
-from trackway.trainer.learner.algorithm import LOG_RATIO_BOUND, Aggregation, aggregate, policy_loss, reinforce_loss
+from trackway.trainer.learner.algorithm import LOG_RATIO_BOUND, Aggregation, aggregate, ppo_loss, reinforce_loss
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.own_functions import own_function
 
@@ -62,14 +62,29 @@ class LossInputs(NamedTuple):
         return (values * self.mask).sum(1, keepdim=True) / self.mask.sum(1, keepdim=True).clamp(min=1)
 
 
+PolicyLoss: TypeAlias = Callable[[LearnerConfig, LossInputs], LossAndStats]
+"""Returns a loss that adds up over micro-batches, and statistics without a gradient, which become `actor/<name>`."""
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {}
+"""Losses by name."""
+
+
+def policy_loss(function: PolicyLoss) -> PolicyLoss:
+    """Register a loss under the function's name."""
+    POLICY_LOSSES[function.__name__] = function
+    return function
+
+
+@policy_loss
 def vanilla(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     """PPO's clipped loss with the dual clip."""
     logp, old_logp, advantages, mask, agg, weights, _ = inputs
     low, high = config.clip_range
-    loss, stats = policy_loss(logp, old_logp, advantages, mask, low, high, config.actor.clip_ratio_c, agg, weights)
+    loss, stats = ppo_loss(logp, old_logp, advantages, mask, low, high, config.actor.clip_ratio_c, agg, weights)
     return loss, stats._asdict()
 
 
+@policy_loss
 def gspo(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     """Group sequence policy optimization (arXiv:2507.18071), in the paper with seq-mean-token-mean.
 
@@ -89,6 +104,7 @@ def gspo(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     }
 
 
+@policy_loss
 def sapo(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     """Soft adaptive policy optimization (arXiv:2511.20347), as seq-mean-token-mean.
 
@@ -101,6 +117,7 @@ def sapo(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     return inputs.total(losses, "seq-mean-token-mean"), {"ppo_kl": inputs.token_mean(-log_ratio)}
 
 
+@policy_loss
 def cispo(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     """Clipped importance sampling (arXiv:2506.13585): -A log p times the clipped ratio, which has no gradient."""
     low, high = config.clip_range
@@ -113,6 +130,7 @@ def cispo(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     }
 
 
+@policy_loss
 def gpg(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     """Group policy gradient (AMAP-ML/GPG): -A log p, without a ratio."""
     log_ratio = inputs.logp - inputs.old_logp
@@ -120,6 +138,7 @@ def gpg(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     return inputs.total(losses), {"ppo_kl": inputs.token_mean(-log_ratio)}
 
 
+@policy_loss
 def dro(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     """Direct reward optimization: -(A log p - `dro_beta` (log r)^2 / 2)."""
     log_ratio = inputs.logp - inputs.old_logp
@@ -128,6 +147,7 @@ def dro(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     return inputs.total(losses), {"ppo_kl": inputs.token_mean(-log_ratio)}
 
 
+@policy_loss
 def geo_mean(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     """Geometric-mean policy optimization (arXiv:2507.20673): the mean over sequences of -A exp(mean clipped log r).
 
@@ -151,6 +171,7 @@ def geo_mean(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     }
 
 
+@policy_loss
 def dppo_tv(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     """Divergence PPO by total variation (arXiv:2602.04879): -A min(r, clip_ratio_c) log p; r has no gradient.
 
@@ -161,6 +182,7 @@ def dppo_tv(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     return _divergence_ppo(config, inputs, torch.where(inputs.advantages > 0, change <= high, change >= -low))
 
 
+@policy_loss
 def dppo_kl(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     """Divergence PPO by the KL of the token against all others (arXiv:2602.04879); as `dppo_tv` otherwise."""
     low, high = config.clip_range
@@ -184,6 +206,7 @@ def _divergence_ppo(config: LearnerConfig, inputs: LossInputs, trusted: Tensor) 
     }
 
 
+@policy_loss
 def clip_cov(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     """Clip-Cov (arXiv:2505.22617): PPO's clipped loss without the tokens that `select_clip_cov` chose."""
     low, high = config.clip_range
@@ -195,6 +218,7 @@ def clip_cov(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     }
 
 
+@policy_loss
 def kl_cov(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     """KL-Cov (arXiv:2505.22617): -A r, plus `ppo_kl_coef` |log r| of the tokens that `select_kl_cov` chose.
 
@@ -205,6 +229,7 @@ def kl_cov(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     return inputs.total(-inputs.advantages * log_ratio.exp() + penalty), {"ppo_kl": inputs.token_mean(log_ratio.abs())}
 
 
+@policy_loss
 def bypass_mode(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     """The loss of `rollout_correction.bypass_mode` against the sampler's logprobs: `vanilla`, or REINFORCE."""
     if config.algorithm.rollout_correction.loss_type == "ppo_clip":
@@ -249,11 +274,6 @@ def _selected(inputs: LossInputs) -> Tensor:
         raise ValueError("expected the tokens that the loss treats apart, got none; select them in the mini-batch")
     return inputs.selected
 
-
-PolicyLoss: TypeAlias = Callable[[LearnerConfig, LossInputs], LossAndStats]
-"""Returns a loss that adds up over micro-batches, and statistics without a gradient, which become `actor/<name>`."""
-
-POLICY_LOSSES: dict[str, PolicyLoss] = {name: globals()[name] for name in LOSSES}
 
 SELECTIONS: dict[str, Callable[[LearnerConfig, LossInputs, torch.Generator], Tensor]] = {
     "clip_cov": select_clip_cov,

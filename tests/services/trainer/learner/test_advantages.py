@@ -1,6 +1,7 @@
 """Each estimator against fractions worked out by hand, or a loop over tokens in plain Python."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from trackway.trainer.config import algorithm as algorithm_config
+from trackway.trainer.config import policy as policy_config
 from trackway.trainer.config import resolve
 from trackway.trainer.config.algorithm import AlgorithmConfig
 from trackway.trainer.learner.advantages import (
@@ -21,8 +24,10 @@ from trackway.trainer.learner.advantages import (
     token_returns,
     token_rewards,
 )
+from trackway.trainer.learner.policy_losses import POLICY_LOSSES
 from trackway.wire.errors import TrackwayError
 
+ROOT = Path(__file__).parents[4]
 F64 = torch.float64
 GROUPS = ["a", "b", "a", "c", "c", "a"]
 """A group of three between others, a group of one, and a pair of equal scores."""
@@ -352,6 +357,16 @@ def test_a_trajectorys_advantage_is_the_mean_over_its_trained_tokens():
 
     assert per_trajectory(tensor([1.0, 100.0, 2.0], [7.0] * 3, [7.0, 7.0, 3.0]), mask).tolist() == [1.5, 0.0, 3.0]
     assert per_trajectory(tensor(5.0, 6.0), mask).tolist() == [5.0, 6.0]
+
+
+def test_a_configuration_names_the_estimators_and_losses_that_are_registered_and_the_page_has_a_row_for_each():
+    assert (set(ESTIMATORS), set(POLICY_LOSSES)) == (set(algorithm_config.ESTIMATORS), set(policy_config.LOSSES))
+
+    page = (ROOT / "docs/concepts/algorithms.md").read_text()
+    rows = {heading: page.split(f"\n## {heading}\n")[1].split("\n## ")[0] for heading in ("Advantages", "Loss")}
+    first = {heading: " ".join(re.findall(r"^\| ([^|]*)", text, re.MULTILINE)) for heading, text in rows.items()}
+    assert [name for name in ESTIMATORS if f"`{name}`" not in first["Advantages"]] == []
+    assert [name for name in POLICY_LOSSES if f"`{name}`" not in first["Loss"]] == []
 
 
 def test_equal_scores_have_no_advantage_in_any_estimator_with_a_group():

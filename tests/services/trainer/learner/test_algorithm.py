@@ -13,7 +13,7 @@ from trackway.trainer.learner.algorithm import (
     exact_kl,
     grpo_advantages,
     kl_penalty,
-    policy_loss,
+    ppo_loss,
     reinforce_loss,
 )
 
@@ -85,7 +85,7 @@ def test_advantages_without_a_group_for_each_score_are_refused():
 def test_policy_loss_of_one_token(advantage: float, ratio: float, loss: float, clipped: float, lower: float):
     logp, mask = tensor([math.log(ratio)]), torch.ones(1, 1, dtype=torch.bool)
 
-    actual, stats = policy_loss(logp, tensor([0.0]), tensor(advantage), mask, 0.2, 0.28, 3.0, ONE_TOKEN)
+    actual, stats = ppo_loss(logp, tensor([0.0]), tensor(advantage), mask, 0.2, 0.28, 3.0, ONE_TOKEN)
 
     close(actual, loss)
     assert (float(stats.pg_clipfrac), float(stats.pg_clipfrac_lower)) == (clipped, lower)
@@ -95,7 +95,7 @@ def test_policy_loss_of_one_token(advantage: float, ratio: float, loss: float, c
 def test_a_ratio_is_taken_to_the_old_logprob():
     mask = torch.ones(1, 1, dtype=torch.bool)
 
-    loss, stats = policy_loss(tensor([-1.0]), tensor([-1.1]), tensor(1.0), mask, 0.2, 0.2, 3.0, ONE_TOKEN)
+    loss, stats = ppo_loss(tensor([-1.0]), tensor([-1.1]), tensor(1.0), mask, 0.2, 0.2, 3.0, ONE_TOKEN)
 
     close(loss, -math.exp(0.1))
     close(stats.ppo_kl, -0.1)
@@ -104,7 +104,7 @@ def test_a_ratio_is_taken_to_the_old_logprob():
 def test_a_loss_that_only_reaches_the_dual_clip_is_not_counted_as_clipped():
     mask = torch.ones(1, 1, dtype=torch.bool)
 
-    _, stats = policy_loss(tensor([0.0]), tensor([0.0]), tensor(-1.0), mask, 0.2, 0.2, 1.0, ONE_TOKEN)
+    _, stats = ppo_loss(tensor([0.0]), tensor([0.0]), tensor(-1.0), mask, 0.2, 0.2, 1.0, ONE_TOKEN)
 
     assert float(stats.pg_clipfrac_lower) == 0.0
 
@@ -112,7 +112,7 @@ def test_a_loss_that_only_reaches_the_dual_clip_is_not_counted_as_clipped():
 def test_log_ratio_is_clamped_to_20():
     mask = torch.ones(1, 1, dtype=torch.bool)
 
-    loss, stats = policy_loss(tensor([100.0]), tensor([0.0]), tensor(-1.0), mask, 0.2, 0.2, 1e12, ONE_TOKEN)
+    loss, stats = ppo_loss(tensor([100.0]), tensor([0.0]), tensor(-1.0), mask, 0.2, 0.2, 1e12, ONE_TOKEN)
 
     assert float(loss) == pytest.approx(485165195.40979028, rel=1e-12)
     assert float(stats.ppo_kl) == -20.0
@@ -123,7 +123,7 @@ def test_policy_loss_and_stats_ignore_masked_tokens():
     mask = torch.tensor([[True, False], [True, True]])
     agg = Aggregation("token-mean", tokens=3.0, sequences=2.0)
 
-    loss, stats = policy_loss(logp, torch.zeros(2, 2, dtype=F64), tensor(1.0, -1.0), mask, 0.2, 0.2, 3.0, agg)
+    loss, stats = ppo_loss(logp, torch.zeros(2, 2, dtype=F64), tensor(1.0, -1.0), mask, 0.2, 0.2, 3.0, agg)
 
     close(loss, (-1.2 + 3.0 + 2.0) / 3)
     assert float(stats.pg_clipfrac) == pytest.approx(1 / 3)
@@ -246,7 +246,7 @@ def test_weights_are_factors_of_the_token_losses():
     mask, zeros = torch.tensor([[True, True, False]]), tensor([0.0] * 3)
     agg = Aggregation.over(mask, "token-sum")
 
-    weighted, stats = policy_loss(ratio, zeros, tensor([1.0, -1.0, 1.0]), mask, 0.2, 0.25, 3.0, agg, weights)
+    weighted, stats = ppo_loss(ratio, zeros, tensor([1.0, -1.0, 1.0]), mask, 0.2, 0.25, 3.0, agg, weights)
 
     # -1.25 of the clipped ratio 2, and 0.8 of the ratio 1/2, which the loss takes for 1 - 0.2.
     close(weighted, 0.5 * -1.25 + 4 * 0.8)

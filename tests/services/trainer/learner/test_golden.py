@@ -12,7 +12,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from trackway.trainer.learner.algorithm import AGGREGATIONS, Aggregation, aggregate, grpo_advantages, policy_loss
+from trackway.trainer.learner.algorithm import AGGREGATIONS, Aggregation, aggregate, grpo_advantages, ppo_loss
 
 F64 = torch.float64
 LOW, HIGH, DUAL = 0.2, 0.28, 3.0
@@ -128,7 +128,7 @@ def test_policy_loss_and_its_gradient_on_each_side_of_each_bound(mode: str, adva
     expected = [token_loss(advantage, log_ratio) for log_ratio in LOG_RATIOS]
     share = {"token-mean": 1 / 12, "seq-mean-token-mean": 1 / 12, "seq-mean-token-sum-norm": 1 / 16}.get(mode, 1.0)
 
-    loss, stats = policy_loss(logp, old, torch.tensor([advantage], dtype=F64), mask, LOW, HIGH, DUAL, agg)
+    loss, stats = ppo_loss(logp, old, torch.tensor([advantage], dtype=F64), mask, LOW, HIGH, DUAL, agg)
     loss.backward()
 
     assert logp.grad is not None
@@ -158,7 +158,7 @@ def test_masked_tokens_and_fully_masked_rows_have_no_loss_and_no_gradient():
     weight = weights("seq-mean-token-sum-norm")
 
     zeros = torch.zeros(5, 4, dtype=F64)
-    loss, _ = policy_loss(logp, zeros, torch.tensor(advantages, dtype=F64), mask, LOW, HIGH, DUAL, agg)
+    loss, _ = ppo_loss(logp, zeros, torch.tensor(advantages, dtype=F64), mask, LOW, HIGH, DUAL, agg)
     loss.backward()
 
     assert logp.grad is not None
