@@ -36,6 +36,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
+from sim_engine import use_sim
 from transformers import AutoTokenizer
 
 from trackway.clients import AgentClient, CallPolicy, run
@@ -117,7 +118,7 @@ def serve_config(args: argparse.Namespace, traces_url: str) -> dict[str, object]
     script = [tokenizer.encode(turn, add_special_tokens=False) for turn in TURNS]
     sim = {"script": script, "step_s": args.step_ms / 1000, "step_slope_s": 0.0, "prefill_tokens_per_s": 1e6}
     room = {"max_concurrent_trajectories": args.in_flight}
-    engine = {"engine": "sim", "sim": sim, "max_num_seqs": args.slots, "max_queue": args.in_flight}
+    engine = {"engine": use_sim(), "engine_options": sim, "max_num_seqs": args.slots, "max_queue": args.in_flight}
     own = {"rollout": engine, "agent": room}
     tracing = {"otlp_endpoint": traces_url, "backends": ["otlp"]}
     config = yaml.safe_load(CPU_CONFIG.read_text())

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import yaml
 from rollout import services
+from sim_engine import use_sim
 from transformers import AutoTokenizer
 
 from trackway.clients import AgentClient, CallPolicy, run
@@ -130,7 +131,12 @@ def agent(sim: dict[str, object], slots: int, tool: str = "") -> Iterator[str]:
     """The URL of an agent service with one rollout service behind it."""
     names = ["rollout", "tools", "reward", "agent"]
     settings = {f"{name}_url": f"http://127.0.0.1:{free_port()}" for name in names}
-    settings |= {"engine": "sim", "sim": json.dumps(sim), "model_path": str(TINY_MODEL), "max_num_seqs": str(slots)}
+    settings |= {
+        "engine": use_sim(),
+        "engine_options": json.dumps(sim),
+        "model_path": str(TINY_MODEL),
+        "max_num_seqs": str(slots),
+    }
     with tempfile.TemporaryDirectory() as folder:
         if tool:
             settings["function_tool_path"] = str(written(tool, folder))
@@ -144,7 +150,7 @@ def deployed(sim: dict[str, object], slots: int, tool: str = "") -> Iterator[Dep
     serve_config = yaml.safe_load(CPU_CONFIG.read_text())
     applications = {application["name"]: application for application in serve_config["applications"]}
     del applications["trainer"]
-    applications["rollout"]["args"] = {"engine": "sim", "sim": sim, "max_num_seqs": slots}
+    applications["rollout"]["args"] = {"engine": use_sim(), "engine_options": sim, "max_num_seqs": slots}
     applications["rollout"]["deployments"][0]["ray_actor_options"] = {"num_cpus": 0.1}
     with tempfile.TemporaryDirectory() as folder:
         if tool:

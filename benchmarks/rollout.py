@@ -31,13 +31,12 @@ import httpx
 import psutil
 from checkout import HELP, run_in
 from rollout_replicas import measure_replicas
+from sim_engine import SimEngine, use_sim
 from transformers import AutoTokenizer
 
 from trackway.clients import AgentClient, CallPolicy, Deadline, RolloutClient, run
 from trackway.deploy.bundled import TINY_MODEL
-from trackway.rollout.engines.sim.engine import SimEngine
 from trackway.rollout.settings import RolloutSettings
-from trackway.rollout.sim_settings import SimSettings
 from trackway.system import free_port
 from trackway.trainer.data.tiny import make_tiny_rows
 from trackway.wire.agent import GroupRequest
@@ -120,7 +119,7 @@ def measure_trajectories(count: int, rounds: int) -> None:
     tokens = sum(map(len, script))
     names = ["rollout", "tools", "reward", "agent"]
     settings = {f"{name}_url": f"http://127.0.0.1:{free_port()}" for name in names}
-    settings |= {"engine": "sim", "sim": json.dumps(sim), "model_path": str(MODEL)}
+    settings |= {"engine": use_sim(), "engine_options": json.dumps(sim), "model_path": str(MODEL)}
     settings |= {"max_num_seqs": str(SLOTS), "max_queue": str(QUEUE), "max_concurrent_trajectories": str(count)}
     print(f"{count} trajectories of {tokens} tokens; the engine can do {SLOTS / tokens / STEP_S:.1f} a second")
     with services(names, settings) as processes:
@@ -186,11 +185,11 @@ def metric(url: str, name: str, *labels: str) -> float:
 
 def measure_overhead() -> None:
     """The same generate calls on the engine alone, and over HTTP with a client in a process of its own."""
-    sim = SimSettings(step_s=0.0001, step_slope_s=0.0, prefill_tokens_per_s=1e7)
-    settings = RolloutSettings(engine="sim", sim=sim, max_num_seqs=256, model_path=MODEL)
+    sim = {"step_s": 0.0001, "step_slope_s": 0.0, "prefill_tokens_per_s": 1e7}
+    settings = RolloutSettings(engine=use_sim(), engine_options=sim, max_num_seqs=256, model_path=MODEL)
     alone = run(call_engine(settings))
     url = f"http://127.0.0.1:{free_port()}"
-    given = {"rollout_url": url, "engine": "sim", "sim": sim.model_dump_json(), "max_num_seqs": "256"}
+    given = {"rollout_url": url, "engine": use_sim(), "engine_options": json.dumps(sim), "max_num_seqs": "256"}
     with services(["rollout"], {**given, "model_path": str(MODEL)}) as processes:
         server = processes["rollout"]
         run(call_service(url, 200))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
+from sim_engine import use_sim
 
 from trackway.clients import CallPolicy, RolloutClient, run
 from trackway.deploy.deployment import status
@@ -73,7 +74,7 @@ def serve_config() -> dict[str, object]:
         "name": "rollout",
         "route_prefix": "/rollout",
         "import_path": "trackway.deploy.graph:rollout",
-        "args": {"engine": "sim", "sim": sim, "max_num_seqs": SLOTS},
+        "args": {"engine": use_sim(), "engine_options": sim, "max_num_seqs": SLOTS},
         "deployments": [deployment],
     }
     return {"proxy_location": "HeadOnly", "logging_config": {"enable_access_log": False}, "applications": [application]}

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import yaml
 from rich.progress import track
+from sim_engine import use_sim
 from transformers import AutoTokenizer
 
 from trackway.deploy.bundled import CPU_CONFIG, TINY_MODEL
@@ -89,7 +90,7 @@ def _serve_config(engine: str) -> dict[str, Any]:
         script = [tokenizer.encode(turn, add_special_tokens=False) for turn in SAID]
         simulated = {"script": script, "step_s": TOKEN_S, "step_slope_s": 0.0}
         [rollout] = [app for app in config["applications"] if app["name"] == "rollout"]
-        rollout["args"] |= {"engine": "sim", "sim": simulated}
+        rollout["args"] |= {"engine": use_sim(), "engine_options": simulated}
     return config
 
 

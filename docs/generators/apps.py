@@ -26,7 +26,7 @@ def service_apps() -> dict[str, FastAPI]:
     tracing = TracingSettings(otlp_endpoint="http://127.0.0.1:4318/v1/traces")
     return {
         "agent": create_agent(AgentSettings(model_path=str(MODEL), tracing=tracing)),
-        "rollout": create_rollout(RolloutSettings(model_path=MODEL, engine="sim", tracing=tracing)),
+        "rollout": create_rollout(RolloutSettings(model_path=MODEL, device="cpu", tracing=tracing)),
         "tools": create_tools(ToolsSettings(tracing=tracing)),
         "reward": create_reward(RewardSettings(tracing=tracing)),
         "trainer": create_trainer(TrainerSettings(tracing=tracing)),

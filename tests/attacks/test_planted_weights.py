@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.sim_engine import SimEngine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.services.rollout.engine_runs import started, watching
@@ -28,7 +29,6 @@ from tests.services.rollout.planted_weights import (
 from trackway.clients.weights import WeightStore, WholeWeights
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.rollout.engines.remote.sglang import SglangEngine
-from trackway.rollout.engines.sim.engine import SimEngine
 from trackway.rollout.engines.torch import engine as torch_engine
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.settings import RolloutSettings
@@ -199,7 +199,7 @@ async def test_a_version_that_changes_nothing_is_proven_and_without_digests_no_f
 async def test_the_simulated_engine_takes_no_files_but_those_that_were_published(
     versions: Callable[..., Versions], fault: str
 ) -> None:
-    made, sim = versions("bfloat16", USUAL), SimEngine(RolloutSettings(engine="sim"))
+    made, sim = versions("bfloat16", USUAL), SimEngine(RolloutSettings())
     await sim.start()
     before = made.proof.model_copy(update={"digests": []})
     await sim.load_weights(made.folders["right"], 1, before)

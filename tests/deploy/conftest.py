@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import uvicorn
+from benchmarks.sim_engine import SIM
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -59,7 +60,7 @@ class Elsewhere:
         shared = {"auth": {"tokens_file": tokens}}
         model = TINY_MODEL
         self._apps: dict[str, ASGIApp] = {
-            "rollout": rollout_app(RolloutSettings.model_validate({**shared, "model_path": model, "engine": "sim"})),
+            "rollout": rollout_app(RolloutSettings.model_validate({**shared, "model_path": model, "engine": SIM})),
             "agent": agent_app(AgentSettings.model_validate({**shared, "model_path": str(model)})),
             "tools": tools_app(ToolsSettings.model_validate(shared)),
             "reward": reward_app(RewardSettings.model_validate(shared)),

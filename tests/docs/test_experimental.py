@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import NamedTuple, get_args
 
 import pytest
+from benchmarks.sim_engine import SIM
 from generators.settings import settings_of
 
 from trackway.agent.sessions.container import remove_command
@@ -98,7 +99,7 @@ def test_a_feature_is_logged_once(warned: Callable[[], list[str]]) -> None:
     ("changes", "features"),
     [
         ({"engine": "torch", "device": "cpu", "enable_sleep": True}, []),
-        ({"engine": "sim", "enable_sleep": True}, []),
+        ({"engine": SIM, "enable_sleep": True}, []),
         ({"engine": "torch", "device": "cuda", "enable_sleep": True}, [Experimental.GPU, Experimental.SLEEP]),
         ({"engine": "sglang", "device": "cpu"}, []),
         ({"engine": "vllm", "tensor_parallel_size": 2}, [Experimental.GPU, Experimental.SEVERAL_GPUS]),

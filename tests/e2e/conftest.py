@@ -4,7 +4,9 @@ As for a run with a reward model, a sixth application serves one, which scores t
 all has tokens, so that every test here is one of them too; services that a test adds have none.
 """
 
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -34,6 +36,9 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     settings = UpSettings(outputs=outputs, tokens_file=tokens, port=0, dashboard_port=0, ray_port=0, mlflow_port=0)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(TOKEN, OPERATOR)
+        environment.setenv(
+            "PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep
+        )  # for benchmarks.sim_engine
         config = with_reward_model(folder / "classifier")
         running = bring_up(settings, lambda name, state: print(f"{name}: {state}", flush=True), config)
     make_tiny(outputs / "data", train_size=64, test_size=16, seed=0)

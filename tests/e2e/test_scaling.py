@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from benchmarks.sim_engine import SIM
 
 from tests.e2e.test_training import until
 from trackway.clients import CallPolicy, RolloutClient, run
@@ -27,8 +28,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 NAME = "simulated"
 TOKENS = 100
-SIM = {"response_tokens": TOKENS, "response_spread": 0.0, "step_s": 0.03, "step_slope_s": 0.0}
-ARGS = {"engine": "sim", "sim": SIM, "max_num_seqs": 8, "enable_sleep": True}
+ANSWERS = {"response_tokens": TOKENS, "response_spread": 0.0, "step_s": 0.03, "step_slope_s": 0.0}
+ARGS = {"engine": SIM, "engine_options": ANSWERS, "max_num_seqs": 8, "enable_sleep": True}
 AUTOSCALING = {
     "min_replicas": 1,
     "max_replicas": 3,

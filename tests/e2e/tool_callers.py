@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import uvicorn
+from benchmarks.sim_engine import SIM
 from fastapi import FastAPI
 from transformers import AutoTokenizer
 
@@ -48,7 +49,9 @@ class Trajectories:
         return self.made
 
     async def _all(self) -> None:
-        rollout = create_rollout(RolloutSettings.model_validate({"engine": "sim", "model_path": MODEL, "sim": sim()}))
+        rollout = create_rollout(
+            RolloutSettings.model_validate({"engine": SIM, "model_path": MODEL, "engine_options": sim()})
+        )
         async with served(rollout) as engine:
             at = {"base_url": self._base_url, "rollout_url": engine}
             async with served(create_agent(AgentSettings.model_validate({"model_path": str(MODEL), **at}))) as agent:

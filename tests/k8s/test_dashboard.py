@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 import yaml
+from benchmarks.sim_engine import SIM
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -69,7 +70,7 @@ def apps(folder: Path) -> dict[str, FastAPI]:
     run.update(metrics=STEP)
     nobody = "http://127.0.0.1:9"
     return {
-        "rollout": rollout_app(RolloutSettings(engine="sim")),
+        "rollout": rollout_app(RolloutSettings(engine=SIM)),
         "agent": agent_app(AgentSettings(model_path=str(CHECKPOINT), base_url=nobody)),
         "tools": tools_app(ToolsSettings()),
         "reward": reward_app(RewardSettings()),

@@ -1,12 +1,12 @@
 """Settings of the rollout service."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
-from trackway.rollout.sim_settings import SimSettings
 from trackway.serving import ServiceSettings
 from trackway.wire.weights import TransportName, UpdateMode
 
@@ -33,8 +33,11 @@ class RolloutSettings(ServiceSettings):
     (`trackway.weights_transport=ipc`) from the learner's memory on the same GPU. It reads from the store what is not
     offered or fails, and its first version. Such a server unpickles what its clients send: only this replica may reach
     it. Experimental: no weights have come by CUDA IPC."""
-    engine: Literal["torch", "vllm", "sglang", "sim"] = "torch"
-    """Inference engine: embedded torch, a vLLM or SGLang server beside this process, or a simulation."""
+    engine: Literal["torch", "vllm", "sglang"] | Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] = "torch"
+    """Inference engine: embedded torch, a vLLM or SGLang server beside this process, or `module:Class`, an engine of
+    your own."""
+    engine_options: Mapping[str, JsonValue] = Field(default_factory=dict)
+    """Settings of an engine of your own, which it reads itself."""
     engine_url: str | None = None
     """URL of a running vLLM or SGLang server; without one the replica starts its own."""
     engine_python: Path | None = None
@@ -60,7 +63,7 @@ class RolloutSettings(ServiceSettings):
     """Run without CUDA graphs (vLLM, SGLang): faster to start, slower to generate."""
     enable_sleep: bool = False
     """Let `/sleep` and `/wake_up` release the engine's memory for the trainer: GPU memory; of the torch engine on a CPU
-    main memory, as its weights go to a file in the temporary folder. vLLM on a CPU ignores it. Simulated by sim.
+    main memory, as its weights go to a file in the temporary folder. vLLM on a CPU ignores it.
     Experimental: no engine has slept on a GPU."""
     weight_digests: bool = True
     """Compare the digests of a vLLM server's parameters after each load; hashing them runs at 1 to 2 GB/s."""
@@ -75,8 +78,6 @@ class RolloutSettings(ServiceSettings):
     leave its base weights, its memory and other requests as they are. Set it for every service that uses the server."""
     prefix_caching: bool = True
     """Reuse the KV cache of prompts with a common prefix (vLLM, SGLang; torch always does)."""
-    sim: SimSettings = Field(default_factory=SimSettings)
-    """Output and speed of the simulated engine."""
     device: Literal["cpu", "cuda", "auto"] = "auto"
     """`auto` is CUDA if available. Experimental: no engine or learner has run on a GPU."""
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"

@@ -161,9 +161,9 @@ def test_vllm_on_a_cpu_keeps_its_memory_and_the_learner_does_not_ask() -> None:
     assert asks == [None, True]
 
 
-def test_a_simulated_engine_frees_no_memory_and_the_learner_does_not_ask() -> None:
-    services = made(0, f"{R}.name=sim", f"{R}.free_cache_engine=true", f"{R}.multi_stage_wake_up=true")
-    nothing = ("True", "no effect", "the sim engine has no such setting")
+def test_an_engine_of_the_users_own_frees_no_memory_and_the_learner_does_not_ask() -> None:
+    services = made(0, f"{R}.free_cache_engine=true", f"{R}.multi_stage_wake_up=true", engine="mine:Engine")
+    nothing = ("True", "no effect", "the mine:Engine engine has no such setting")
     assert (told(services)["free_cache_engine"], told(services)["multi_stage_wake_up"]) == (nothing, nothing)
     assert services.config.actor_rollout_ref.rollout.free_cache_engine is None  # or the learner would ask for it
 

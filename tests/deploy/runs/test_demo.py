@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from trackway.deploy.bundled import TINY_MODEL
@@ -79,13 +80,17 @@ def test_the_demos_services_are_made_for_its_overrides(
     assert said in " ".join(told.stderr.split())
 
 
-def test_a_demo_asks_for_nothing_that_its_engine_cannot_do_and_takes_its_model() -> None:
-    model = str(TINY_MODEL)
-    services = demo.services_of([FREE, "actor_rollout_ref.rollout.name=sim", f"{MODEL}={model}"], UpSettings.read())
+def test_a_demo_asks_for_nothing_that_its_engine_cannot_do_and_takes_its_model(tmp_path: Path) -> None:
+    model, config = str(TINY_MODEL), serve_config.load(UpSettings.read().config)
+    [rollout] = [app for app in config["applications"] if app["name"] == "rollout"]
+    rollout["args"]["engine"] = "mine:Engine"
+    (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
+    overrides = [FREE, "actor_rollout_ref.rollout.name=null", f"{MODEL}={model}"]
+    services = demo.services_of(overrides, UpSettings.read(config=tmp_path / "serve.yaml"))
 
     assert services.overrides[3:] == ["actor_rollout_ref.rollout.free_cache_engine=null"]
     assert services.settings.model_path == Path(model)
-    assert serve_config.args_of(services.serve_config, "rollout")["engine"] == "sim"
+    assert serve_config.args_of(services.serve_config, "rollout")["engine"] == "mine:Engine"
 
 
 def test_a_demo_that_this_machine_cannot_run_leaves_an_earlier_one_where_it_is(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx
 import pytest
+from benchmarks.sim_engine import SIM
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
@@ -29,7 +30,14 @@ REQUEST = GenerateRequest(token_ids=[5, 6, 7], sampling_params=SamplingParams(ma
 def rollout(name: str) -> FastAPI:
     """One generation at a time, a fifth of a second each, and no queue."""
     sim = {"response_tokens": 20, "response_spread": 0.0, "step_s": 0.01, "step_slope_s": 0.0}
-    args = {"engine": "sim", "sim": sim, "max_num_seqs": 1, "max_queue": 0, "model_path": TINY_MODEL, "replica": name}
+    args = {
+        "engine": SIM,
+        "engine_options": sim,
+        "max_num_seqs": 1,
+        "max_queue": 0,
+        "model_path": TINY_MODEL,
+        "replica": name,
+    }
     return create_app(RolloutSettings.model_validate(args))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import httpx
 import pytest
+from benchmarks.sim_engine import SIM
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from tests.services.rollout.replica_group import Group
@@ -21,7 +22,7 @@ from trackway.wire.rollout import MemoryPart, SleepReply
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 OPERATOR, AGENT = "operator-0123456789abcdef", "agent-0123456789abcdef"
-SLEEPY = RolloutSettings(engine="sim", enable_sleep=True)
+SLEEPY = RolloutSettings(engine=SIM, enable_sleep=True)
 ENDLESS = {"token_ids": [11, 12], "sampling_params": {"max_tokens": 900, "ignore_eos": True}}
 PARTS = ["kv_cache", "weights"]
 
@@ -77,7 +78,7 @@ async def test_a_replica_that_came_while_the_others_slept_is_awake_and_stays_so(
 
 
 async def test_who_cannot_sleep_is_named_and_the_others_sleep(group: Group) -> None:
-    async with group.running(SLEEPY, RolloutSettings(engine="sim")) as client:
+    async with group.running(SLEEPY, RolloutSettings(engine=SIM)) as client:
         names = await group.names()
         with pytest.raises(TrackwayError) as refused:
             await client.sleep()

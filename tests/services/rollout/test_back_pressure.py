@@ -6,13 +6,12 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 import uvicorn
+from benchmarks.sim_engine import SimEngine
 
 from tests.services.rollout.engine_runs import until
 from trackway.clients import CallPolicy, RolloutClient, close_shared_http
 from trackway.rollout.app import create_app
-from trackway.rollout.engines.sim.engine import SimEngine
 from trackway.rollout.settings import RolloutSettings
-from trackway.rollout.sim_settings import SimSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import GenerateRequest, SamplingParams
 
@@ -28,8 +27,8 @@ async def full(engine: SimEngine) -> None:
 
 @pytest.fixture
 async def engine(step_s: float) -> SimEngine:
-    sim = SimSettings(step_s=step_s, step_slope_s=0.0, response_tokens=10)
-    return SimEngine(RolloutSettings(max_num_seqs=2, max_queue=2, sim=sim))
+    sim = {"step_s": step_s, "step_slope_s": 0.0, "response_tokens": 10}
+    return SimEngine(RolloutSettings(max_num_seqs=2, max_queue=2, engine_options=sim))
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import httpx
 import pytest
+from benchmarks.sim_engine import SIM, SimEngine
 from fastapi import FastAPI
 
 from tests.services.rollout.engine_runs import until
@@ -15,12 +16,10 @@ from tests.time_limits import ENDS_SOON
 from tests.weight_proofs import ANY_PROOF
 from trackway.clients.weights import WeightStore
 from trackway.rollout.app import create_app
-from trackway.rollout.engines.sim.engine import SimEngine
 from trackway.rollout.engines.torch import engine as torch_engine
 from trackway.rollout.engines.torch.decoder import Decoder, DecoderWeights
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.settings import RolloutSettings
-from trackway.rollout.sim_settings import SimSettings
 
 pytestmark = pytest.mark.anyio
 
@@ -120,7 +119,7 @@ async def test_an_operator_does_not_wait_for_weights_that_are_being_read(
 
 
 async def test_memory_comes_back_in_stages_and_generation_with_the_last(running: Running) -> None:
-    settings = RolloutSettings(engine="sim", enable_sleep=True, replica="replica1")
+    settings = RolloutSettings(engine=SIM, enable_sleep=True, replica="replica1")
     async with running(create_app(settings)) as client:
         asleep = (await client.post("/sleep?mode=abort")).json()
         reason = (await client.get("/ready")).json()["reason"]
@@ -142,8 +141,8 @@ async def test_what_a_sleep_retracts_and_what_comes_meanwhile_is_answered_after_
     running: Running, store: WeightStore, other_path: Path, tmp_path: Path
 ) -> None:
     url = str(tmp_path / "weights")
-    sim = SimSettings(step_s=0.002, step_slope_s=0.0)
-    settings = RolloutSettings(engine="sim", sim=sim, enable_sleep=True, weights_url=url, watch_interval_s=60)
+    sim = {"step_s": 0.002, "step_slope_s": 0.0}
+    settings = RolloutSettings(engine=SIM, engine_options=sim, enable_sleep=True, weights_url=url, watch_interval_s=60)
     engine = SimEngine(settings)
     async with running(create_app(settings, engine)) as client:
         begun = asyncio.create_task(client.post("/generate", json=ENDLESS))
@@ -170,7 +169,7 @@ async def test_a_wake_up_answers_when_the_weights_asked_for_are_loaded(
     running: Running, store: WeightStore, other_path: Path, tmp_path: Path
 ) -> None:
     url = str(tmp_path / "weights")
-    settings = RolloutSettings(engine="sim", enable_sleep=True, weights_url=url, watch_interval_s=60, weight_wait_s=5)
+    settings = RolloutSettings(engine=SIM, enable_sleep=True, weights_url=url, watch_interval_s=60, weight_wait_s=5)
     async with running(create_app(settings)) as client:
         await client.post("/sleep")
         store.publish(3, "run", other_path, ANY_PROOF)
@@ -186,7 +185,7 @@ async def test_a_wake_up_answers_when_the_weights_asked_for_are_loaded(
 async def test_a_wake_up_for_weights_that_do_not_come_says_what_there_is_before_the_deadline(
     running: Running, tmp_path: Path
 ) -> None:
-    settings = RolloutSettings(engine="sim", enable_sleep=True, weights_url=str(tmp_path / "weights"))
+    settings = RolloutSettings(engine=SIM, enable_sleep=True, weights_url=str(tmp_path / "weights"))
     async with running(create_app(settings)) as client:
         await client.post("/sleep")
         deadline = {"x-request-timeout": "1.0"}

@@ -1,6 +1,7 @@
 """Steering an engine is an operator's; generating and looking are not."""
 
 import pytest
+from benchmarks.sim_engine import SIM
 
 from trackway.rollout.app import create_app
 from trackway.rollout.settings import RolloutSettings
@@ -14,7 +15,7 @@ EVERYBODYS = ["/is_paused", "/is_sleeping", "/weight_info", "/weights", "/v1/mod
 
 async def test_an_agents_token_generates_and_looks_and_does_not_steer(running) -> None:
     tokens = {"agents": {"secret": AGENT}, "ops": {"secret": OPERATOR, "scopes": ["admin"]}}
-    settings = RolloutSettings.model_validate({"engine": "sim", "enable_sleep": True, "auth": {"tokens": tokens}})
+    settings = RolloutSettings.model_validate({"engine": SIM, "enable_sleep": True, "auth": {"tokens": tokens}})
     generate = {"token_ids": [11, 12], "sampling_params": {"max_tokens": 2}}
     found: dict[str, list[int]] = {}
     async with running(create_app(settings)) as client:

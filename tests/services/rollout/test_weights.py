@@ -12,6 +12,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from benchmarks.sim_engine import SIM, SimEngine
 from safetensors.torch import load_file, save_file
 
 from tests.services.rollout.engine_runs import LONG, PROMPT, started, until, watching
@@ -20,7 +21,6 @@ from tests.weight_proofs import ANY_PROOF, WRONG_PROOF
 from trackway.clients.weights import WeightStore
 from trackway.rollout.app import create_app
 from trackway.rollout.engines.protocol import Piece
-from trackway.rollout.engines.sim.engine import SimEngine
 from trackway.rollout.engines.torch import engine as torch_engine
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.settings import RolloutSettings
@@ -134,7 +134,7 @@ async def test_while_the_weights_are_asleep_nothing_is_loaded(
     store: WeightStore, other_path: Path, tmp_path: Path
 ) -> None:
     async with (
-        started(SimEngine(RolloutSettings(engine="sim", enable_sleep=True))) as engine,
+        started(SimEngine(RolloutSettings(engine=SIM, enable_sleep=True))) as engine,
         watching(engine, store, tmp_path / "cache", wait_s=0.3) as watcher,
     ):
         await engine.pause("wait")

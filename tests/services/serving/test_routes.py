@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from benchmarks.sim_engine import SIM
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field, TypeAdapter
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.anyio
 
 TINY = str(TINY_MODEL)
 APPS = {
-    "rollout": lambda: rollout_app(RolloutSettings.model_validate({"model_path": TINY, "engine": "sim"})),
+    "rollout": lambda: rollout_app(RolloutSettings.model_validate({"model_path": TINY, "engine": SIM})),
     "agent": lambda: agent_app(AgentSettings(model_path=TINY)),
     "tools": tools_app,
     "reward": reward_app,

@@ -147,7 +147,7 @@ def services_for(config: RunConfig, gpus: int, base: dict[str, Any]) -> RunServi
     services = RunServices(config, base, _engine(config.actor_rollout_ref.rollout.name, gpus, rollout_args))
     if too_many := too_many_nodes(config):
         services.missing.append(too_many)
-    if gpus and services.engine != "sim":
+    if gpus:
         config = _place_on_gpus(config, gpus, services)
     else:
         _place_without_gpu(config, services)
@@ -159,7 +159,7 @@ def services_for(config: RunConfig, gpus: int, base: dict[str, Any]) -> RunServi
     _set_reward_function(config, services)
     if config.reward.reward_model.enable:
         _set_reward_model(config, gpus, base, services)
-    keeps_memory = services.engine == "sim" or _keeps_memory(services.engine, gpus, rollout_args)
+    keeps_memory = services.engine not in (*SERVERS, "torch") or _keeps_memory(services.engine, gpus, rollout_args)
     services.config = _without(config, free_cache=keeps_memory, gpus=not gpus)
     return services
 
@@ -223,14 +223,13 @@ def _arithmetic(gpus: int, each: int) -> str:
 
 def _place_without_gpu(config: RunConfig, services: RunServices) -> None:
     rollout = config.actor_rollout_ref.rollout
-    why = "the sim engine needs no GPU" if services.engine == "sim" else NO_GPU
     if rollout.name in SERVERS and services.engine == "torch":
-        services.decide(f"{_ROLLOUT}.name", rollout.name, "torch, the embedded engine", why)
+        services.decide(f"{_ROLLOUT}.name", rollout.name, "torch, the embedded engine", NO_GPU)
     if rollout.tensor_model_parallel_size is not None:
         asked = rollout.tensor_model_parallel_size
-        services.decide(f"{_ROLLOUT}.tensor_model_parallel_size", asked, "one replica of one process", why)
+        services.decide(f"{_ROLLOUT}.tensor_model_parallel_size", asked, "one replica of one process", NO_GPU)
     if config.trainer.n_gpus_per_node:
-        services.decide("trainer.n_gpus_per_node", config.trainer.n_gpus_per_node, "0", why)
+        services.decide("trainer.n_gpus_per_node", config.trainer.n_gpus_per_node, "0", NO_GPU)
         services.arithmetic = _arithmetic(config.trainer.n_gpus_per_node, rollout.tensor_model_parallel_size or 1)
 
 

@@ -1,30 +1,35 @@
 """Inference engines. `protocol` defines what an engine offers; `open_engine` creates the one that the settings name."""
 
-import importlib
+from importlib import import_module
 from typing import cast
 
 from trackway.rollout.engines.protocol import Engine
 from trackway.rollout.settings import RolloutSettings
+from trackway.serving.own_code import loading
 from trackway.system.experimental import Experimental, warn_experimental
 
 _ENGINES = {
     "torch": "trackway.rollout.engines.torch.engine:TorchEngine",
     "vllm": "trackway.rollout.engines.remote.vllm:VllmEngine",
     "sglang": "trackway.rollout.engines.remote.sglang:SglangEngine",
-    "sim": "trackway.rollout.engines.sim.engine:SimEngine",
 }
 
 
 def open_engine(settings: RolloutSettings) -> Engine:
-    """The engine of these settings, not started. Imported lazily, as torch takes seconds."""
+    """Return the engine of these settings, not started. Imported lazily, as torch takes seconds.
+
+    Raises OwnCodeError when a class of the user's cannot be imported.
+    """
     warn_of_experiments(settings)
-    module, name = _ENGINES[settings.engine].split(":")
-    return cast(Engine, getattr(importlib.import_module(module), name)(settings))
+    module, name = _ENGINES.get(settings.engine, settings.engine).split(":")
+    with loading(f"setting engine, {settings.engine!r}"):
+        engine = getattr(import_module(module), name)
+    return cast(Engine, engine(settings))
 
 
 def warn_of_experiments(settings: RolloutSettings) -> None:
     """Log what these settings use that never ran."""
-    if settings.engine == "sim" or not _on_gpu(settings):
+    if settings.engine not in _ENGINES or not _on_gpu(settings):
         return
     used = {
         Experimental.GPU: True,

@@ -485,7 +485,7 @@ class RolloutConfig(Section):
     """Fill these passes by tokens; None takes `actor.use_dynamic_bsz`."""
     log_prob_max_token_len_per_gpu: int | None = Field(default=None, ge=1)
     """Most tokens of such a pass; None takes `actor.ppo_max_token_len_per_gpu`."""
-    name: Literal["vllm", "sglang", "hf", "torch", "sim"] | None = None
+    name: Literal["vllm", "sglang", "hf", "torch"] | None = None
     """Engine of the rollout service: a vLLM or SGLang server, or the embedded torch engine (also `hf`). For this and
     all following keys, null leaves the choice to the deployment."""
     tensor_model_parallel_size: int | None = Field(default=None, ge=1)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.sim_engine import SIM
 from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
@@ -254,6 +255,6 @@ async def test_a_model_of_several_labels_and_an_engine_without_classification_ar
     folder = write_classifier(tmp_path, labels=2)
     with pytest.raises(TrackwayError, match=r"one label in .*, whose logit is the score, got 2: LABEL_0, LABEL_1"):
         open_classifier(RolloutSettings(model_path=folder))
-    with pytest.raises(TrackwayError, match=r"engine: expected torch, vllm, sglang for the classifier .*, got sim"):
-        open_classifier(RolloutSettings(model_path=folder, engine="sim"))
+    with pytest.raises(TrackwayError, match=rf"engine: expected torch, vllm, sglang for the classifier .*, got {SIM}"):
+        open_classifier(RolloutSettings(model_path=folder, engine=SIM))
     assert not is_classifier(tmp_path / "none")

@@ -8,14 +8,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from benchmarks.sim_engine import Answers, PrefixCache, Request, SimCore, SimEngine, SimSettings
 
 from tests.services.rollout.engine_runs import started
 from tests.weight_proofs import ANY_PROOF
-from trackway.rollout.engines.sim.answers import Answers
-from trackway.rollout.engines.sim.engine import SimEngine
-from trackway.rollout.engines.sim.model import PrefixCache, Request, SimCore
 from trackway.rollout.settings import RolloutSettings
-from trackway.rollout.sim_settings import SimSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.trajectory import WeightSpan
@@ -23,8 +20,8 @@ from trackway.wire.trajectory import WeightSpan
 pytestmark = pytest.mark.anyio
 
 ONE_SECOND = SimSettings(step_s=1.0, step_slope_s=0.5, prefill_tokens_per_s=4.0, response_tokens=8)
-FAST = SimSettings(step_s=1e-5, step_slope_s=0.0, prefill_tokens_per_s=1e6)
-NEVER = SimSettings(step_s=3600.0)
+FAST = {"step_s": 1e-5, "step_slope_s": 0.0, "prefill_tokens_per_s": 1e6}
+NEVER = {"step_s": 3600.0}
 EOS = 2
 _names = itertools.count()
 
@@ -157,7 +154,7 @@ async def punctual(monkeypatch: pytest.MonkeyPatch) -> None:
     def time() -> float:
         nonlocal seen, shown
         now = real()
-        shown += min(now - seen, 10 * FAST.step_s)
+        shown += min(now - seen, 10 * FAST["step_s"])
         seen = now
         return shown
 
@@ -166,14 +163,14 @@ async def punctual(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def engine() -> AsyncIterator[SimEngine]:
-    async with started(SimEngine(RolloutSettings(max_num_seqs=2, max_queue=1, sim=FAST))) as engine:
+    async with started(SimEngine(RolloutSettings(max_num_seqs=2, max_queue=1, engine_options=FAST))) as engine:
         yield engine
 
 
 @pytest.fixture
 async def stopped_clock() -> AsyncIterator[SimEngine]:
     """An engine whose first token never comes."""
-    async with started(SimEngine(RolloutSettings(max_num_seqs=2, max_queue=1, sim=NEVER))) as engine:
+    async with started(SimEngine(RolloutSettings(max_num_seqs=2, max_queue=1, engine_options=NEVER))) as engine:
         yield engine
 
 
@@ -194,7 +191,7 @@ async def test_the_same_seed_gives_the_same_answer_and_another_one_another(engin
 
 
 def test_lengths_follow_their_distribution() -> None:
-    answers = Answers(FAST)
+    answers = Answers(SimSettings.model_validate(FAST))
     lengths = [len(answers.answer([5], SamplingParams(seed=seed), 4000, 0)[0]) for seed in range(4000)]
     logarithms = [math.log(length) for length in lengths]
     assert statistics.mean(lengths) == pytest.approx(128, rel=0.02)
@@ -222,8 +219,8 @@ async def test_a_stream_joined_is_what_generate_returns(engine: SimEngine) -> No
 
 
 async def test_a_script_is_answered_turn_by_turn_and_a_cut_turn_is_continued() -> None:
-    sim = FAST.model_copy(update={"script": [[10, 11, 12, EOS], [20, EOS]]})
-    engine = SimEngine(RolloutSettings(sim=sim))
+    sim = {**FAST, "script": [[10, 11, 12, EOS], [20, EOS]]}
+    engine = SimEngine(RolloutSettings(engine_options=sim))
     await engine.start()
     prompts = [[7, 7], [7, 10, 11], [7, 10, 11, 12, EOS, 8], [7, 10, 11, 12, EOS, 8, 20, EOS, 8]]
     answers = [(await engine.generate(prompt, SamplingParams(), "a")).token_ids for prompt in prompts]
