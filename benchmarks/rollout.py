@@ -1,4 +1,4 @@
-"""The services around an engine, measured with an engine that costs next to nothing: `sim`.
+"""The services around an engine, measured with an engine that costs next to nothing, `sim_engine.py`.
 
     .venv/bin/python benchmarks/rollout.py trajectories   2,000 at once through four services: rate, latency, memory
     .venv/bin/python benchmarks/rollout.py overhead       CPU of one generate call over HTTP, against the engine alone

@@ -33,7 +33,6 @@ MODULES = {
     "mlflow": ["mlflow.tracking", "trackway.traces.mlflow_store"],
     "weave": ["weave", "trackway.traces.weave_store"],
     "wandb": ["wandb"],
-    "trackio": ["trackio"],
     "tensorboard": ["tensorboard.compat.proto.event_pb2"],
     "postgres": ["psycopg2"],
 }

@@ -8,7 +8,7 @@ from typing import Literal
 from opentelemetry.util.re import parse_env_headers
 from pydantic import BaseModel, Field, SecretStr, field_validator
 
-from trackway.wire.tracing import SPAN_BACKENDS, SpanBackend, TraceBackend
+from trackway.wire.tracing import TraceBackend
 
 HOSTED_WEAVE = "https://trace.wandb.ai"
 
@@ -46,7 +46,7 @@ SPOOL_FOLDER = "spool"
 class TracingSettings(BaseModel):
     """Destination of spans, and how much text they carry."""
 
-    backends: list[SpanBackend] | None = None
+    backends: list[TraceBackend] | None = None
     """Backends of runs that name none; None takes MLflow if its URI is set, else OTLP if its endpoint is set."""
     mlflow_uri: str | None = Field(default_factory=_env("MLFLOW_TRACKING_URI"))
     """MLflow: a server, or a local `sqlite:///file.db` or folder, for which one server is started or reused."""
@@ -101,16 +101,13 @@ class TracingSettings(BaseModel):
             TraceBackend.WEAVE: (self.weave_api_key, "W&B's API key: set WANDB_API_KEY"),
             TraceBackend.OTLP: (self.otlp_endpoint, "a receiver: set OTEL_EXPORTER_OTLP_ENDPOINT"),
         }
-        if backend not in SPAN_BACKENDS:
-            return None
         [way] = self.sent_to([backend])
         present, sentence = wants[way]
         return None if present else f"trace backend {backend.value} needs {sentence}"
 
     def sent_to(self, backends: Iterable[TraceBackend]) -> tuple[TraceBackend, ...]:
         """The backends to export spans to: the OTLP collector replaces those it forwards to."""
-        spans = [backend for backend in backends if backend in SPAN_BACKENDS]
-        return tuple(dict.fromkeys(TraceBackend.OTLP if backend in self.collected else backend for backend in spans))
+        return tuple(dict.fromkeys(TraceBackend.OTLP if backend in self.collected else backend for backend in backends))
 
     def kept_by(self, backends: Iterable[TraceBackend]) -> set[TraceBackend]:
         """These backends, and those the OTLP collector forwards to if it is one of them."""
@@ -119,8 +116,8 @@ class TracingSettings(BaseModel):
 
     @property
     def usable(self) -> list[TraceBackend]:
-        """Span backends that are fully configured."""
-        return [backend for backend in SPAN_BACKENDS if self.missing(backend) is None]
+        """Backends that are fully configured."""
+        return [backend for backend in TraceBackend if self.missing(backend) is None]
 
     @property
     def default_backends(self) -> tuple[TraceBackend, ...]:

@@ -1,7 +1,7 @@
 """The destination of a trace, and the incidents of a trajectory."""
 
 from enum import StrEnum
-from typing import Annotated, Literal, get_args
+from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
@@ -9,19 +9,11 @@ from trackway.wire.base import WireRequest
 
 
 class TraceBackend(StrEnum):
-    """Trace backends: verl's names, and `otlp` for any OpenTelemetry receiver.
-
-    Services send spans to all of them but `trackio`, where the trainer logs the finished trajectories.
-    """
+    """Trace backends: verl's names, and `otlp` for any OpenTelemetry receiver."""
 
     MLFLOW = "mlflow"
     WEAVE = "weave"
     OTLP = "otlp"
-    TRACKIO = "trackio"
-
-
-SpanBackend = Literal[TraceBackend.MLFLOW, TraceBackend.WEAVE, TraceBackend.OTLP]
-SPAN_BACKENDS: tuple[SpanBackend, ...] = get_args(SpanBackend)
 
 
 HeaderText = Annotated[str, Field(pattern=r"^[\x20-\x7e]{1,1024}$")]

@@ -83,7 +83,7 @@ class BackendSummary(WireReply):
     """Metrics and feedback of a run that a backend has not received."""
 
     backend: str
-    """`mlflow`, `weave`, `wandb`, `tensorboard` or `trackio`."""
+    """`mlflow`, `weave`, `wandb` or `tensorboard`."""
     rows_waiting: int = 0
     """Rows of metrics waiting on disk."""
     feedback_waiting: int = 0

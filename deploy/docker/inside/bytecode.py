@@ -33,7 +33,7 @@ TRAINING = [
     ),
     *("transformers.models.auto.tokenization_auto", "hydra", "datasets", "pyarrow.parquet", "fsspec"),
     *("mlflow.server", "mlflow.tracking.client", "mlflow.store.tracking.sqlalchemy_store", "mlflow.server.fastapi_app"),
-    *("matplotlib.pyplot", "torch.utils.tensorboard", "wandb", "trackio"),
+    *("matplotlib.pyplot", "torch.utils.tensorboard", "wandb"),
 ]
 
 

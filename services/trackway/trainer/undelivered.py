@@ -2,7 +2,7 @@
 
 from trackway.wire.trainer import BackendSummary
 
-_NAMES = {"mlflow": "MLflow", "weave": "Weave", "wandb": "W&B", "tensorboard": "TensorBoard", "trackio": "Trackio"}
+_NAMES = {"mlflow": "MLflow", "weave": "Weave", "wandb": "W&B", "tensorboard": "TensorBoard"}
 
 
 def sentences(summary: BackendSummary) -> list[str]:

@@ -38,14 +38,6 @@ def test_backends_behind_a_collector_need_its_address_and_nothing_of_their_own()
     assert missing == "trace backend weave needs a receiver: set OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
-def test_no_span_goes_to_trackio() -> None:
-    settings = TracingSettings(otlp_endpoint="http://c/v1/traces")
-    assert settings.sent_to([TraceBackend.TRACKIO, OTLP]) == (OTLP,)
-    assert settings.sent_to([TraceBackend.TRACKIO]) == ()
-    with pytest.raises(ValidationError, match=r"Input should be .*OTLP.*input_value='trackio'"):
-        TracingSettings.model_validate({"backends": ["trackio"]})
-
-
 @pytest.mark.parametrize(
     ("environment", "endpoint"),
     [

@@ -21,7 +21,7 @@ from trackway.tracing.local_mlflow import client as local_mlflow
 from trackway.tracing.local_mlflow.uri import local_database
 from trackway.tracing.provider import Tracing
 from trackway.tracing.settings import TracingSettings
-from trackway.wire.tracing import SPAN_BACKENDS, SpanBackend, TraceBackend, TraceTarget
+from trackway.wire.tracing import TraceBackend, TraceTarget
 
 logger = logging.getLogger("trackway.tracing")
 
@@ -123,7 +123,7 @@ class RolloutTraceConfig:
             uninstall(config.client)
             config.client.shutdown(EXIT_DEADLINE_S)
 
-    def _start(self, backends: Sequence[SpanBackend], project_name: str, token2text: bool) -> None:
+    def _start(self, backends: Sequence[TraceBackend], project_name: str, token2text: bool) -> None:
         settings = _settings(backends, project_name, token2text)
         self.target = TraceTarget(
             backends=tuple(backends),
@@ -138,12 +138,12 @@ class RolloutTraceConfig:
             threading.Thread(target=_start_server, args=(settings.mlflow_uri,), daemon=True).start()
 
 
-def _parsed(backend: str | Sequence[str] | None) -> list[SpanBackend]:
+def _parsed(backend: str | Sequence[str] | None) -> list[TraceBackend]:
     requested = backend.split(",") if isinstance(backend, str) else backend or ()
     wanted = list(dict.fromkeys(name for item in requested if (name := str(item).strip().lower())))
     if wanted == ["dummy"]:
         return []
-    known: dict[str, SpanBackend] = {backend.value: backend for backend in SPAN_BACKENDS}
+    known: dict[str, TraceBackend] = {backend.value: backend for backend in TraceBackend}
     unknown = [name for name in wanted if name not in known]
     if unknown:
         raise ValueError(
@@ -152,7 +152,7 @@ def _parsed(backend: str | Sequence[str] | None) -> list[SpanBackend]:
     return [known[name] for name in wanted]
 
 
-def _settings(backends: Sequence[SpanBackend], project_name: str, token2text: bool) -> TracingSettings:
+def _settings(backends: Sequence[TraceBackend], project_name: str, token2text: bool) -> TracingSettings:
     """Settings from the environment for these backends only. Raises ValueError when a backend is not configured."""
     environment = TracingSettings(backends=list(backends), token2text=token2text)
     mlflow, weave = TraceBackend.MLFLOW in backends, TraceBackend.WEAVE in backends

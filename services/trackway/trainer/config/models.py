@@ -204,8 +204,8 @@ class TrainerConfig(Section):
     experiment_name: RunName = "run"
     """The run's name: its folder, its MLflow and W&B run, and the first part of every trajectory id."""
     logger: list[str] = Field(default_factory=lambda: ["console"])
-    """Loggers: `console` prints a line per step; `wandb`, `tensorboard` and `trackio` record metrics there; `file`
-    (metrics.jsonl) is always written; `mlflow` is on whenever its URI is set, and listing it requires a URI.
+    """Loggers: `console` prints a line per step; `wandb` and `tensorboard` record metrics there; `file` (metrics.jsonl)
+    is always written; `mlflow` is on whenever its URI is set, and listing it requires a URI.
     Experimental: nothing has been sent to W&B's own servers."""
     total_epochs: int = Field(default=30, ge=1)
     """Passes over the rows."""

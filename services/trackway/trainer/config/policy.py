@@ -408,8 +408,8 @@ class TraceConfig(Section):
     """Selection, backends and content of the traces."""
 
     backend: tuple[TraceBackend, ...] = ()
-    """`mlflow`, `weave`, `otlp`, `trackio`, or several as a list; null leaves it to the services' settings, and verl's
-    `dummy` traces nothing. Trackio gets each trajectory as one conversation, without spans.
+    """`mlflow`, `weave`, `otlp`, or several as a list; null leaves it to the services' settings, and verl's `dummy`
+    traces nothing.
     Experimental: nothing has been sent to W&B's own servers."""
     token2text: bool = False
     """Record the text of prompts and responses on spans, not only the number of tokens."""

@@ -467,9 +467,9 @@ DEPLOYMENT: tuple[str, ...] = (
 )
 """Keys for the deployment of the services; services that already run are not affected. Null leaves a key unset."""
 
-LOGGERS = ("console", "file", "mlflow", "tensorboard", "trackio", "wandb")
+LOGGERS = ("console", "file", "mlflow", "tensorboard", "wandb")
 
-OTHER_LOGGERS = ("clearml", "rl_insight", "swanlab", "vemlp_wandb")
+OTHER_LOGGERS = ("clearml", "rl_insight", "swanlab", "trackio", "vemlp_wandb")
 """verl's loggers that have no effect here."""
 
 

@@ -85,7 +85,7 @@ async def build(
     with waits(RUN, "the rollout service to say whether its engines can sleep"):
         engines = await open_engines(sharing(config), services.rollout_url)
     with waits(RUN, "MLflow's id of the run, and the other loggers"):
-        tracking = await asyncio.to_thread(open_tracking, folder, config, settings.mlflow_uri, settings.redact)
+        tracking = await asyncio.to_thread(open_tracking, folder, config, settings.mlflow_uri)
     target = await asyncio.to_thread(run_target, config, tracking.run)
     traces = open_traces(folder, config, target, settings, tracking)
     with waits(RUN, "the services to say how many spans they have"):

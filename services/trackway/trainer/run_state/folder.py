@@ -6,7 +6,7 @@
     worker.log      its output and traceback            checkpoints/    to resume from
     activity.json   waits and rollouts by state     trajectories/   step_<n>.parquet, val_step_<n>.parquet
     wandb/          W&B's local files                   tensorboard/    event files
-    token_values/   step_<n>.parquet                trackio_run_id  of the run in Trackio
+    token_values/   step_<n>.parquet
 
 Files are replaced as a whole, except `metrics.jsonl`, which is appended to. state.json has one writer at a time: the
 run's process while it is alive, else the service. RUN_TRANSITIONS lists the allowed transitions.

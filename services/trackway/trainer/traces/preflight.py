@@ -15,7 +15,7 @@ from trackway.trainer.config import RunConfig
 from trackway.trainer.config.weave_project import weave_project
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Health
-from trackway.wire.tracing import SPAN_BACKENDS, TraceBackend
+from trackway.wire.tracing import TraceBackend
 
 logger = logging.getLogger("trackway.trainer")
 
@@ -51,7 +51,7 @@ def unusable(wanted: Iterable[TraceBackend], usable: Sequence[str], sender: str)
     return [
         f"{_NOTHING_SET.missing(backend)} in the environment of {sender}, and restart it"
         for backend in wanted
-        if backend in SPAN_BACKENDS and backend not in usable
+        if backend not in usable
     ]
 
 

@@ -2,7 +2,7 @@
 
 sinks        the interface of a backend, and the queue in front of it
 mlflow_run   the run in MLflow, sent from the files on disk
-wandb_run, tensorboard_run, trackio_run   one backend each; the only modules of a service that import it
+wandb_run, tensorboard_run   one backend each; the only modules of a service that import it
 opening      check of `trainer.logger` before a run starts; the tracking of a run
 leftovers    unsent data of ended runs, for MLflow and Weave
 summary      counts of data that backends have not received

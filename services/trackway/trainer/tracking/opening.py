@@ -5,24 +5,20 @@ import threading
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
-from trackway.tracing.redaction import load_redaction
 from trackway.trainer.config import RunConfig
-from trackway.trainer.config.compose import TRACE_BACKEND
 from trackway.trainer.delivery.jobs import Delivery, DeliveryThread
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.tracking.mlflow_run import MlflowRun
 from trackway.trainer.tracking.sinks import MlflowSink, QueuedSink, Sink
 from trackway.trainer.tracking.tensorboard_run import TensorboardRun
-from trackway.trainer.tracking.trackio_run import TrackioRun
 from trackway.trainer.tracking.wandb_run import WandbRun
 from trackway.trainer.undelivered import sentences
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.tracing import TraceBackend
 from trackway.wire.trainer import BackendSummary, MetricsRow
 
 logger = logging.getLogger("trackway.trainer")
 
-PACKAGES = ("mlflow", "tensorboard", "trackio", "wandb")
+PACKAGES = ("mlflow", "tensorboard", "wandb")
 """Loggers that need the package of the same name, installed by the extra of the same name."""
 FIRST_ANSWER_S = 20.0
 """Longest wait for MLflow's id of the run, which lets traces link to the run from the start."""
@@ -105,11 +101,8 @@ class Tracking:
         return thread
 
 
-def open_tracking(folder: RunFolder, config: RunConfig, default_uri: str | None, redact: str | None = None) -> Tracking:
-    """The run's tracking, with MLflow's ids written to the run's folder once they are known. Blocking.
-
-    `redact` names the function for texts (`TracingSettings.redact`). Raises ValueError when there is none of that name.
-    """
+def open_tracking(folder: RunFolder, config: RunConfig, default_uri: str | None) -> Tracking:
+    """The run's tracking, with MLflow's ids written to the run's folder once they are known. Blocking."""
     trainer = config.trainer
     uri = config.trackway.mlflow_uri or default_uri
     if not uri:
@@ -119,8 +112,6 @@ def open_tracking(folder: RunFolder, config: RunConfig, default_uri: str | None,
         others.append(QueuedSink("wandb", WandbRun(folder, config)))
     if "tensorboard" in trainer.logger:
         others.append(QueuedSink("tensorboard", TensorboardRun(folder.path)))
-    if "trackio" in (*trainer.logger, *config.actor_rollout_ref.rollout.trace.backend):
-        others.append(QueuedSink("trackio", TrackioRun(folder, config, load_redaction(redact))))
     tracking = Tracking(MlflowRun(folder, config, uri) if uri else None, others)
     tracking.wait_for_ids()
     if tracking.ids:
@@ -138,14 +129,11 @@ def check_loggers(config: RunConfig, default_mlflow_uri: str | None) -> None:
 def missing_for_loggers(config: RunConfig, default_mlflow_uri: str | None) -> list[str]:
     """A message for each package or setting that a named logger lacks in the trainer's environment."""
     names = config.trainer.logger
-    wanted = [("trainer.logger", name) for name in names if name in PACKAGES]
-    if TraceBackend.TRACKIO in config.actor_rollout_ref.rollout.trace.backend:
-        wanted.append((TRACE_BACKEND, "trackio"))
     missing = [
-        f"{key}: expected the package {name} where the trainer runs, found none; "
+        f"trainer.logger: expected the package {name} where the trainer runs, found none; "
         f"pip install 'trackway[{name}]', or leave {name} out"
-        for key, name in wanted
-        if not _installed(name)
+        for name in names
+        if name in PACKAGES and not _installed(name)
     ]
     if "mlflow" in names and not (config.trackway.mlflow_uri or default_mlflow_uri):
         missing.append(

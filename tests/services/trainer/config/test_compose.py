@@ -273,8 +273,8 @@ def test_the_backend_dummy_traces_nothing_as_in_verl(section: str, given: str):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("backend=wandb", "trace.backend.0: Input should be 'mlflow', 'weave', 'otlp' or 'trackio', got 'wandb'"),
-        ("backend=[mlflow,w]", "trace.backend.1: Input should be 'mlflow', 'weave', 'otlp' or 'trackio', got 'w'"),
+        ("backend=wandb", "trace.backend.0: Input should be 'mlflow', 'weave' or 'otlp', got 'wandb'"),
+        ("backend=[mlflow,w]", "trace.backend.1: Input should be 'mlflow', 'weave' or 'otlp', got 'w'"),
         ("backend=3", "trace.backend: Input should be a valid tuple, got 3"),
         ("max_samples_per_step_per_worker=-1", "Input should be greater than or equal to 0, got -1"),
     ],

@@ -51,11 +51,6 @@ async def test_the_trainer_itself_must_know_the_backend_too(service):
         await check_backends(config("otlp"), {"agent": agent}, MLFLOW)
 
 
-async def test_trackio_needs_nothing_of_the_services_as_the_trainer_logs_there(service):
-    with service(NOTHING) as agent:
-        await check_backends(config("trackio"), {"agent": agent}, NOTHING)
-
-
 async def test_a_run_that_names_its_mlflow_needs_none_of_the_trainers_own(service):
     with service(MLFLOW) as agent:
         await check_backends(config("mlflow", mlflow_uri="http://127.0.0.1:9"), {"agent": agent}, NOTHING)
