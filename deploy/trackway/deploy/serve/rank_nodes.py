@@ -20,7 +20,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trackway.trainer.config.placement import NODE_RESOURCE, Placement
-from trackway.trainer.learner.ranks.launch import HANDED_OVER, LOST, RankError, start_here
+from trackway.trainer.learner.ranks.launch import LOST, RankError, handed_over, start_here
 
 START_S = 120.0
 """Longest wait for the actors to start."""
@@ -143,9 +143,9 @@ class RayNodes:
     def start(self, rank: int, arguments: Sequence[str]) -> NodeProcess:
         """As of RankLauncher."""
         node = self._nodes[self._placement.node(rank) - 1]
-        environment = {name: os.environ[name] for name in HANDED_OVER if name in os.environ}
+        handed = handed_over(os.environ)
         try:
-            ray.get(node.actor.start.remote(rank, list(arguments), sys.path, environment), timeout=START_S)
+            ray.get(node.actor.start.remote(rank, list(arguments), sys.path, handed), timeout=START_S)
         except (RayError, OSError) as error:
             host = self.hosts[self._placement.node(rank)]
             raise RankError(f"rank {rank} of the learner on node {host} was not started: {error}") from error

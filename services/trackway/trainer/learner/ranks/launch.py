@@ -5,6 +5,7 @@ A rank is a process in either case. A launcher starts it and knows its exit stat
 
 import importlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -21,10 +22,24 @@ LAUNCHER = "TRACKWAY_RANK_LAUNCHER"
 RANK_PROGRAM = "trackway.trainer.learner.ranks.process"
 LOST = 256
 """In place of the exit status of a rank whose node no longer answers."""
-HANDED_OVER = ("OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM")
-"""Environment variables that the ranks of other nodes take from the first rank."""
 INTERFACES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
 """Environment variables for the network interface of collectives, and what stands before a name that is no prefix."""
+_OF_ALL_RANKS = re.compile(
+    r"OMP_NUM_THREADS|TOKENIZERS_PARALLELISM|PYTORCH_(CUDA_)?ALLOC_CONF|(TORCH_)?NCCL_\w+|CUDA_\w+"
+)
+_OF_A_NODE = ("CUDA_VISIBLE_DEVICES", *INTERFACES)
+
+
+def handed_over(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that ranks on other nodes take from the first rank, such as NCCL's.
+
+    Ranks that differ in `NCCL_P2P_DISABLE` or `NCCL_IB_DISABLE` wait for one another for ever.
+    """
+    return {
+        name: value
+        for name, value in without_secrets(environment).items()
+        if _OF_ALL_RANKS.fullmatch(name) and name not in _OF_A_NODE
+    }
 
 
 class RankError(RuntimeError):

@@ -11,6 +11,7 @@ from trackway.trainer.learner.ranks.launch import (
     INTERFACES,
     LAUNCHER,
     LocalLauncher,
+    handed_over,
     launcher_for,
     use_interface_towards,
 )
@@ -65,3 +66,29 @@ def test_collectives_use_the_interface_towards_the_first_rank_unless_one_is_name
         use_interface_towards("127.0.0.1")
         use_interface_towards(address)
         assert [os.environ[variable] for variable in INTERFACES] == [interface, f"={interface}"]
+
+
+def test_ranks_on_other_nodes_get_what_all_must_have_alike_and_nothing_of_a_node_or_secret() -> None:
+    alike = {
+        "OMP_NUM_THREADS": "4",
+        "TOKENIZERS_PARALLELISM": "false",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_P2P_DISABLE": "1",
+        "TORCH_NCCL_BLOCKING_WAIT": "0",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_ALLOC_CONF": "max_split_size_mb:64",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
+    others = {
+        "CUDA_VISIBLE_DEVICES": "3",
+        "NCCL_SOCKET_IFNAME": "eth1",
+        "GLOO_SOCKET_IFNAME": "eth1",
+        "TRACKWAY_TOKEN": "secret",
+        "WANDB_API_KEY": "secret",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "HF_TOKEN": "secret",
+        "PATH": "/bin",
+        "MY_NCCL_DEBUG": "INFO",
+    }
+
+    assert handed_over(alike | others) == alike
