@@ -76,6 +76,12 @@ def _gpus(service: Object, path: str, group: Object) -> Iterator[Fault]:
         got = tolerated[0]["key"] if tolerated else "none"
         remedy = "GPU pods go to GPU nodes, and others stay off them"
         yield Fault(title(service), f"{path}.template.spec.tolerations", expected, got, remedy)
+    runtime = part(group, "template.spec.runtimeClassName")
+    if bool(gpus) != bool(runtime):
+        expected = "nvidia, or containers may see no GPU" if gpus else "none, where no GPU is asked for"
+        yield Fault(
+            title(service), f"{path}.template.spec.runtimeClassName", expected, str(runtime or "none"), "set it so"
+        )
     offered = part(group, "resources.GPU")
     with contextlib.suppress(ValueError):  # `placement` reports it
         if offered and quantity(offered) != sum(gpus.values()):
