@@ -70,10 +70,14 @@ def cuda_memory(buffer: Tensor) -> SharedMemory:
 
 
 class _Chunk(NamedTuple):
-    """Tensors of the buffer, as views of it by name."""
+    """Tensors of the buffer, as views of it by name.
+
+    Its export serves every version: PyTorch keeps a counter and an event for each export as long as the buffer lives.
+    """
 
     buffer: Tensor
     views: dict[str, Tensor]
+    memory: SharedMemory
 
 
 class IpcSender:
@@ -104,7 +108,7 @@ class IpcSender:
         """As of WeightSender; a failure is logged once."""
         try:
             self._fill(_published(folder))
-            chunks = [self._offered(chunk) for chunk in self._chunks or []]
+            chunks = [_offered(chunk) for chunk in self._chunks or []]
             self._store.offer(WeightOffer(version=version, chunks=chunks))
         except (RuntimeError, ValueError, OSError) as error:  # CUDA's errors are RuntimeErrors
             if str(error) != self._failure:
@@ -140,17 +144,7 @@ class IpcSender:
         buffer = self._allocate(sum(sizes))
         parts = zip(names, buffer.split(sizes), strict=True)
         views = {name: part.view(published[name].dtype).view(published[name].shape) for name, part in parts}
-        return _Chunk(buffer, views)
-
-    def _offered(self, chunk: _Chunk) -> OfferedTensors:
-        views = chunk.views.values()
-        return OfferedTensors(
-            names=list(chunk.views),
-            dtype=str(next(iter(views)).dtype).removeprefix("torch."),
-            shapes=[list(view.shape) for view in views],
-            sizes=[view.nbytes for view in views],
-            memory=self._share(chunk.buffer),
-        )
+        return _Chunk(buffer, views, self._share(buffer))
 
 
 class _Kind(NamedTuple):
@@ -162,6 +156,17 @@ class _Kind(NamedTuple):
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def _offered(chunk: _Chunk) -> OfferedTensors:
+    views = chunk.views.values()
+    return OfferedTensors(
+        names=list(chunk.views),
+        dtype=str(next(iter(views)).dtype).removeprefix("torch."),
+        shapes=[list(view.shape) for view in views],
+        sizes=[view.nbytes for view in views],
+        memory=chunk.memory,
+    )
 
 
 def _published(folder: Path) -> dict[str, _Kind]:
@@ -184,9 +189,12 @@ async def require_takers(transport: TransportName, services: ServiceUrls) -> Non
         raise _cannot("a weight store in a folder of this machine", services.weights_url)
     if services.rollout_url is None:
         raise _cannot("a rollout service to take them", "no URL of one")
-    takes = (await RolloutClient(services.rollout_url).weights()).transport
+    client = RolloutClient(services.rollout_url)
+    takes = (await client.weights()).transport
     if takes != transport:
         raise _cannot("a rollout service with engine: vllm and weights_transport: ipc", f"weights_transport: {takes}")
+    if (replicas := len((await client.sleeping()).replicas)) > 1:
+        raise _cannot("one rollout replica, on the learner's GPU", f"{replicas}")
 
 
 def sender_of(name: TransportName, store: WeightStore, learner: Learner) -> WeightSender:

@@ -12,7 +12,7 @@ from trackway.trainer.loop import weight_transport
 from trackway.trainer.loop.weight_transport import StoreSender, require_takers, sender_of
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.rollout import WeightsReply
+from trackway.wire.rollout import SleepReplies, SleepReply, WeightsReply
 from trackway.wire.weights import TransportName
 
 pytestmark = pytest.mark.anyio
@@ -66,11 +66,22 @@ async def test_services_that_take_them_are_enough(monkeypatch: pytest.MonkeyPatc
     await require_takers("ipc", services())
 
 
-def answers(monkeypatch: pytest.MonkeyPatch, takes: TransportName) -> None:
+async def test_several_replicas_are_refused_as_one_alone_shares_the_learners_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers(monkeypatch, "ipc", replicas=2)
+    assert "expected one rollout replica, on the learner's GPU, got 2; set that up" in await refusal(services())
+
+
+def answers(monkeypatch: pytest.MonkeyPatch, takes: TransportName, replicas: int = 1) -> None:
     """On a machine with CUDA: what the rollout service says of itself."""
 
     async def weights(client: RolloutClient) -> WeightsReply:
         return WeightsReply(version=0, latest=0, model="policy", replica="r", transport=takes)
 
+    async def sleeping(client: RolloutClient) -> SleepReplies:
+        return SleepReplies(replicas=[SleepReply(is_sleeping=False, replica=str(n)) for n in range(replicas)])
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(weight_transport.RolloutClient, "weights", weights)
+    monkeypatch.setattr(weight_transport.RolloutClient, "sleeping", sleeping)

@@ -22,7 +22,7 @@ from trackway.system import free_port
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.loop.weight_transport import IpcSender
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.weights import Verdict
+from trackway.wire.weights import SharedMemory, Verdict
 
 pytestmark = pytest.mark.anyio
 
@@ -35,8 +35,14 @@ class Run:
         self.store = WeightStore(str(tmp_path / "store"))
         self.learner = ModelInMemory(tmp_path / "base")
         memory = FileMemory(tmp_path)
+        self.exported: list[SharedMemory] = []
+
+        def share(buffer: torch.Tensor) -> SharedMemory:
+            self.exported.append(memory.share(buffer))
+            return self.exported[-1]
+
         # Two tensors to a buffer: 512 + 8 bytes, and the head alone.
-        self.sender = IpcSender(self.store, self.learner.as_learner(), memory.allocate, memory.share, 600)
+        self.sender = IpcSender(self.store, self.learner.as_learner(), memory.allocate, share, 600)
         self.publisher = Publisher(
             self.store, self.learner.as_learner(), "run", "0" * 16, tmp_path / "export", 9, sender=self.sender
         )
@@ -104,6 +110,17 @@ async def test_a_version_goes_through_the_phases_with_names_types_shapes_and_byt
         },
     ]
     assert run.counts == (1, 0)
+
+
+async def test_memory_is_exported_once_for_all_versions(run: Run) -> None:
+    offers = []
+    for seed in (2, 3, 4):
+        await run.publish(seed)
+        offers.append([chunk.memory for chunk in (run.store.offered() or pytest.fail("no offer")).chunks])
+
+    assert len(run.exported) == len(offers[0]) == 2
+    assert offers == [offers[0]] * 3
+    assert run.counts == (3, 0)
 
 
 async def test_a_generation_is_sampled_as_it_was_asked(run: Run) -> None:
