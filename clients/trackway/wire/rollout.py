@@ -177,7 +177,8 @@ class SamplingParams(WireRequest):
     """A grammar that guides the sampling; needs an engine with grammars. Logprobs are then of what the grammar leaves,
     and no learner computes them."""
     seed: Int | None = None
-    """The same seed, prompt, weights and parameters give the same tokens, whatever else runs in the batch."""
+    """The same seed, prompt, weights and parameters give the same tokens, whatever else runs in the batch. SGLang
+    ignores it unless it is started with `--enable-deterministic-inference`."""
 
 
 class GenerateRequest(WireRequest):

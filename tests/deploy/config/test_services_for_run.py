@@ -118,6 +118,32 @@ def test_weights_cannot_be_taken_from_the_learners_gpu_everywhere(gpus: int, eng
     ]
 
 
+@pytest.mark.parametrize(
+    ("engine", "words", "told"),
+    [
+        ("sglang", [f"{R}.seed=7"], ["7"]),
+        ("sglang", [f"{R}.seed=7", f"+{R}.engine_kwargs.sglang.enable_deterministic_inference=true"], []),
+        ("sglang", [], []),
+        ("vllm", [f"{R}.seed=7"], []),
+    ],
+)
+def test_a_seed_that_sglang_ignores_is_told(engine: str, words: list[str], told: list[str]) -> None:
+    services = made(1, f"{R}.name={engine}", *words, engine_python="/opt/bin/python")
+
+    found = [decision for decision in services.decisions if decision.key == f"{R}.seed"]
+    assert [decision.asked for decision in found] == told
+    assert {decision.got for decision in found} <= {"no effect"}
+
+
+def test_weights_of_the_learners_gpu_reach_one_replica_only() -> None:
+    words = ("trackway.weights_transport=ipc", f"{R}.name=vllm")
+    assert made(4, *words, engine_python="/opt/bin/python").missing == [
+        "trackway.weights_transport=ipc: expected the engine vllm on the learner's GPU, got 4 replicas; set "
+        "trainer.n_gpus_per_node=1, or leave the key out"
+    ]
+    assert made(4, *words, "trainer.n_gpus_per_node=1", engine_python="/opt/bin/python").missing == []
+
+
 def test_services_of_a_run_take_weights_as_it_offers_them() -> None:
     services = made(1, "trackway.weights_transport=ipc", f"{R}.name=vllm", engine_python="/opt/bin/python")
     assert (services.missing, args(services)["weights_transport"]) == ([], "ipc")

@@ -59,6 +59,7 @@ _ENGINE_LEN = 4096
 """Default context length of an engine in tokens (RolloutSettings.max_model_len)."""
 
 
+_BY_SEED = "--enable-deterministic-inference"
 NO_GPU = "this machine has no GPU"
 
 
@@ -110,13 +111,14 @@ def gpus_here() -> int:
     return torch.cuda.device_count()
 
 
-def cannot_transfer(engine: str, gpus: int) -> list[str]:
+def cannot_transfer(engine: str, gpus: int, replicas: int) -> list[str]:
     """Why weights cannot reach engines by CUDA IPC on a machine with `gpus` GPUs; empty when they may."""
-    got = f"engine {engine}" if engine != "vllm" else "" if gpus else NO_GPU
+    got = f"engine {engine}" if engine != "vllm" else NO_GPU if not gpus else ""
+    remedy = "set rollout.name=vllm on a machine with a GPU"
+    if not got and replicas > 1:
+        got, remedy = f"{replicas} replicas", "set trainer.n_gpus_per_node=1"
     expected = "trackway.weights_transport=ipc: expected the engine vllm on the learner's GPU"
-    return (
-        [f"{expected}, got {got}; set rollout.name=vllm on a machine with a GPU, or leave the key out"] if got else []
-    )
+    return [f"{expected}, got {got}; {remedy}, or leave the key out"] if got else []
 
 
 def decided_already(config: RunConfig) -> list[Decision]:
@@ -258,7 +260,7 @@ def _set_engine(config: RunConfig, gpus: int, services: RunServices) -> None:
     if server and model.lora_rank and not model.lora.merge:
         args["max_lora_rank"] = model.lora_rank
     if config.trackway.weights_transport != "store":
-        services.missing += cannot_transfer(services.engine, gpus)
+        services.missing += cannot_transfer(services.engine, gpus, services.replicas or 1)
         args["weights_transport"] = config.trackway.weights_transport
     if server:
         base = serve_config.args_of(services.serve_config, "rollout")
@@ -275,6 +277,10 @@ def _set_engine(config: RunConfig, gpus: int, services: RunServices) -> None:
         if own:
             there = base.get("engine_args", []) if base.get("engine") == services.engine else []
             args["engine_args"] = [*there, *engine_arguments(own)]
+        by_seed = {**base, **args}.get("engine_args", [])
+        if services.engine == "sglang" and rollout.seed is not None and _BY_SEED not in by_seed:
+            reason = "SGLang samples by seeds only with engine_kwargs.sglang.enable_deterministic_inference=true"
+            services.decide(f"{_ROLLOUT}.seed", rollout.seed, "no effect", reason)
     elif may_sleep and rollout.free_cache_engine:
         args["enable_sleep"] = True
         why = _WHILE_ASLEEP if gpus else "the weights of the engine are in a file while the learner computes"
