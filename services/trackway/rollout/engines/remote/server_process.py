@@ -33,13 +33,18 @@ _OURS = frozenset({"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBY
 
 
 class SideProcess:
-    """One server process; `env` is added to our environment without secrets, `folder` is removed after its end."""
+    """One server process; `env` is added to our environment without secrets, `folder` is removed after its end.
+
+    The programs beside its interpreter are first on PATH, as in an activated environment: vLLM looks for `ninja` there.
+    """
 
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str], log: Path, url: str, folder: Path | None = None
     ) -> None:
         self.command, self.log, self.url, self._folder = list(command), log, url, folder
-        self._env = {**{name: value for name, value in without_secrets(os.environ).items() if name not in _OURS}, **env}
+        own = {name: value for name, value in without_secrets(os.environ).items() if name not in _OURS}
+        beside = [str(Path(command[0]).absolute().parent)] if os.sep in command[0] else []
+        self._env = {**own, "PATH": os.pathsep.join([*beside, own.get("PATH", os.defpath)]), **env}
         self._guard: subprocess.Popen[bytes] | None = None
         self._status: int | None = None
 

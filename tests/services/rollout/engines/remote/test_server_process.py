@@ -92,10 +92,11 @@ async def test_the_environment_is_ours_without_our_python_path_and_secrets_plus_
     monkeypatch.setenv("PYTHONPATH", "/ours")
     monkeypatch.setenv("TRACKWAY_TOKEN", "secret")
     monkeypatch.setenv("KEPT", "1")
-    names = ("PYTHONPATH", "TRACKWAY_TOKEN", "KEPT", "NEW")
+    monkeypatch.setenv("PATH", "/bin")
+    names = ("PYTHONPATH", "TRACKWAY_TOKEN", "KEPT", "NEW", "PATH")
     code = f"import os, time; print([os.environ.get(n) for n in {names}], flush=True); "
     process = python(code + "time.sleep(60)", log, NEW="2")
-    await process.start(says(log, "[None, None, '1', '2']"), deadline_s=20)
+    await process.start(says(log, f"[None, None, '1', '2', '{Path(sys.executable).parent}:/bin']"), deadline_s=20)
     await process.stop()
 
 
