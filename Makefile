@@ -48,10 +48,11 @@ test: $(VENV)/.dev $(WEAVE)/.ready ## Run the test suite, but for vLLM's and SGL
 test-fast: $(VENV)/.dev ## Run the tests that start no process, server or sandbox (under 2 minutes on 2 cores).
 	$(PYTEST) -n 2 --dist worksteal -p no:schemathesis --ignore tests/services/tools/test_api_fuzz.py -m 'not slow and not e2e and not extended and not vllm and not sglang and not pods and not manifests and not chaos and not install and not agents and not model and not stores and not kubernetes' $(ARGS)
 
-gpu-check: $(VENV)/.dev ## Check and measure engine and learner on this machine's GPU, or a smaller model on its CPU; ARGS='--report gpu.md'.
-	$(BIN)/python -m tests.gpu_check $(ARGS)
+gpu-check: ## Check and measure on this machine's NVIDIA GPUs: 20 minutes, 40 with several (installs 30 GB, once); writes build/gpu-check.json.
+	@$(MAKE) --no-print-directory VENV=.venv-cuda TORCH_BACKEND=cu130 .venv-cuda/.dev .venv-vllm-cuda/.ready .venv-sglang-cuda/.ready
+	.venv-cuda/bin/python -m tests.gpu_check $(ARGS)
 
-gpu-check-bundle: $(VENV)/.dev ## Download what gpu-check needs besides PyTorch and transformers, for a machine without a network.
+gpu-check-bundle: $(VENV)/.dev ## Download what gpu-check needs, for a machine without a network; ARGS='--only numbers' for a part of 57 MB.
 	$(BIN)/python -m tests.gpu_check.bundle build/gpu-check $(ARGS)
 
 test-vllm: $(VENV)/.dev $(VLLM)/.ready ## Run the rollout engine against a real vLLM on the CPU (3.4 GB, once; minutes).
@@ -157,7 +158,7 @@ bench: $(VENV)/.dev $(WEAVE)/.ready ## Measure what tracing costs, beside its pe
 	$(BIN)/python benchmarks/tracing.py run
 
 clean: ## Remove the environments and every output.
-	rm -rf $(VENV) $(WEAVE) $(VLLM) $(SGLANG) .venv-trl .venv-agentlightning .venv-rllm-gateway .venv-openai-agents outputs
+	rm -rf $(VENV) $(WEAVE) $(VLLM) $(SGLANG) .venv-cuda .venv-vllm-cuda .venv-sglang-cuda .venv-trl-cuda .venv-trl .venv-agentlightning .venv-rllm-gateway .venv-openai-agents outputs
 
 $(VENV)/.uv:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { echo "expected Python 3.11 to 3.13, got $$($(PYTHON) --version); set PYTHON=/path/to/python3.11" >&2; exit 2; }
@@ -192,6 +193,17 @@ $(VLLM)/.ready: tests/vllm/constraints.txt tests/vllm/overrides.txt | $(VENV)/.u
 	@echo "installing vLLM's CPU build for its tests (3.4 GB; first time: a minute or two)"
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(VLLM)
 	$(BIN)/uv pip install --quiet --python $(VLLM)/bin/python --compile-bytecode $(subst $(TORCH_BACKEND),cpu,$(TORCH_FROM)) --override tests/vllm/overrides.txt --requirement tests/vllm/constraints.txt
+	@touch $@
+
+# For `make gpu-check`: the engines with their own kernels, as in the image.
+.venv-vllm-cuda/.ready: deploy/docker/inside/vllm.txt | $(VENV)/.uv
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
+	$(BIN)/uv pip install --quiet --python $(@D)/bin/python --compile-bytecode --no-deps --requirement $<
+	@touch $@
+
+.venv-sglang-cuda/.ready: tests/sglang/requirements.in | $(VENV)/.uv
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
+	$(BIN)/uv pip install --quiet --python $(@D)/bin/python --compile-bytecode --requirement $<
 	@touch $@
 
 $(SGLANG)/.ready: tests/sglang/constraints.txt tests/sglang/overrides.txt $(wildcard tests/sglang/stand_ins/*.py tests/sglang/stand_ins/*/*.py) | $(VENV)/.uv

@@ -62,14 +62,14 @@ class Contender:
     environment: Mapping[str, str]
 
 
-def contenders(names: list[str], checkouts: list[Path]) -> list[Contender]:
+def contenders(names: list[str], checkouts: list[Path], device: str) -> list[Contender]:
     """The contenders by name, and Trackway of each checkout."""
     found = []
     for name in names:
         if name == "trackway":
             found.append(_trackway(name, ROOT))
         elif name == "trl":
-            found.append(Contender(name, str(trl_python()), "step_trl.py", {}))
+            found.append(Contender(name, str(trl_python(device)), "step_trl.py", {}))
         else:
             found.append(Contender(name, sys.executable, "step_plain.py", {}))
     return found + [_trackway(path.resolve().name, path.resolve()) for path in checkouts]
@@ -83,12 +83,18 @@ def _trackway(name: str, checkout: Path) -> Contender:
     return Contender(name, python, "step_trackway.py", {"PYTHONPATH": path})
 
 
-def trl_python() -> Path:
+def trl_python(device: str) -> Path:
     """The interpreter of TRL's environment, which is made if it is missing or has other versions."""
     links = os.environ.get("PIP_FIND_LINKS", "").split()
-    torch_from = [part for link in links for part in ("--find-links", link)] or ["--torch-backend", "cpu"]
+    torch_from = [part for link in links for part in ("--find-links", link)] or [
+        *("--torch-backend", "cpu" if device == "cpu" else "auto")
+    ]
     try:
-        return environment("trl", TRL_REQUIREMENTS, options=[*torch_from, "--constraint", str(CONSTRAINTS)])
+        return environment(
+            "trl" if device == "cpu" else "trl-cuda",
+            TRL_REQUIREMENTS,
+            options=[*torch_from, "--constraint", str(CONSTRAINTS)],
+        )
     except NotMade as error:
         raise Failed(f"{error}: --contenders trackway,plain") from error
 
@@ -161,7 +167,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from trackway.deploy.bundled import TINY_MODEL
     from trackway.trainer.data.tiny import make_tiny_rows
 
-    chosen = contenders(args.contenders, args.checkout)
+    chosen = contenders(args.contenders, args.checkout, args.device)
     prompts, samples = args.batch
     rounds: dict[str, list[Round]] = {contender.name: [] for contender in chosen}
     with tempfile.TemporaryDirectory(prefix="trackway-step-") as name, console.status("starting") as status:
@@ -190,6 +196,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                     threads=args.threads,
                     tracing=args.tracing,
                     seed=number,
+                    device=args.device,
                     learning_rate=1e-9 if scripted else 5e-4,
                 )
                 head = f"round {number + 1} of {args.rounds}, {contender.name}"
@@ -205,7 +212,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 )
     options = {
         "batch": f"{prompts}x{samples}",
-        **{key: getattr(args, key) for key in ("turns", "model", "rounds", "steps", "warm", "threads", "tracing")},
+        **{
+            key: getattr(args, key)
+            for key in ("device", "turns", "model", "rounds", "steps", "warm", "threads", "tracing")
+        },
         "cores": os.cpu_count(),
         "niceness": psutil.Process().nice(),
     }
@@ -247,6 +257,7 @@ def _read_arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=_batch, default=(12, 8), help="prompts x samples of a step; default 12x8")
     parser.add_argument("--turns", type=_at_least(1), default=2, help="most turns of the model; default 2")
     parser.add_argument("--model", choices=[*SHAPES], default="tiny")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="float32 on a CPU, bfloat16 with CUDA")
     parser.add_argument("--rounds", type=_at_least(1), default=3)
     parser.add_argument("--steps", type=_at_least(1), default=10, help="that count, of each round; default 10")
     parser.add_argument("--warm", type=_at_least(1), default=5, help="steps before them; default 5")

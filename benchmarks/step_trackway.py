@@ -99,6 +99,7 @@ def serve_config(work: Work) -> dict[str, Any]:
     config = yaml.safe_load(CPU_CONFIG.read_text())
     for application in config["applications"]:
         if application["name"] == "rollout":
+            application["args"]["device"] = work.device
             application["args"]["max_num_seqs"] = max(128, 128 * -(-work.batch * 4 // (3 * 128)))
         for deployment in application["deployments"]:
             deployment["max_ongoing_requests"] = max(deployment["max_ongoing_requests"], 2 * work.batch)
@@ -127,6 +128,7 @@ def run_config(work: Work, data: Path) -> Any:
             "trainer.val_before_train=false",
             "trainer.save_freq=-1",
             f"trackway.seed={work.seed}",
+            f"trackway.device={work.device}",
             *([] if work.tracing else ["trackway.trace_prompts_per_step=0"]),
         ],
         config_name="tiny_demo",

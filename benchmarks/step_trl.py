@@ -65,8 +65,8 @@ def main() -> None:
     passes = work.batch // work.micro_batch
     config = GRPOConfig(
         output_dir=f"{work.folder}/trl",
-        use_cpu=True,
-        bf16=False,
+        use_cpu=work.device == "cpu",
+        bf16=work.device == "cuda",
         max_steps=work.warm + work.steps,
         per_device_train_batch_size=work.micro_batch,
         gradient_accumulation_steps=passes,

@@ -48,6 +48,8 @@ class Work:
     tracing: bool
     """Whether Trackway traces as many prompts as in the demo."""
     seed: int
+    device: str
+    """`cpu`, in float32, or `cuda`, in bfloat16."""
     learning_rate: float
     """After a warm-up of `WARM_UP` steps."""
 
@@ -149,8 +151,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"head_dim": 32, "intermediate_size": 192},
     "5m": {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
     | {"head_dim": 64, "intermediate_size": 768},
+    "358m": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2}
+    | {"head_dim": 64, "intermediate_size": 4864},
 }
-"""Of 0.28 and 5.0 million parameters."""
+"""By the number of parameters, of `tiny` 0.28 million; the last is Qwen2.5-0.5B's, without its vocabulary."""
 
 
 def scripted_model(folder: Path, shape: str, tokenizer: Path) -> None:

@@ -15,7 +15,7 @@ from trackway.deploy.bundled import TINY_MODEL
 
 def work(folder: Path, **given: int) -> Work:
     sizes = {"prompts": 12, "samples": 8, "turns": 2, "warm": 1, "steps": 2, "threads": 1, "seed": 0} | given
-    return Work(folder=str(folder), model="m", tracing=True, learning_rate=5e-4, **sizes)
+    return Work(folder=str(folder), model="m", tracing=True, device="cpu", learning_rate=5e-4, **sizes)
 
 
 def ended(clocks: list[float], cpu: list[dict[str, float]], machine: list[float]) -> list[dict[str, object]]:

@@ -1,5 +1,5 @@
-"""`make gpu-check`: what a GPU changes in engine and learner, checked and measured, as a report of one page.
+"""`make gpu-check`: what only a GPU can show, as steps with deadlines, and one page of results as JSON to send back.
 
-It needs PyTorch, transformers and requirements.txt; no Ray, no network and no other service. On a machine without a GPU
-the same checks run on the CPU, with a smaller model.
+Steps are test suites, commands and benchmarks that exist for the CPU too. `--device cpu` runs them there as far as
+they go. The step `numbers` needs PyTorch, transformers and requirements.txt only, no Ray and no network.
 """

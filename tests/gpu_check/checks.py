@@ -12,7 +12,6 @@ import torch
 from torch import distributed
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tests.gpu_check.findings import Finding
 from tests.gpu_check.model import Shape, prompts, reference
 from tests.services.rollout.planted_weights import batch, make_versions
 from tests.services.trainer.learner_settings import learner_config
@@ -37,6 +36,26 @@ SHARE = 0.05
 SAME = 1e-4
 """Largest difference of logprobs of one request that is computed twice."""
 LR = 3e-4
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A property that was checked."""
+
+    what: str
+    expected: str
+    got: str
+    holds: bool
+
+    @classmethod
+    def below(cls, what: str, value: float, limit: float) -> "Finding":
+        """A value that has to be at most `limit`; NaN is not."""
+        return cls(what, f"<= {limit:g}", f"{value:.3g}", value <= limit)
+
+    @classmethod
+    def equal(cls, what: str, expected: object, got: object) -> "Finding":
+        """A value that has to be this one."""
+        return cls(what, str(expected), str(got), got == expected)
 
 
 @dataclass(frozen=True)
@@ -140,6 +159,28 @@ def check_learner(subject: Subject) -> list[Finding]:
         for metric in ("actor/grad_norm", "actor/entropy"):
             apart = abs(metrics[metric] - exact_metrics[metric]) / abs(exact_metrics[metric])
             found.append(Finding.below(f"{metric} in {name}, relative", apart, SHARE))
+    return found
+
+
+def check_checkpoints(subject: Subject, folder: Path) -> list[Finding]:
+    """A learner that loads a checkpoint updates as the one that saved it, also one of an adapter, and offloaded."""
+    found: list[Finding] = []
+    kinds: dict[str, dict[str, object]] = {
+        "whole": {},
+        "LoRA": {"lora_rank": 8, "lora_alpha": 16},
+        "offloaded": {"param_offload": True, "optimizer_offload": True},
+    }
+    for kind, settings in kinds.items():
+        config = learner_config(subject.folder, device=str(subject.device), lr=LR, micro_batch_size=4, **settings)
+        saved = Learner(config)
+        saved.update(subject.trajectories)
+        saved.save(folder / kind)
+        expected = saved.update(subject.trajectories).metrics["actor/grad_norm"]
+        del saved
+        loaded = Learner(config)
+        loaded.load(folder / kind)
+        apart = abs(loaded.update(subject.trajectories).metrics["actor/grad_norm"] / expected - 1)
+        found.append(Finding.below(f"actor/grad_norm after loading, {kind}, relative", apart, FLOAT32))
     return found
 
 
@@ -290,6 +331,7 @@ CHECKS: dict[str, Callable[[Subject, Path], list[Finding]]] = {
     "sleep and wake-up": lambda subject, _: check_sleep(subject),
     "offload": lambda subject, _: check_offload(subject),
     "FSDP2, one rank": lambda subject, _: check_ranks(subject),
+    "checkpoints": check_checkpoints,
     "proof of weights": check_proof,
 }
 """By name: what is checked, given the subject and an empty folder."""

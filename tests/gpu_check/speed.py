@@ -1,17 +1,27 @@
-"""Tokens per second of engine and learner in bfloat16, and their share of what the device multiplies."""
+"""Tokens per second of engine and learner in bfloat16, and their share of what the device multiplies.
+
+`python -m tests.gpu_check.speed PYTHON DEVICE` measures vLLM instead, with the interpreter of its environment: the same
+requests through Trackway's engine and straight to its server, printed as JSON.
+"""
 
 import asyncio
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import httpx
+import orjson
 import torch
 
 from tests.gpu_check.checks import LR, engine_of
-from tests.gpu_check.model import Shape, prompts
+from tests.gpu_check.model import LARGE, SMALL, Shape, prompts
 from tests.services.rollout.planted_weights import batch
 from tests.services.trainer.learner_settings import learner_config
-from trackway.rollout.engines.torch.engine import TorchEngine
+from trackway.rollout.engines.protocol import Engine
+from trackway.rollout.engines.remote.vllm import VllmEngine
+from trackway.rollout.settings import RolloutSettings
 from trackway.trainer.learner.learner import Learner
 from trackway.wire.rollout import SamplingParams
 
@@ -84,7 +94,7 @@ async def _generated(shape: Shape, folder: Path, device: torch.device, load: Loa
         await engine.stop()
 
 
-async def _batch(engine: TorchEngine, asked: list[list[int]], length: int) -> int:
+async def _batch(engine: Engine, asked: list[list[int]], length: int) -> int:
     requests = [
         engine.generate(prompt, SamplingParams(max_tokens=length, ignore_eos=True, seed=n), str(n))
         for n, prompt in enumerate(asked)
@@ -104,3 +114,56 @@ def _trained(shape: Shape, folder: Path, device: torch.device, load: Load) -> tu
         torch.cuda.reset_peak_memory_stats()
     learner.update(used)
     return sum(map(len, texts)), _seconds(lambda: learner.update(used), device)
+
+
+async def beside_vllm(python: Path, device: torch.device) -> dict[str, float]:
+    """Tokens per second of vLLM through Trackway's engine, and of the same requests sent to its server alone."""
+    load, shape = Load(device), LARGE if device.type == "cuda" else SMALL
+    with tempfile.TemporaryDirectory() as name:
+        settings = RolloutSettings(
+            engine="vllm",
+            engine_python=python,
+            engine_log=Path(name, "vllm.log"),
+            model_path=shape.write(Path(name, "model")),
+            device="cuda" if device.type == "cuda" else "cpu",
+            dtype="bfloat16",
+            max_num_seqs=load.sequences,
+            max_model_len=1024,
+        )
+        engine = VllmEngine(settings)
+        try:
+            await engine.start()
+            asked = prompts(shape, load.sequences, load.prompt)
+            async with httpx.AsyncClient(base_url=engine.http.base_url, timeout=600.0, trust_env=False) as alone:
+
+                async def bare(prompt: list[int], seed: int) -> int:
+                    sampling = {"max_tokens": load.response, "ignore_eos": True, "seed": seed, "detokenize": False}
+                    body = {"token_ids": prompt, "sampling_params": sampling}
+                    answer = (await alone.post("/inference/v1/generate", json=body)).raise_for_status().json()
+                    return sum(len(choice["token_ids"]) for choice in answer["choices"])
+
+                async def bare_batch() -> int:
+                    return sum(await asyncio.gather(*(bare(prompt, n) for n, prompt in enumerate(asked))))
+
+                async def own_batch() -> int:
+                    return await _batch(engine, asked, load.response)
+
+                await own_batch()
+                return {"vLLM alone": await _rate(bare_batch), "through Trackway": await _rate(own_batch)}
+        finally:
+            await engine.stop()
+
+
+async def _rate(work: Callable[[], Awaitable[int]]) -> float:
+    """Tokens per second of the faster of two batches."""
+    best = 0.0
+    for _ in range(2):
+        began = time.perf_counter()
+        tokens = await work()
+        best = max(best, tokens / (time.perf_counter() - began))
+    return round(best, 1)
+
+
+if __name__ == "__main__":
+    rates = asyncio.run(beside_vllm(Path(sys.argv[1]), torch.device(sys.argv[2])))
+    print(orjson.dumps({"tokens per second": rates}).decode())

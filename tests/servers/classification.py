@@ -20,7 +20,7 @@ async def test_logits_are_those_of_transformers(server: ModuleType, environment:
     folder = write_classifier(tmp_path / "model")
     model = load_classifier(folder, torch.device("cpu"), torch.float32)
     settings = server.settings_of(folder, tmp_path / "log", max_model_len=128, dtype="float32")
-    classifier = open_classifier(settings.model_copy(update={"engine_args": server.ON_CPU_ARGUMENTS}))
+    classifier = open_classifier(settings.model_copy(update={"engine_args": server.SERVER_ARGUMENTS}))
     try:
         await classifier.start()
         async with asyncio.timeout(DEADLINE_S):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.vllm_runs import DEADLINE_S, CanBeMisled
+from tests.vllm.vllm_runs import DEADLINE_S, DEVICE, PLACED, CanBeMisled
 from trackway.rollout.engines.remote.sglang import SglangEngine
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import TrackwayError
@@ -16,10 +16,12 @@ from trackway.wire.weights import Verdict
 
 MARKS = [pytest.mark.anyio, pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]
 """The time limit of each test. The first one of a session also waits for SGLang to start."""
-ENVIRONMENT = Path(__file__).parents[2] / ".venv-sglang"
-ON_CPU = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = Path(__file__).parents[2] / (".venv-sglang" if DEVICE == "cpu" else ".venv-sglang-cuda")
+ON_CPU = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"} if DEVICE == "cpu" else {}
 """Variables of a server on the CPU."""
-ON_CPU_ARGUMENTS = ["--device", "cpu", "--max-total-tokens", "16384", "--sleep-on-idle"]
+SERVER_ARGUMENTS = ["--device", DEVICE, "--max-total-tokens", "16384", "--sleep-on-idle"]
+if DEVICE == "cuda":  # the default kernels there take no float32
+    SERVER_ARGUMENTS += ["--attention-backend", "triton"]
 Replica = SglangEngine
 OTHER_PREFIX = Verdict.ROUNDED
 """An adapter whose tensors have another prefix: SGLang reads the number and the kind of their layer alone."""
@@ -38,14 +40,13 @@ def settings_of(model_path: Path, log: Path, **more: Any) -> RolloutSettings:
         engine="sglang",
         engine_python=ENVIRONMENT / "bin" / "python",
         engine_log=log,
-        engine_args=[*ON_CPU_ARGUMENTS],
+        engine_args=[*SERVER_ARGUMENTS],
         engine_start_s=DEADLINE_S * 2,
         model_path=model_path,
-        device="cpu",
         max_num_seqs=4,
         max_queue=2,
         weight_wait_s=DEADLINE_S,
-        **more,
+        **{**PLACED, **more},
     )
 
 

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.small_runs import small_run
 from tests.e2e.test_training import quiet, trajectories_of
-from tests.sglang.sglang_runs import MARKS, ON_CPU_ARGUMENTS
+from tests.sglang.sglang_runs import MARKS, SERVER_ARGUMENTS
 from tests.vllm.vllm_runs import DEADLINE_S
 from trackway.deploy.bundled import CPU_CONFIG
 from trackway.deploy.config import serve_config
@@ -32,7 +32,7 @@ def deployment(environment: Path, tmp_path: Path) -> Iterator[Deployment]:
     outputs = tmp_path / "outputs"
     settings = UpSettings(outputs=outputs, port=0, dashboard_port=0, ray_port=0, mlflow_port=0)
     settings.start_timeout_s = 2 * DEADLINE_S
-    server = {"engine_python": str(environment / "bin/python"), "engine_args": ON_CPU_ARGUMENTS}
+    server = {"engine_python": str(environment / "bin/python"), "engine_args": SERVER_ARGUMENTS}
     engine = {"engine": "sglang", "device": "cpu", "engine_start_s": 2 * DEADLINE_S, **server}
     config = serve_config.with_options(serve_config.load(CPU_CONFIG), "rollout", engine, {"num_replicas": 2})
     running = bring_up(settings, lambda name, state: print(f"{name}: {state}", flush=True), config)

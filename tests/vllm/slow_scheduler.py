@@ -10,13 +10,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # pyright: ignore[reportMissingImports]
 from vllm.v1.core.sched.scheduler import Scheduler  # pyright: ignore[reportMissingImports]
 
 LONGER_S = 0.01
 
 
-class SlowScheduler(Scheduler):
-    """vLLM's own, but for the time that a step takes."""
+class SlowScheduler(Scheduler if current_platform.is_cpu() else AsyncScheduler):
+    """vLLM's own for this device, but for the time that a step takes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

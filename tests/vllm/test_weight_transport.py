@@ -5,10 +5,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.services.rollout.engines.remote.file_memory import FileMemory
 from tests.services.rollout.engines.remote.model_in_memory import ModelInMemory
-from tests.vllm.vllm_runs import GREEDY, MARKS, PROMPT, Weights, settings_of, started, worst
+from tests.vllm.vllm_runs import DEVICE, GREEDY, MARKS, PROMPT, Weights, settings_of, started, worst
 from trackway.clients.weights import WeightStore
 from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.trainer.learner.weight_proof import tensor_digests
@@ -33,8 +34,9 @@ async def server(
         weights_url=store.url,
         weights_transport="ipc",
     )
-    settings.engine_args.extend(["--worker-extension-cls", "tests.vllm.file_transfer.Registered"])
-    settings.engine_args.extend(["--weight-transfer-config", json.dumps({"backend": "file"})])
+    if DEVICE == "cpu":
+        settings.engine_args.extend(["--worker-extension-cls", "tests.vllm.file_transfer.Registered"])
+        settings.engine_args.extend(["--weight-transfer-config", json.dumps({"backend": "file"})])
     async with started(VllmEngine(settings)) as engine:
         yield engine
 
@@ -43,12 +45,23 @@ def whole_proof(weights: Weights) -> WeightProof:
     return weights.proof.model_copy(update={"digests": tensor_digests(weights.folder), "dtype": "float32"})
 
 
+def sender_for(store: WeightStore, learner: ModelInMemory, folder: Path) -> IpcSender:
+    """Several chunks, of CUDA's memory where there is some."""
+    if DEVICE == "cpu":
+        memory = FileMemory(folder)
+        return IpcSender(store, learner.as_learner(), memory.allocate, memory.share, chunk_bytes=20_000)
+
+    def allocate(size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=DEVICE)
+
+    return IpcSender(store, learner.as_learner(), allocate, chunk_bytes=20_000)
+
+
 async def test_a_version_is_taken_from_memory_and_proved_and_after_half_an_update_it_comes_from_the_store(
     server: VllmEngine, store: WeightStore, first: Weights, second: Weights, tmp_path: Path
 ) -> None:
-    memory = FileMemory(tmp_path)
     learner = ModelInMemory(first.folder)
-    sender = IpcSender(store, learner.as_learner(), memory.allocate, memory.share, chunk_bytes=20_000)
+    sender = sender_for(store, learner, tmp_path)
     await server.load_weights(first.folder, 1, whole_proof(first))
     assert server.stats().transferred_weights == 0  # the first ones of a server are the store's
 

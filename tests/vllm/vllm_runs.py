@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -27,17 +28,30 @@ from trackway.wire.weights import Probe, Verdict, WeightProof
 
 MARKS = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 """Of every test here; the first of a session waits for vLLM's start, too."""
-ENVIRONMENT = Path(__file__).parents[2] / ".venv-vllm"
+DEVICE = "cuda" if os.environ.get("TRACKWAY_TEST_DEVICE") == "cuda" else "cpu"
+"""Device of the servers; `make gpu-check` runs these tests on a GPU."""
+ENVIRONMENT = Path(__file__).parents[2] / (".venv-vllm" if DEVICE == "cpu" else ".venv-vllm-cuda")
+PLACED: dict[str, Any] = {"device": DEVICE, "dtype": "float32"} | (
+    {}
+    if DEVICE == "cpu"
+    else {
+        "gpu_memory_utilization": 0.15,  # several servers at a time
+        "tensor_parallel_size": int(os.environ.get("TRACKWAY_TEST_TENSOR_PARALLEL", "1")),
+    }
+)
+"""Settings of every replica."""
+if DEVICE == "cuda":  # float32 of the servers is float32: TF32 would hide what the tests compare
+    os.environ |= {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
 VOCAB = 96
 EOS = 30
 """A token that the model of seed 0 makes often."""
 MAX_LEN = 1024
 DEADLINE_S = 120.0
 """Of whatever a test waits for; a machine with much other work takes seconds for what takes milliseconds."""
-ON_CPU_ARGUMENTS: list[str] = []
-"""Arguments of any server on the CPU."""
 BLOCK = 128
-"""Tokens of a KV block on the CPU: vLLM reuses prefixes of whole blocks only."""
+"""Tokens of a KV block: vLLM reuses prefixes of whole blocks only."""
+SERVER_ARGUMENTS: list[str] = [] if DEVICE == "cpu" else ["--block-size", str(BLOCK)]
+"""Arguments of any server."""
 
 PROMPT = [11, 12, 13]
 LONG = SamplingParams(max_tokens=300, ignore_eos=True, seed=1)
@@ -177,18 +191,18 @@ def proof_of(model: PreTrainedModel, shift: float = 0.0) -> WeightProof:
 def settings_of(model_path: Path, log: Path, **more: Any) -> RolloutSettings:
     """Settings of a replica with vLLM beside it, whose steps `slowed` can slow down."""
     steps = json.dumps({"steps": str(log.with_suffix(".steps"))})
+    slow = ["--scheduler-cls", "tests.vllm.slow_scheduler.SlowScheduler", "--additional-config", steps]
     return RolloutSettings(
         engine="vllm",
         engine_python=ENVIRONMENT / "bin" / "python",
         engine_log=log,
-        engine_args=["--scheduler-cls", "tests.vllm.slow_scheduler.SlowScheduler", "--additional-config", steps],
+        engine_args=[*slow, *SERVER_ARGUMENTS],
         model_path=model_path,
-        device="cpu",
         enforce_eager=True,  # without torch.compile: the start takes half as long
         max_num_seqs=4,
         max_queue=2,
         weight_wait_s=DEADLINE_S,
-        **more,
+        **{**PLACED, **more},
     )
 
 

@@ -1,5 +1,6 @@
 """The configuration of a learner under test, made from a run's keys."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -58,14 +59,14 @@ SIMPLE = {
 def learner_config(model: Path | str, **settings: Any) -> LearnerConfig:
     """Settings by a field of LearnerConfig, a name of KEYS, or the last part of a key of `actor` or `actor.optim`.
 
-    Those not given are SIMPLE's, and float32 on a CPU.
+    Those not given are SIMPLE's, and float32 on a CPU, or on the device that `make gpu-check` names.
 
     float64, which no run may ask for, makes results comparable to ten digits.
     """
     fields = {name: settings.pop(name) for name in ("dtype", "device", "total_steps") if name in settings}
     keys = {_key(name): value for name, value in (SIMPLE | settings).items()}
     config = of_run(resolve({f"{POLICY}.model.path": str(model), **keys}), total_steps=0)
-    return replace(config, **{"dtype": "float32", "device": "cpu", **fields})
+    return replace(config, **{"dtype": "float32", "device": os.environ.get("TRACKWAY_TEST_DEVICE", "cpu"), **fields})
 
 
 def logprobs_of(learner: Learner, token_ids: Sequence[int] = range(3, 19)) -> list[float]:
