@@ -31,7 +31,7 @@ RUN_TRANSITIONS: dict[RunState, frozenset[RunState]] = {
     RunState.RESTARTING: frozenset({RunState.RUNNING, RunState.RESTARTING, RunState.STOPPING, RunState.FAILED}),
     RunState.STOPPING: frozenset({RunState.STOPPED, RunState.FINISHED, RunState.FAILED}),
     RunState.STOPPED: frozenset({RunState.STARTING, RunState.FAILED}),
-    RunState.FINISHED: frozenset(),
+    RunState.FINISHED: frozenset({RunState.STARTING}),  # with more steps
     RunState.FAILED: frozenset({RunState.STARTING, RunState.FAILED}),
     RunState.UNREADABLE: frozenset({RunState.STARTING, RunState.FAILED}),
 }
@@ -51,8 +51,8 @@ class ResumeRequest(WireRequest):
     """Resume a run from its last checkpoint."""
 
     changes: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
-    """New values by key of verl's vocabulary, of keys that leave what is trained as it is: ranks of the learner, their
-    nodes, and how much each computes and holds. Others are refused."""
+    """New values by key of verl's vocabulary: more steps, ranks of the learner, their nodes, and how much each computes
+    and holds. Other keys are refused."""
 
 
 class TraceSummary(WireReply):

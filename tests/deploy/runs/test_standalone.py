@@ -226,5 +226,9 @@ def test_a_name_that_is_taken_is_refused_before_anything_starts(
         return
     [reason] = checked()
     remedy = "give another trainer.experiment_name or --outputs"
-    resume = ", or set trainer.resume_mode=auto to resume it" if state is RunState.STOPPED else ""
-    assert reason == f"run 'again' is {state} in {tmp_path}; {remedy}{resume}"
+    resume = "set trainer.resume_mode=auto to resume it"
+    if state is RunState.FINISHED:
+        resume = "a larger trainer.total_training_steps to extend it"
+        longer = [*words, "trainer.experiment_name=again", "trainer.total_training_steps=9"]
+        assert prepare(longer, None, "default", tmp_path).check(load=False).findings.missing_here == []
+    assert reason == f"run 'again' is {state} in {tmp_path}; {remedy}, or {resume}"

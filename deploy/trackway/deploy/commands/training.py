@@ -37,7 +37,7 @@ def train(
     config_name: ConfigName = "default",
     run: Annotated[str | None, typer.Option(help="Name of the run; default trainer.experiment_name.")] = None,
     resume: Annotated[
-        str | None, typer.Option(help="Resume this run from its last checkpoint; keys change its ranks.")
+        str | None, typer.Option(help="Resume this run from its last checkpoint; keys extend it or change its ranks.")
     ] = None,
     skip_damaged: Annotated[
         bool, typer.Option("--skip-damaged", help="With --resume: use the last intact checkpoint.")

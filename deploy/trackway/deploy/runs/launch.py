@@ -180,8 +180,8 @@ def resume_run(
     """Resume a run from its last checkpoint, or with `skip_damaged` from the last intact one.
 
     Does nothing for a run that is active, for example because it was resumed automatically. Waits for a run that is
-    being stopped; if that run finishes instead, there is nothing to resume. `changes` are new values of keys that leave
-    what is trained as it is; UserError for an active run.
+    being stopped; if that run finishes instead, there is nothing to resume. `changes` are new values of CHANGEABLE
+    keys; UserError for an active run.
     """
 
     async def resume() -> RunInfo:

@@ -78,7 +78,9 @@ class StandaloneRun:
         if not folder.exists or self.left_off() is not None:
             return ""
         state = folder.info().state
-        resume = "" if state is RunState.FINISHED else ", or set trainer.resume_mode=auto to resume it"
+        resume = ", or set trainer.resume_mode=auto to resume it"
+        if state is RunState.FINISHED:
+            resume = ", or a larger trainer.total_training_steps to extend it"
         name = "give another trainer.experiment_name or --outputs"
         return f"run {folder.name!r} is {state} in {self.settings.outputs}; {name}{resume}"
 
@@ -102,8 +104,11 @@ class StandaloneRun:
     def left_off(self) -> RunFolder | None:
         """The folder of the run to resume; None to start a new run."""
         folder = self._folder
-        wanted = folder.exists and self.config.trainer.resume_mode == "auto"
-        return folder if wanted and folder.info().state is not RunState.FINISHED else None
+        if not folder.exists or self.config.trainer.resume_mode != "auto":
+            return None
+        steps, info = self.config.trainer.total_training_steps, folder.info()
+        has_ended = info.state is RunState.FINISHED and (steps is None or steps <= info.step)
+        return None if has_ended else folder
 
     @property
     def _folder(self) -> RunFolder:

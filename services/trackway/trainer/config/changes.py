@@ -1,4 +1,4 @@
-"""Changes to a run's configuration when it is resumed, limited to keys that do not change what is trained."""
+"""Changes to a run's configuration when it is resumed: its length, and keys that do not change what is trained."""
 
 from collections.abc import Mapping
 
@@ -9,14 +9,17 @@ from trackway.trainer.config.models import RunConfig
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 _ACTOR = "actor_rollout_ref.actor"
+LENGTH = ("trainer.total_training_steps", "trainer.total_epochs")
+"""Keys that extend a finished run."""
 CHANGEABLE = (
+    *LENGTH,
     *("trackway.learner_ranks", "trainer.nnodes", "trainer.n_gpus_per_node"),
     *("trackway.rank_timeout_s", "trackway.placement_timeout_s"),
     f"{_ACTOR}.ulysses_sequence_parallel_size",
     *(f"{_ACTOR}.{name}" for name in ("ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", "ppo_max_token_len_per_gpu")),
     *(f"{_ACTOR}.fsdp_config.{name}" for name in ("fsdp_size", "param_offload", "optimizer_offload", "offload_policy")),
 )
-"""Keys that may change when a run is resumed: ranks, nodes, timeouts, micro-batch sizes and CPU offload."""
+"""Keys that may change when a run is resumed: steps, ranks, nodes, timeouts, micro-batch sizes and CPU offload."""
 RECORDED = ("trackway.ignored_keys",)
 """Keys that are filled in when a configuration is made, and that no command line sets."""
 

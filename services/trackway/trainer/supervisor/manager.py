@@ -18,7 +18,7 @@ from pydantic import JsonValue, SecretStr
 
 from trackway.tracing import TracingSettings
 from trackway.trainer.config import RunConfig, resolve
-from trackway.trainer.config.changes import changed
+from trackway.trainer.config.changes import LENGTH, changed
 from trackway.trainer.data.own_code import health_of, loaded_code, not_loaded
 from trackway.trainer.run_state.checkpoint import check_storage
 from trackway.trainer.run_state.folder import RunFolder
@@ -71,12 +71,14 @@ class RunManager:
         that a service cannot send to. StorageError, and no run is started, when its folder cannot be written.
         """
         config = runnable(resolve(request.config))
+        if request.run is not None:
+            config = config.with_values({"trainer.experiment_name": request.run})
         check_adapter(config)
         await asyncio.to_thread(check_storage, config)
         await self._check_tracking(config)
         code = await self._loaded_code(config)
         engine_threads = await self._engine_threads()
-        folder = self.registry.folder(request.run or config.trainer.experiment_name)
+        folder = self.registry.folder(config.trainer.experiment_name)
         async with self._lock:
             with self.registry.outputs_lock.held():
                 self._require_idle()
@@ -94,11 +96,12 @@ class RunManager:
         skip_damaged: bool = False,
         changes: Mapping[str, JsonValue] = MappingProxyType({}),
     ) -> RunInfo:
-        """Resume a run from its last checkpoint, or its last intact one; CONFLICT unless it is stopped or failed.
+        """Resume a run from its last checkpoint, or its last intact one; CONFLICT while it is active.
+
+        A finished run is extended by `changes` with more steps or epochs, and is a CONFLICT without.
 
         `by_itself` marks an automatic resume. It counts as a restart, and is a CONFLICT once a user has stopped the
-        run. `changes` are new values of keys that leave what is trained as it is, INVALID_REQUEST for others; the run
-        keeps them.
+        run. `changes` are new values of CHANGEABLE keys, INVALID_REQUEST for others; the run keeps them.
         """
         folder = self.registry.existing(name)
         config = changed(folder.config(), changes)
@@ -113,11 +116,12 @@ class RunManager:
                 if by_itself and not before.interrupted:
                     message = f"expected an interrupted run to resume, got run {name!r}, which is {before.state}"
                     raise TrackwayError(ErrorCode.CONFLICT, message, run=name)
-                if before.state is RunState.FINISHED:
+                steps = config.trainer.total_training_steps
+                is_longer = changes.keys() & {*LENGTH} and (steps is None or steps > before.step)
+                if before.state is RunState.FINISHED and not is_longer:
                     message = (
-                        f"run {name!r} finished after step {before.step}, so there is nothing to resume; start another "
-                        "run, which begins at its weights with trainer.resume_mode=resume_path and "
-                        f"trainer.resume_from_path={folder.checkpoints / f'global_step_{before.step}'}"
+                        f"run {name!r} finished after step {before.step}, so there is nothing to resume; extend it, "
+                        f"for example with trainer.total_training_steps={2 * before.step}"
                     )
                     raise TrackwayError(ErrorCode.CONFLICT, message, run=name)
                 folder.write_owner(Owner.of(os.getpid()))

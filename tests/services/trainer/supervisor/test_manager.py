@@ -218,8 +218,23 @@ async def test_a_stopped_run_resumes_and_learns_the_same(baseline, runs: RunMana
     with pytest.raises(
         TrackwayError, match=f"run 'stopped' finished after step {STEPS}, so there is nothing to resume"
     ) as no:
-        await runs.resume("stopped")
+        await runs.resume("stopped", changes={"trainer.total_training_steps": STEPS})
     assert no.value.code is ErrorCode.CONFLICT
+
+    await runs.resume("stopped", changes={"trainer.total_training_steps": STEPS + 1})
+    extended = await ended(runs, "stopped")
+    assert (extended.state, extended.step, extended.total_steps) == (RunState.FINISHED, STEPS + 1, STEPS + 1)
+    assert learned(await rows_of(runs, "stopped"))[: len(baseline.rows)] == learned(baseline.rows)
+
+
+async def test_a_run_has_the_name_of_the_request_everywhere(runs: RunManager, request_of) -> None:
+    request = request_of("first")
+    await runs.start(request.model_copy(update={"run": "second"}))
+
+    info = await ended(runs, "second")
+
+    assert (info.state, [info.run for info in runs.registry.list()]) == (RunState.FINISHED, ["second"])
+    assert runs.registry.folder("second").config().trainer.experiment_name == "second"
 
 
 @pytest.mark.parametrize(
