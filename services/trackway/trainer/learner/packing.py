@@ -1,15 +1,18 @@
 """A micro-batch as one row without padding: its sequences end to end, each with positions from 0.
 
-Attention is computed sequence by sequence, so a token sees exactly what it sees in a separate row, and the work grows
-with the sum of the squared lengths. A mask of the whole row, which transformers builds from such positions, would grow
-with the square of the sum and rule out the causal kernels.
+Attention is computed sequence by sequence, on GPUs in one call of PyTorch's kernel for sequences of any lengths. So a
+token sees exactly what it sees in a separate row, and the work grows with the sum of the squared lengths. A mask of the
+whole row, which transformers builds from such positions, would grow with the square of the sum and rule out the causal
+kernels.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -29,6 +32,13 @@ class SequenceLengths:
     """The ranks over which the tokens of the row are divided; None for a whole row."""
     seen: bool = False
     """Whether an attention layer has used it."""
+    _offsets: Tensor | None = None
+
+    def offsets(self, device: torch.device) -> Tensor:
+        """Return [sequences + 1] int32: where each sequence begins, and the end of the last."""
+        if self._offsets is None:
+            self._offsets = torch.tensor([0, *accumulate(self.sizes)], dtype=torch.int32, device=device)
+        return self._offsets
 
     def check_seen(self, model: PreTrainedModel) -> None:
         """Raises RuntimeError when no attention layer used the lengths, and so treated the row as one sequence."""
@@ -103,6 +113,7 @@ class _Causal(torch.nn.Module):
 
 
 _CAUSAL = _Causal()
+_HALF = (torch.bfloat16, torch.float16)
 
 
 def attend_by_sequence(
@@ -118,21 +129,68 @@ def attend_by_sequence(
 
     Of a row that is divided over ranks, each has its own S tokens.
     """
+    ranks = None if sequence_lengths is None else sequence_lengths.ranks
+    queries_of_head = query.shape[1] // key.shape[1]
+    divides = ranks is None or key.shape[1] % ranks.size == 0
+    if queries_of_head > 1 and not (divides and _takes_grouped_heads(query)):
+        key = key.repeat_interleave(queries_of_head, dim=1)
+        value = value.repeat_interleave(queries_of_head, dim=1)
+        module = _CAUSAL
     if sequence_lengths is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # pyright: ignore[reportArgumentType]
     sequence_lengths.seen = True
-    sizes, ranks = sequence_lengths.sizes, sequence_lengths.ranks
     if ranks is not None:
-        if key.shape[1] % ranks.size:
-            queries_of_head = query.shape[1] // key.shape[1]
-            key = key.repeat_interleave(queries_of_head, dim=1)
-            value = value.repeat_interleave(queries_of_head, dim=1)
-            module = _CAUSAL
         query, key, value = map(ranks.by_heads, (query, key, value))
-    sequences = zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True)
-    outputs = [sdpa_attention_forward(module, q, k, v, None, **kwargs)[0] for q, k, v in sequences]  # pyright: ignore[reportArgumentType]
-    output = torch.cat(outputs, dim=1)
+    if _takes_all_sequences(query, value) and not kwargs.get("dropout"):
+        output = _attend_in_one_call(query, key, value, sequence_lengths, kwargs.get("scaling"))
+    else:
+        parts = (states.split(sequence_lengths.sizes, 2) for states in (query, key, value))
+        outputs = [sdpa_attention_forward(module, q, k, v, None, **kwargs)[0] for q, k, v in zip(*parts, strict=True)]  # pyright: ignore[reportArgumentType]
+        output = torch.cat(outputs, dim=1)
     return output if ranks is None else ranks.by_tokens(output), None
+
+
+def _attend_in_one_call(query: Tensor, key: Tensor, value: Tensor, lengths: SequenceLengths, scaling: object) -> Tensor:
+    """Return [1, S, heads, D]: causal attention within each sequence of [1, heads, S, D]."""
+    dtype, offsets, longest = _dtype_of(query), lengths.offsets(query.device), max(lengths.sizes)
+    output = varlen_attn(
+        *(states[0].transpose(0, 1).to(dtype) for states in (query, key, value)),
+        cu_seq_q=offsets,
+        cu_seq_k=offsets,
+        max_q=longest,
+        max_k=longest,
+        scale=scaling if isinstance(scaling, float) else None,
+        window_size=(-1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(output, Tensor)
+    return output.unsqueeze(0)
+
+
+def _takes_grouped_heads(query: Tensor) -> bool:
+    """Whether a kernel that keeps no S x S scores takes fewer heads of keys than of queries.
+
+    On GPUs only flash attention does, in half precision; the memory-efficient kernel wants equal heads (PyTorch's
+    `sdp_utils.cpp`).
+    """
+    return not _on_gpu(query) or _dtype_of(query) in _HALF
+
+
+def _takes_all_sequences(query: Tensor, value: Tensor) -> bool:
+    """Whether flash attention takes these tensors: half precision, on Ampere or newer, in heads of up to 256."""
+    width = query.shape[-1]
+    fits = _dtype_of(query) in _HALF and width == value.shape[-1] <= 256 and width % 8 == 0
+    return fits and _on_gpu(query) and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _dtype_of(tensor: Tensor) -> torch.dtype:
+    """The type in which attention is computed, that of autocast where it is on."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
 AttentionInterface.register(ATTENTION, attend_by_sequence)

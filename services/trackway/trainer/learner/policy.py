@@ -164,7 +164,7 @@ class Policy:
         if gradient_checkpointing:
             self.model.activation_checkpointing_enable({"use_reentrant": False})
         self.packs = remove_padding and can_pack(self.model)
-        if self.packs:
+        if can_pack(self.model):
             self.model.set_attn_implementation(ATTENTION)
         if ranks.sequences is not None:
             require_divisible(self.model, ranks.sequences.size, packs=self.packs)

@@ -3,8 +3,9 @@
 import random
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.services.trainer.learner_settings import learner_config
+from trackway.trainer.learner import packing
 from trackway.trainer.learner.batch import TrainingBatch
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner
@@ -272,6 +274,89 @@ def test_heads_of_keys_are_repeated_before_an_exchange_only_for_more_ranks_than_
         torch.testing.assert_close(packed[:, part], alone.transpose(1, 2), rtol=0, atol=1e-12)
 
 
+@pytest.fixture
+def grouped_model(tmp_path: Path) -> Path:
+    """Two heads of queries to one of keys, 16 wide."""
+    torch.manual_seed(0)
+    folder = tmp_path / "grouped"
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **SMALL)).save_pretrained(folder)
+    return folder
+
+
+def test_on_gpus_the_sequences_of_a_row_are_one_call_of_the_kernel_for_any_lengths_in_half_precision(
+    grouped_model: Path, rollout: Rollout, monkeypatch: pytest.MonkeyPatch
+):
+    batch = ragged(rollout)
+    config = learner_config(grouped_model, dtype="bfloat16", micro_batch_size=4, remove_padding=True)
+    expected, theirs = updated(config, batch)
+    seen: list[tuple[list[int], int]] = []
+
+    def kernel(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        scale: float | None,
+        window_size: tuple[int, int],
+        enable_gqa: bool,
+    ) -> Tensor:
+        """What `torch.nn.attention.varlen` documents, in PyTorch's own kernels for a CPU."""
+        assert {query.dtype, key.dtype, value.dtype} == {torch.bfloat16}
+        assert (query.shape[1:], key.shape[1:], enable_gqa) == ((2, 16), (1, 16), True)
+        assert (window_size, cu_seq_q.dtype, max_q) == ((-1, 0), torch.int32, max_k)
+        assert cu_seq_q.tolist() == cu_seq_k.tolist()
+        seen.append((cu_seq_q.tolist(), max_q))
+        parts = (
+            states.transpose(0, 1)[None].tensor_split(cu_seq_q.tolist()[1:-1], 2) for states in (query, key, value)
+        )
+        outputs = [
+            scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, scale=scale, enable_gqa=enable_gqa)
+            for q, k, v in zip(*parts, strict=True)
+        ]
+        return torch.cat(outputs, 2)[0].transpose(0, 1)
+
+    on_a_gpu(monkeypatch)
+    monkeypatch.setattr(packing, "varlen_attn", kernel)
+    gradients, ours = updated(config, batch)
+
+    assert seen
+    for offsets, longest in seen:
+        assert longest == max(end - begin for begin, end in pairwise(offsets))
+    torch.testing.assert_close(gradients, expected, rtol=0, atol=0)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_on_gpus_heads_of_keys_are_repeated_in_float32_so_that_no_scores_are_kept(
+    packs: bool, grouped_model: Path, rollout: Rollout, monkeypatch: pytest.MonkeyPatch
+):
+    batch = ragged(rollout)
+    config = learner_config(grouped_model, micro_batch_size=4, remove_padding=packs)
+    expected, _ = updated(config, batch)
+    heads: list[tuple[int, int, bool]] = []
+
+    def recorded(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool = False, **more: Any) -> Tensor:
+        heads.append((query.shape[1], key.shape[1], enable_gqa))
+        return scaled_dot_product_attention(query, key, value, enable_gqa=enable_gqa, **more)
+
+    on_a_gpu(monkeypatch)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
+    gradients, _ = updated(config, batch)
+
+    assert set(heads) == {(2, 2, False)}
+    torch.testing.assert_close(gradients, expected, rtol=1e-5, atol=1e-6)
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are chosen as on a GPU of the generation Hopper."""
+    monkeypatch.setattr(packing, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
 def test_a_packed_row_cannot_be_changed(rollout: Rollout):
     row = PackedRow.of(TrainingBatch.of([rollout()], [0.0]))
 
@@ -288,7 +373,7 @@ def test_attention_that_is_not_told_the_lengths_is_an_error(tiny_model: Path, ro
 
 
 def test_a_packing_model_is_exported_like_any_other(tiny_model: Path, tmp_path: Path):
-    for name, packing in (("packed", True), ("padded", False)):
-        Policy(str(tiny_model), remove_padding=packing).export(tmp_path / name)
+    for name, packs in (("packed", True), ("padded", False)):
+        Policy(str(tiny_model), remove_padding=packs).export(tmp_path / name)
 
     assert (tmp_path / "packed/config.json").read_text() == (tmp_path / "padded/config.json").read_text()
