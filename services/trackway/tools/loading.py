@@ -1,6 +1,8 @@
 """Loads the tools named in the settings: built-in ones, import paths, modules, files, MCP servers."""
 
+import inspect
 import pkgutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -41,7 +43,7 @@ def tools_of(settings: ToolsSettings) -> list[BaseTool | ToolSource]:
     """The tools that the settings name; imports their `modules`. Errors as in `load_tools`, and OwnCodeError."""
     import_modules(settings.modules, settings.code_path)
     return load_tools(
-        settings.built_in(own_tools=bool(functions_of_modules(settings.modules))),
+        settings.built_in(own_tools=bool(functions_of_modules(settings.modules) or _classes_of(settings.modules))),
         settings.extra_tools,
         settings.tool_config,
         settings.tool_config_path,
@@ -73,6 +75,12 @@ def load_tools(
         *(_function(function, f"module {function.__module__}") for function in functions_of_modules(modules)),
     ]
     tools = [tool if isinstance(tool, ToolSource) else _build(tool, configs) for tool in planned]
+    named = {type(tool) for tool in tools}
+    tools += [
+        _build(_Planned(f"module {tool.__module__}", tool.default, _name_of(tool)), configs)
+        for tool in _classes_of(modules)
+        if tool not in named
+    ]
     registry = ToolRegistry(tool for tool in tools if isinstance(tool, BaseTool))
     unused = sorted(set(configs) - set(registry.names()))
     if unused:
@@ -91,6 +99,18 @@ def _build(planned: _Planned, configs: Mapping[str, ToolConfig]) -> BaseTool:
         raise kind(f"{planned.origin}: {failure_of(error)}") from error
     tool.origin = planned.origin
     return tool
+
+
+def _classes_of(modules: Sequence[str]) -> list[type[BaseTool]]:
+    """The tools with a schema that imported modules, or modules below them, define."""
+    within = tuple(f"{name}." for name in modules)
+    classes = [
+        value
+        for module in [module for name, module in sys.modules.items() if f"{name}.".startswith(within)]
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, BaseTool) and value.__module__ == module.__name__
+    ]
+    return [tool for tool in classes if tool.default_schema is not None and not inspect.isabstract(tool)]
 
 
 def _built_in(name: str) -> _Planned:

@@ -18,7 +18,8 @@ class ToolsSettings(ToolLimits, OwnCodeSettings):
     """Built-in tools to offer, by name; none by default when `modules` define tools, or tool_config_path or
     function_tool_path is given."""
     extra_tools: list[str] = Field(default_factory=list)
-    """Additional tools by import path `pkg.mod:name`: subclasses of BaseTool, or functions with `@function_tool`."""
+    """Additional tools by import path `pkg.mod:name`: subclasses of BaseTool, or functions with `@function_tool`.
+    Those that `modules` define are offered without it."""
     tool_config_path: Path | None = None
     """verl's tool_config YAML: classes and MCP servers."""
     function_tool_path: Path | None = None

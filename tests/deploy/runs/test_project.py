@@ -81,13 +81,17 @@ def test_a_code_path_of_the_file_is_kept(project: Path) -> None:
     assert config.trackway.code_path == f"{Path.cwd()}/src"
 
 
-def test_another_file_has_no_folder_of_its_own(project: Path, tmp_path: Path) -> None:
-    (project / "trackway.yaml").rename(project / "other.yaml")
+def test_another_file_has_a_folder_of_its_own_only_if_it_names_modules(project: Path, tmp_path: Path) -> None:
+    (project / "other.yaml").write_text(yaml.safe_dump({**CONFIG, "trackway": {"seed": 1}}))
+    (project / "big.yaml").write_text(yaml.safe_dump(CONFIG))
 
     config = configured([], project / "other.yaml", "default")
+    own = configured([], project / "big.yaml", "default")
 
     assert config.data.train_files == [f"{tmp_path}/data/rows.jsonl"]
     assert config.trackway.code_path is None
+    assert own.data.train_files == [f"{project}/data/rows.jsonl"]
+    assert own.trackway.code_path == str(project)
 
 
 def test_services_elsewhere_get_no_path_of_this_machine(project: Path, tmp_path: Path) -> None:

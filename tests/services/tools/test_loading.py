@@ -91,6 +91,32 @@ def test_function_tools_of_a_module_are_offered_alone_or_beside_named_ones(
     assert loaded == [["shout"], ["calculator", "shout"]]
 
 
+CLASS = """
+from trackway.tools.builtin.calculator import CalculatorTool
+
+class Mine(CalculatorTool):
+    pass
+
+class Abstract(CalculatorTool):
+    default_schema = None
+"""
+
+
+def test_tool_classes_of_a_module_are_offered_in_place_of_the_built_in_ones_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_class.py").write_text(CLASS)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    own = ToolsSettings(modules=["own_class"], code_path=tmp_path)
+    named = ToolsSettings(modules=["own_class"], code_path=tmp_path, extra_tools=["own_class:Mine"])
+
+    loaded = [[type(tool).__name__ for tool in tools_of(settings)] for settings in (own, named)]
+
+    assert loaded == [["Mine"], ["Mine"]]
+    with pytest.raises(ValueError, match="two named 'calculator'"):
+        tools_of(ToolsSettings(modules=["own_class"], code_path=tmp_path, tools=["calculator"]))
+
+
 def test_a_module_without_tools_leaves_the_built_in_ones() -> None:
     loaded = tools_of(ToolsSettings(modules=["time"]))
 

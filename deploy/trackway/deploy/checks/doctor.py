@@ -22,7 +22,7 @@ from trackway.deploy.local.settings import UpSettings
 from trackway.system.user_error import UserError
 
 DEMO_EXTRAS = ("tools", "reward", "agent", "rollout", "trainer", "deploy", "mlflow")
-OTHER_EXTRAS = ("weave", "wandb", "tensorboard")
+OTHER_EXTRAS = ("console", "weave", "wandb", "tensorboard")
 PYTHONS = ((3, 11), (3, 14))
 """The first version that works, and the first that does not."""
 DISK_GB = 2.0

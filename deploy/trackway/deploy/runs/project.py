@@ -9,6 +9,7 @@ A resumed run continues with its own settings, and does not read the file.
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from trackway.deploy.deployment.record import Deployment
@@ -20,9 +21,12 @@ _DEFAULT = "default"
 
 
 def project_file(config: Path | None, config_name: str = _DEFAULT) -> Path | None:
-    """The `trackway.yaml` that a command takes: the one named, or that of the working folder when none is named."""
+    """The project's file that a command takes: the named one, or the working folder's `trackway.yaml`.
+
+    A file of another name is a project's if it sets `trackway.modules`.
+    """
     if config is not None:
-        return config if config.name == FILE_NAME else None
+        return config if config.name == FILE_NAME or _names_modules(config) else None
     return Path(FILE_NAME) if config_name == _DEFAULT and Path(FILE_NAME).is_file() else None
 
 
@@ -49,6 +53,15 @@ def configured(
     if composed.trackway.code_path is None:
         composed = composed.with_values({"trackway.code_path": str(folder)})
     return launch.placed(composed, deployment, folder, _keys_of(overrides))
+
+
+def _names_modules(file: Path) -> bool:
+    try:
+        tree = yaml.safe_load(file.read_text()) if file.is_file() else None
+    except (OSError, ValueError, yaml.YAMLError):
+        return False  # reading the configuration names the fault
+    own = tree.get("trackway") if isinstance(tree, dict) else None
+    return isinstance(own, dict) and bool(own.get("modules"))
 
 
 def _keys_of(overrides: Sequence[str]) -> frozenset[str]:

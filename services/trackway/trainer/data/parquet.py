@@ -133,12 +133,14 @@ def _require_columns(record: Record) -> None:
     if not missing:
         return
     is_raw_gsm8k = record.data.keys() >= RAW_GSM8K
-    build = "`trackway data gsm8k --local-dataset-path <its folder>`" if is_raw_gsm8k else "`trackway data`"
+    remedy = "add them as docs/guides/data.md shows"
+    if is_raw_gsm8k:
+        remedy = "build the file with `trackway data gsm8k --local-dataset-path <its folder>`"
     raise TrackwayError(
         ErrorCode.INVALID_REQUEST,
         f"{record.file}:{record.line}: expected columns {', '.join(REQUIRED_COLUMNS)}, "
         f"missing {', '.join(_with_nearest(name, record.data) for name in missing)} of {', '.join(record.data)}; "
-        f"build the file with {build} or with verl's preprocessing",
+        f"{remedy}",
     )
 
 
