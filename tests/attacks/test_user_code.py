@@ -1,5 +1,6 @@
 """User code that would end its process fails its own call; the service and its other instances live on."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,8 +40,9 @@ def reward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]
 
 
 def failure(response: httpx.Response) -> tuple[int, str, str]:
+    """Status, code and message, without the place in the user's code."""
     error = response.json()["error"]
-    return response.status_code, error["code"], error["message"]
+    return response.status_code, error["code"], re.sub(r" \(/\S+:\d+\)", "", error["message"])
 
 
 def lives(service: ServiceProcess) -> bool:

@@ -21,7 +21,7 @@ from trackway.agent.episode import Episode
 from trackway.agent.toolbox import Toolbox, tool_facts
 from trackway.agent.waits import waits_for
 from trackway.chat.encoding import TooLong
-from trackway.serving.user_code import described, run_user_code
+from trackway.serving.user_code import located, run_user_code
 from trackway.tracing import SpanHandle, add_incident, reward_span, set_outcome, token2text, trajectory_span
 from trackway.tracing.attributes import IS_BASELINE, STOP_REASON, group_id
 from trackway.wire.agent import AgentInfo, GroupRequest
@@ -328,7 +328,6 @@ def _named(error: Exception, episode: Episode) -> TrackwayError:
         return TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message)
     logger.error("trajectory %s failed", episode.id, exc_info=error)
     message = (
-        f"agent loop {episode.agent_name!r} failed: {described(error)}; "
-        "this is a bug; see the traceback in the agent service's log"
+        f"agent loop {episode.agent_name!r} failed: {located(error)}; see the traceback in the agent service's log"
     )
     return TrackwayError(ErrorCode.INTERNAL, message)

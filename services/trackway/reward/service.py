@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from trackway.reward.scorers import Scorer, ScorerRegistry, method_of
-from trackway.serving.user_code import described, run_user_code
+from trackway.serving.user_code import located, run_user_code
 from trackway.tracing import SpanHandle, reward_span, token2text
 from trackway.tracing.active import active_tracing
 from trackway.tracing.redaction import redacted
@@ -86,7 +86,7 @@ class RewardService:
                 raise TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message) from error
             # The traceback is logged here, since it does not cross the process.
             logger.exception("scorer %r failed", name)
-            message = f"scorer {name!r} failed: {described(error)}; see the traceback in the reward service's log"
+            message = f"scorer {name!r} failed: {located(error)}; see the traceback in the reward service's log"
             raise TrackwayError(ErrorCode.INTERNAL, message) from error
 
 

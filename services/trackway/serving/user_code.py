@@ -6,17 +6,23 @@ neither them nor other BaseExceptions. Code that ends the process without raisin
 """
 
 import asyncio
+import sysconfig
+import traceback
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeVar, cast
 
+import trackway
+
 T = TypeVar("T")
 
 Steps = Coroutine[Any, Any, T] | Generator[Any, Any, T]
 
 _inside: ContextVar[bool] = ContextVar("trackway_user_code", default=False)
+_NOT_OWN = (*trackway.__path__, *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+"""Folders of code that is not the user's."""
 _LEAVE_THE_LOOP = (SystemExit, KeyboardInterrupt)
 
 
@@ -44,6 +50,15 @@ def described(error: BaseException) -> str:
     if isinstance(error, UserCodeExit):
         return message
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def located(error: BaseException) -> str:
+    """Type and message, and the file and line of the user's code that raised it, if any did."""
+    if isinstance(error, UserCodeExit):
+        return described(error)
+    files = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    own = [f"{file}:{line}" for file, line in files if not file.startswith((*_NOT_OWN, "<"))]
+    return f"{described(error)} ({own[-1]})" if own else described(error)
 
 
 @contextmanager
