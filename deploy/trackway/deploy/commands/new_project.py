@@ -22,7 +22,8 @@ def init(
 ) -> None:
     """Write a project: rows, a tool, a reward function, an agent loop, a configuration and a test.
 
-    `trackway try rows.jsonl` and `trackway train` work in the folder at once, with the tiny model.
+    `trackway try rows.jsonl` and `trackway train` work in the folder at once. The tiny model earns rewards with
+    `calculator` alone; the others need a model of yours.
 
     Example: trackway init my-agent
     """
@@ -33,3 +34,6 @@ def init(
     stdout.print(f"{folder} has {', '.join(files)}", soft_wrap=True, highlight=False)
     for line in (f"cd {folder}", "trackway try rows.jsonl", "trackway train"):
         stdout.print(f"  {line}", soft_wrap=True, highlight=False)
+    if template != "calculator":
+        note = "the tiny model's rewards are 0 here: set actor_rollout_ref.model.path in trackway.yaml for a real run"
+        stdout.print(note, soft_wrap=True, highlight=False)
