@@ -28,7 +28,7 @@ from trackway.system import StorageError, escape_log_records, refuse_inspection,
 from trackway.system.storage import FULL, error_number, storage_error
 from trackway.system.waits import Waits
 from trackway.trainer.assignment import receive
-from trackway.trainer.out_of_memory import with_advice
+from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.activity import reported
 from trackway.trainer.run_state.exit_status import EXIT_FAILED, EXIT_STORAGE
 from trackway.trainer.run_state.folder import RunFolder
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 Build: TypeAlias = Callable[[RunFolder, asyncio.Event, bool, Waits], Awaitable[tuple["Training", "Tracking"]]]
 Fit: TypeAlias = Callable[["Training"], Awaitable[RunState]]
+Advise: TypeAlias = Callable[[Exception, RunConfig], None]
 
 ORPHAN_GRACE_S = 30.0
 """Seconds to save a checkpoint after the service that started this process has exited."""
@@ -83,7 +84,6 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         number = error_number(error)
         if number not in FULL:
-            with_advice(error)
             raise
         return _failed(folder, storage_error(number, folder.path, f"the files of run {folder.name!r}"))
     return 0
@@ -119,14 +119,18 @@ async def _work(folder: RunFolder, lifeline: bool, skip_damaged: bool) -> None:
 
 async def _train(folder: RunFolder, stop: asyncio.Event, skip_damaged: bool) -> tuple[RunState, int]:
     # Importing torch and transformers takes seconds, so the signal handlers are installed before.
-    build, fit = await asyncio.to_thread(_heavy_imports)
+    build, fit, advise = await asyncio.to_thread(_heavy_imports)
     async with reported(folder) as report:
         config = folder.config()
         if config.placement.ranks == 1 and config.trackway.weights_transport == "store":  # else it shares GPU memory
             refuse_inspection()
-        training, tracking = await build(folder, stop, skip_damaged, report.waits)
-        report.account = training.scheduler.account
-        return await _trained(folder, stop, training, tracking, fit)
+        try:
+            training, tracking = await build(folder, stop, skip_damaged, report.waits)
+            report.account = training.scheduler.account
+            return await _trained(folder, stop, training, tracking, fit)
+        except Exception as error:
+            advise(error, config)
+            raise
 
 
 async def _trained(
@@ -157,11 +161,12 @@ async def _trained(
     return state, training.step
 
 
-def _heavy_imports() -> tuple[Build, Fit]:
+def _heavy_imports() -> tuple[Build, Fit, Advise]:
     from trackway.trainer.loop.build import build
     from trackway.trainer.loop.fit import fit
+    from trackway.trainer.loop.from_config import advise
 
-    return build, fit
+    return build, fit, advise
 
 
 def _stop_on_request(folder: RunFolder, stop: asyncio.Event, lifeline: bool) -> None:

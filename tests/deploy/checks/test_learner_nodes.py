@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from trackway.deploy.checks.findings import Findings
-from trackway.deploy.checks.run import RunCheck, Subject
+from trackway.deploy.checks.run import Checked, RunCheck, Subject
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs.report import plan_report
@@ -103,7 +103,7 @@ def test_services_of_this_machine_are_one_node(tmp_path: Path) -> None:
 def test_the_plan_says_where_the_ranks_are(words: list[str], line: str | None) -> None:
     config, console = compose(words), Console(width=240)
     with console.capture() as capture:
-        console.print(plan_report(forecast(config, None), "", config, None))
+        console.print(plan_report(Checked(Findings(), forecast(config, None), ""), config, None))
 
     lines = [" ".join(row.split()) for row in capture.get().splitlines()]
     assert [row.removeprefix("learner ") for row in lines if row.startswith("learner ")] == ([line] if line else [])

@@ -58,7 +58,7 @@ def examine(settings: UpSettings) -> Examination:
     findings = [
         _python(),
         *(_extra(extra, extra in DEMO_EXTRAS) for extra in (*DEMO_EXTRAS, *OTHER_EXTRAS)),
-        _gpu(),
+        *_gpu(settings),
         _template(str(settings.model_path)),
         _sandbox(),
         _chromium(),
@@ -88,24 +88,50 @@ def _extra(extra: str, demo: bool) -> Finding:
     return Finding(name=f"trackway[{extra}]", ok=not missing, found=found, remedy=remedy, demo=demo)
 
 
-def _gpu() -> Finding:
+def _gpu(settings: UpSettings) -> Iterator[Finding]:
+    name = "torch and GPU"
     try:
         build = version("torch")
     except PackageNotFoundError:
-        return Finding(name="torch and GPU", ok=True, found="no torch: needed by rollout and trainer only")
+        yield Finding(name=name, ok=True, found="no torch: needed by rollout and trainer only")
+        return
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a library of the build is missing
         remedy = "install torch again, for this machine: `uv pip install --reinstall --torch-backend auto torch`"
-        return Finding(name="torch and GPU", ok=False, found=f"torch {build} fails: {error}", remedy=remedy, demo=True)
+        yield Finding(name=name, ok=False, found=f"torch {build} fails: {error}", remedy=remedy, demo=True)
+        return
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     if names:
-        return Finding(name="torch and GPU", ok=True, found=f"torch {build}; {', '.join(names)}")
-    if shutil.which("nvidia-smi") is None:
-        return Finding(name="torch and GPU", ok=True, found=f"torch {build}; no GPU, everything runs on the CPU")
-    remedy = "install the build for the GPU: `uv pip install --reinstall --torch-backend auto torch`"
-    found = f"torch {build} finds no GPU, but nvidia-smi is there"
-    return Finding(name="torch and GPU", ok=False, found=found, remedy=remedy)
+        yield Finding(name=name, ok=True, found=f"torch {build}; {', '.join(names)}")
+        yield from _gpu_memory(str(settings.model_path), len(names))
+    elif shutil.which("nvidia-smi") is None:
+        yield Finding(name=name, ok=True, found=f"torch {build}; no GPU, everything runs on the CPU")
+    else:
+        remedy = "install the build for the GPU: `uv pip install --reinstall --torch-backend auto torch`"
+        found = f"torch {build} finds no GPU, but nvidia-smi is there"
+        yield Finding(name=name, ok=False, found=found, remedy=remedy)
+
+
+def _gpu_memory(model: str, ranks: int) -> Iterator[Finding]:
+    """Whether the GPUs hold what the ranks of a learner need at least, with the default keys."""
+    if missing_packages("trainer"):
+        return
+    from trackway.deploy.checks.gpu_memory import gib, gpu_memory
+    from trackway.deploy.config.services_for_run import gpu_bytes
+    from trackway.trainer.config import compose
+
+    config = compose([f"actor_rollout_ref.model.path={model}", f"trackway.learner_ranks={ranks}"])
+    memory = gpu_memory(config, {}, gpu_bytes(), download=False)
+    if memory is None or memory.total is None:
+        return
+    held, ok = memory.learner.exact, memory.learner.exact <= memory.total
+    remedy = (
+        "set actor.fsdp_config.param_offload and optimizer_offload, train an adapter (model.lora_rank), or use more "
+        "GPUs"
+    )
+    found = f"weights, gradients and moments of the policy take {gib(held)} of each GPU's {gib(memory.total)}"
+    yield Finding(name="GPU memory", ok=ok, found=found, remedy="" if ok else remedy)
 
 
 def _template(model: str) -> Finding:

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 from trackway.chat.template_support import template_support
 from trackway.clients import ServiceClient, run
 from trackway.deploy.checks.findings import Findings, Report
+from trackway.deploy.checks.gpu_memory import GpuMemory, gpu_memory
 from trackway.deploy.checks.model import tokenizer_here
 from trackway.deploy.checks.rows import MEASURED_ROWS, RowsHere
 from trackway.deploy.checks.served_names import offered_by
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.code_versions import changed_since_start
 from trackway.deploy.config.engine_python import check_engine_python
-from trackway.deploy.config.services_for_run import RunServices, gpus_here, too_many_nodes
+from trackway.deploy.config.services_for_run import RunServices, gpu_bytes, gpus_here, too_many_nodes
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.serve_api import ServeApi, ray_token
 from trackway.deploy.local import preflight
@@ -76,6 +77,8 @@ class Checked:
     plan: Forecast
     rows: str
     """The number of training rows, in words."""
+    memory: GpuMemory | None = None
+    """None for a run without GPUs, or a model that is not here."""
 
 
 class RunCheck:
@@ -259,6 +262,17 @@ class RunCheck:
         with self.findings.part(self._report, "tokenizer", "loading"):
             return tokenizer_here(path, self._load, self.findings)
 
+    def memory(self) -> GpuMemory | None:
+        """Forecast the memory of the run's GPUs, and compare it with this machine's."""
+        services, deployment = self._subject.services, self._subject.deployment
+        used = services.serve_config if services else deployment.serve_config if deployment else {}
+        gpus = [] if self._subject.elsewhere else gpu_bytes()
+        memory = gpu_memory(self._subject.config, used, gpus, self._load)
+        if memory is not None:
+            self.findings.missing_here += memory.missing
+            self.findings.not_checked += memory.not_sure
+        return memory
+
     def with_template(self, served: Served, rows: RowsHere) -> Served:
         """Measure the prompts with the model's tokenizer, and note what its chat template shows of tools."""
         tokenizer = self.tokenizer()
@@ -287,7 +301,7 @@ def check_run(subject: Subject, load: bool, report: Report = lambda name, state:
     except TrackwayError as error:
         check.findings.wrong.append(error.message)
         plan = forecast(config, None)
-    return Checked(check.findings, plan, here.sentence)
+    return Checked(check.findings, plan, here.sentence, check.memory())
 
 
 def check_parts(subject: Subject, report: Report = lambda name, state: None) -> tuple[Findings, dict[str, Rows]]:

@@ -111,6 +111,13 @@ def gpus_here() -> int:
     return torch.cuda.device_count()
 
 
+def gpu_bytes() -> list[int]:
+    """The memory of each GPU that this process can see."""
+    import torch
+
+    return [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
+
+
 def cannot_transfer(engine: str, gpus: int, replicas: int) -> list[str]:
     """Why weights cannot reach engines by CUDA IPC on a machine with `gpus` GPUs; empty when they may."""
     got = f"engine {engine}" if engine != "vllm" else NO_GPU if not gpus else ""

@@ -10,7 +10,7 @@ from trackway.deploy.runs.report import plan_report
 
 def plan_of(subject: Subject, checked: Checked) -> RenderableType:
     """The plan and the findings for a terminal."""
-    plan = plan_report(checked.plan, checked.rows, subject.config, subject.services)
+    plan = plan_report(checked, subject.config, subject.services)
     return Group(plan, checked.findings.report())
 
 
@@ -22,4 +22,5 @@ def plan_as_json(checked: Checked) -> dict[str, object]:
         **findings.model_dump(),
         "rows": checked.rows,
         "plan": asdict(checked.plan),
+        "gpu_memory": None if checked.memory is None else asdict(checked.memory),
     }

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from trackway.deploy.checks.run import Checked
 from trackway.deploy.config.services_for_run import Decision, RunServices
 from trackway.deploy.terminal.tables import size_of, table
 from trackway.trainer.config import RunConfig, no_effect
@@ -42,12 +43,12 @@ def settings_report(config: RunConfig, decisions: Sequence[Decision]) -> Rendera
     return Group(*parts)
 
 
-def plan_report(plan: Forecast, rows: str, config: RunConfig, services: RunServices | None) -> RenderableType:
-    """The plan of a run; `rows` is the number of rows in words."""
-    n = config.actor_rollout_ref.rollout.n
+def plan_report(checked: Checked, config: RunConfig, services: RunServices | None) -> RenderableType:
+    """The plan of a run."""
+    plan, n = checked.plan, config.actor_rollout_ref.rollout.n
     group = f"{n}" if config.group_size == n else f"({n} + 1 greedy)"
     lines = [
-        ("rows", rows),
+        ("rows", checked.rows),
         ("steps", _steps(plan, config)),
         ("a step", f"{plan.prompts} prompts x {group} = {plan.trajectories} trajectories"),
         (
@@ -58,6 +59,7 @@ def plan_report(plan: Forecast, rows: str, config: RunConfig, services: RunServi
         *([("value model", _value_model(plan, config))] if plan.value_updates else []),
         *([("learner", _learner(config))] if config.placement.ranks > 1 or config.idle_gpus else []),
         ("rollout", _replicas(services)),
+        *([] if checked.memory is None else checked.memory.rows),
         ("overlap", _overlap(config)),
         ("correction", _correction(config)),
         ("validation", _schedule(plan.validations, plan, "never: no data.val_files")),

@@ -16,6 +16,10 @@ from trackway.trainer.config.policy import (
 )
 from trackway.trainer.learner.ranks.balance import PassLimit
 
+WHOLE_LOGITS = 2**26
+"""Values of the logits of a pass up to which they are computed whole by default: 256 MiB in float32. Computing the head
+twice costs time, which only larger logits are worth."""
+
 
 class LoraSettings(NamedTuple):
     """Settings of an adapter."""
@@ -98,6 +102,8 @@ class LearnerConfig:
     """First call of `Learner.update`, counted from 1, that updates the policy; 0 and 1 are the same."""
     total_steps: int
     """Calls of `Learner.update` in the whole run; the cosine and a warm-up by ratio need it."""
+    max_prompt_length: int
+    """Longest prompt in tokens."""
     max_response_length: int
     """Longest response in tokens."""
     dtype: str

@@ -13,6 +13,7 @@ from trackway.trainer.config import RunConfig
 from trackway.trainer.config.weave_project import weave_project
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.filtering import GroupFilter
+from trackway.trainer.learner.gpu_memory import with_advice
 from trackway.trainer.learner.overlong import OverlongPenalty
 from trackway.trainer.learner.profiler import Profiler
 from trackway.trainer.loop.colocation import Sharing
@@ -50,6 +51,7 @@ def learner_config(config: RunConfig, total_steps: int) -> LearnerConfig:
         critic=config.critic,
         critic_warmup=config.trainer.critic_warmup,
         total_steps=total_steps,
+        max_prompt_length=config.data.max_prompt_length,
         max_response_length=config.data.max_response_length,
         dtype=_dtype(dtype, device),
         device=device,
@@ -59,6 +61,12 @@ def learner_config(config: RunConfig, total_steps: int) -> LearnerConfig:
         proximal_logprobs=own.proximal_logprobs,
         save_token_values=own.save_token_values,
     )
+
+
+def advise(error: Exception, config: RunConfig) -> None:
+    """End the traceback of an OutOfMemoryError with the keys that help, and what was forecast."""
+    if isinstance(error, torch.OutOfMemoryError):
+        with_advice(error, learner_config(config, 0), config.placement)
 
 
 def experimental(config: RunConfig, device: str) -> list[Experimental]:

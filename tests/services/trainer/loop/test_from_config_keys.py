@@ -113,7 +113,10 @@ READ_AS_GIVEN = (
 """Keys that the learner reads from their sections; the properties of LearnerConfig are the others."""
 
 KEYS: dict[str, tuple[JsonValue, Fields]] = {
-    "data.max_prompt_length": (99, {"plan.max_prompt_length": 99, **asks(limits__max_prompt_length=99)}),
+    "data.max_prompt_length": (
+        99,
+        {"plan.max_prompt_length": 99, "learner.max_prompt_length": 99, **asks(limits__max_prompt_length=99)},
+    ),
     "data.max_response_length": (
         98,
         {

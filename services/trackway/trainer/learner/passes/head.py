@@ -18,10 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from trackway.trainer.learner.algorithm import exact_kl
-
-WHOLE_LOGITS = 2**26
-"""Values of the logits of a pass up to which they are computed whole by default: 256 MiB in float32. Computing the head
-twice costs time, which only larger logits are worth."""
+from trackway.trainer.learner.config import WHOLE_LOGITS
 
 
 class TokenLogits(NamedTuple):

@@ -13,8 +13,8 @@ import signal
 import sys
 
 from trackway.system import escape_log_records
+from trackway.trainer.learner.gpu_memory import with_advice
 from trackway.trainer.learner.ranks.group import DEVICE_ERRORS, EXIT_PEER_LOST, SETTINGS, serve
-from trackway.trainer.out_of_memory import with_advice
 
 _PR_SET_PDEATHSIG = 1
 
@@ -40,7 +40,7 @@ def main() -> int:
     try:
         serve(options.index, options.host, options.port, options.settings)
     except DEVICE_ERRORS as error:
-        with_advice(error)
+        with_advice(error, options.settings.config, options.settings.placement)
         raise
     except RuntimeError:
         logging.getLogger("trackway.trainer").exception("rank %d: a collective failed", options.index)

@@ -7,16 +7,20 @@ import pytest
 import torch
 from torch.distributed import DistBackendError
 
+from tests.services.trainer.learner_settings import learner_config
+from trackway.trainer.config.placement import Placement
+from trackway.trainer.learner.gpu_memory import ADVICE
 from trackway.trainer.learner.ranks import process
-from trackway.trainer.learner.ranks.group import EXIT_PEER_LOST
-from trackway.trainer.out_of_memory import ADVICE
+from trackway.trainer.learner.ranks.group import EXIT_PEER_LOST, GroupSettings
 
 
 @pytest.fixture
 def fails(monkeypatch: pytest.MonkeyPatch):
     """`fails(error)`: the exit status of a rank that serves until this error."""
-    for module, name in ((process.ctypes, "CDLL"), (process.signal, "signal"), (process, "SETTINGS")):
+    settings = GroupSettings(learner_config("/no/model"), Placement(2), 1.0)
+    for module, name in ((process.ctypes, "CDLL"), (process.signal, "signal")):
         monkeypatch.setattr(module, name, Mock())
+    monkeypatch.setattr(process, "SETTINGS", Mock(validate_json=Mock(return_value=settings)))
     monkeypatch.setattr(process.sys, "argv", ["process", "1", "127.0.0.1", "9", "{}", str(os.getppid())])
 
     def fail(error: Exception) -> int:
