@@ -12,6 +12,7 @@ would own the first rank too, blocks its caller without a way to cancel, and its
 before.
 """
 
+import atexit
 import itertools
 import logging
 import os
@@ -33,7 +34,7 @@ import torch
 from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from torch import distributed
-from torch.distributed import DistStoreError, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import DistError, DistStoreError, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from trackway.trainer.config.placement import Placement
 from trackway.trainer.learner.config import LearnerConfig
@@ -68,8 +69,8 @@ SHARED_S = 60.0
 SHARED_ERRORS = (ValueError, OSError, SafetensorError)
 """Errors that every rank meets alike, such as a damaged checkpoint, or only the first, as when it writes: the group is
 as good as before."""
-DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
-"""Errors of a rank's own GPU. They are RuntimeErrors, like the errors of collectives."""
+END_S = 30.0
+"""Longest wait for the group of the first rank to end: NCCL waits for kernels that wait for a lost rank."""
 COMMAND = "command"
 """Name in the store; commands are numbered. The store holds no value: any process that reaches it can write there."""
 STOP = "stop"
@@ -221,7 +222,7 @@ class RankGroup:
                 process.wait(STOP_S)
         self.processes = {}
         if distributed.is_initialized():
-            distributed.destroy_process_group()
+            end_group()
 
     def _announce(self, name: str, arguments: Sequence[object]) -> None:
         self._store.set(f"{COMMAND}/{self._commands}", "")
@@ -233,7 +234,7 @@ class RankGroup:
         for index in self.processes:
             while not self._store.check([_joined(index)]):
                 if self._ended() or time.monotonic() > end:
-                    raise RuntimeError(f"rank {index} did not join")
+                    raise DistStoreError(f"rank {index} did not join")
                 time.sleep(0.05)
 
     @contextmanager
@@ -243,10 +244,10 @@ class RankGroup:
             yield
         except SHARED_ERRORS:
             raise
-        except (RankError, *DEVICE_ERRORS):
-            self._kill()
-            raise
         except Exception as error:
+            if isinstance(error, RankError) or not is_of_group(error):
+                self._kill()
+                raise
             culprits = " and ".join(self._culprits())
             self._kill()
             remedy = "see worker.log, the run goes on from its last checkpoint"
@@ -383,6 +384,27 @@ def serve(index: int, host: str, port: int, settings: GroupSettings) -> None:
         except SHARED_ERRORS as error:
             failure = error
         _outcomes(failure)
+
+
+def is_of_group(error: Exception) -> bool:
+    """Whether a collective or the store failed, not this rank's own work or GPU; both raise RuntimeErrors.
+
+    gloo's errors have no class of their own, and name its source file.
+    """
+    return isinstance(error, DistError) or (type(error) is RuntimeError and "gloo" in str(error))
+
+
+def end_group() -> None:
+    """Leave the group of all ranks, at most END_S; a group that does not end is left behind, and so is its GPU memory.
+
+    Such a group could also block the end of the process, which then ends at once.
+    """
+    ending = threading.Thread(target=distributed.destroy_process_group, name="end of the ranks' group", daemon=True)
+    ending.start()
+    ending.join(END_S)
+    if ending.is_alive():
+        logger.critical("the group of the learner's ranks did not end in %g s and is left behind", END_S)
+        atexit.register(os._exit, EXIT_PEER_LOST)
 
 
 def _listening_store(host: str) -> TCPStore:

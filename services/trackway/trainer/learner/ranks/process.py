@@ -14,7 +14,7 @@ import sys
 
 from trackway.system import escape_log_records
 from trackway.trainer.learner.gpu_memory import with_advice
-from trackway.trainer.learner.ranks.group import DEVICE_ERRORS, EXIT_PEER_LOST, SETTINGS, serve
+from trackway.trainer.learner.ranks.group import EXIT_PEER_LOST, SETTINGS, is_of_group, serve
 
 _PR_SET_PDEATHSIG = 1
 
@@ -39,10 +39,10 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s")
     try:
         serve(options.index, options.host, options.port, options.settings)
-    except DEVICE_ERRORS as error:
-        with_advice(error, options.settings.config, options.settings.placement)
-        raise
-    except RuntimeError:
+    except Exception as error:
+        if not is_of_group(error):
+            with_advice(error, options.settings.config, options.settings.placement)
+            raise
         logging.getLogger("trackway.trainer").exception("rank %d: a collective failed", options.index)
         return EXIT_PEER_LOST
     return 0

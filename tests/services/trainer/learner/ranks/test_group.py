@@ -5,9 +5,11 @@ import os
 import pickle
 import queue
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,6 +33,7 @@ from trackway.trainer.learner.ranks.group import (
     LeadingLearner,
     RankError,
     RankGroup,
+    end_group,
     require_shared,
     send_command,
 )
@@ -189,6 +192,23 @@ def test_an_error_of_the_first_ranks_gpu_names_no_other_rank(config: LearnerConf
         with pytest.raises(torch.OutOfMemoryError), group.command("release_memory"):
             raise torch.OutOfMemoryError("CUDA out of memory")
         assert [process.wait(10) for process in group.processes.values()] == [-signal.SIGKILL]
+
+
+def test_a_group_that_does_not_end_is_left_behind_by_name_and_the_process_can_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    blocked, at_exit = threading.Event(), Mock()
+    monkeypatch.setattr(group_module, "END_S", 0.1)
+    monkeypatch.setattr(group_module.atexit, "register", at_exit)
+    monkeypatch.setattr(group_module.distributed, "destroy_process_group", blocked.wait)
+    try:
+        end_group()
+    finally:
+        blocked.set()
+
+    [said] = [record.getMessage() for record in caplog.records if record.levelname == "CRITICAL"]
+    assert said == "the group of the learner's ranks did not end in 0.1 s and is left behind"
+    at_exit.assert_called_once_with(os._exit, EXIT_PEER_LOST)
 
 
 def test_ranks_of_one_node_listen_on_loopback_only(config: LearnerConfig):

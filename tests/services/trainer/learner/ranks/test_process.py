@@ -30,8 +30,12 @@ def fails(monkeypatch: pytest.MonkeyPatch):
     return fail
 
 
-def test_a_lost_peer_has_an_exit_status_of_its_own(fails):
-    assert fails(DistBackendError("connection closed by peer")) == EXIT_PEER_LOST
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:31007"
+
+
+@pytest.mark.parametrize("error", [DistBackendError("NCCL error: remote process exited"), RuntimeError(GLOO)])
+def test_a_lost_peer_has_an_exit_status_of_its_own(fails, error: Exception):
+    assert fails(error) == EXIT_PEER_LOST
 
 
 @pytest.mark.parametrize(
@@ -39,9 +43,10 @@ def test_a_lost_peer_has_an_exit_status_of_its_own(fails):
     [
         (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), []),
         (torch.OutOfMemoryError("CUDA out of memory"), [ADVICE]),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), []),
     ],
 )
-def test_an_error_of_its_own_gpu_is_raised_and_not_taken_for_a_lost_peer(fails, error: Exception, notes: list[str]):
+def test_an_error_of_its_own_is_raised_and_not_taken_for_a_lost_peer(fails, error: Exception, notes: list[str]):
     with pytest.raises(type(error)) as raised:
         fails(error)
 
