@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from trackway.deploy.bundled import CPU_CONFIG, TINY_MODEL
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.services_for_run import RunServices, decided_already, services_for
+from trackway.deploy.local.up import shared_gpus
 from trackway.rollout.settings import RolloutSettings
 from trackway.tools.settings import ToolsSettings
 from trackway.trainer.config import compose
@@ -287,10 +289,13 @@ def test_lengths_beyond_the_models_positions_are_missing_before_the_embedded_eng
         assert made(0, model, *words, engine_python="/opt/bin/python").missing == []
 
 
-def test_a_run_that_says_nothing_leaves_replicas_to_the_serve_config() -> None:
+def test_a_run_that_says_nothing_leaves_replicas_to_the_serve_config_and_says_which_gpus_are_idle() -> None:
     services = made(8)
 
-    assert (services.replicas, rollout_deployment(services)["num_replicas"], services.decisions) == (None, 1, [])
+    assert (services.replicas, rollout_deployment(services)["num_replicas"]) == (None, 1)
+    idle = ("", "1 rank, on GPU 0", "set it to use the 8 GPUs of this machine")
+    assert told(services) == {"n_gpus_per_node": idle}
+    assert made(1).decisions == made(0).decisions == []
     assert "num_gpus" not in rollout_deployment(services)["ray_actor_options"]
 
 
@@ -364,7 +369,8 @@ def test_verls_old_spelling_of_a_reward_model_is_read_and_its_server_has_gpus_be
         **{"model_path": "/models/judge", "model_name": "/models/judge"},
     }
     [deployment] = services.serve_config["applications"][-1]["deployments"]
-    assert deployment["ray_actor_options"] == {"num_cpus": 0.5, "num_gpus": 2}
+    own = {"env_vars": {"CUDA_VISIBLE_DEVICES": "2,3"}}
+    assert deployment["ray_actor_options"] == {"num_cpus": 0.5, "num_gpus": 0, "runtime_env": own}
 
     on_cpu = args(made(0, *old, engine_python="/opt/python"), "reward_model")
     assert (on_cpu["engine"], on_cpu["device"], "tensor_parallel_size" in on_cpu) == ("vllm", "cpu", False)
@@ -374,6 +380,37 @@ def test_verls_old_spelling_of_a_reward_model_is_read_and_its_server_has_gpus_be
             "trainer.n_gpus_per_node, or serve the model elsewhere and give its address as "
             "custom_reward_function.reward_kwargs.reward_router_address"
         ]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "keys", "own", "shared"),
+    [
+        (2, None, ["trainer.n_gpus_per_node=1", f"{R}.name=vllm"], {"1"}, "0"),
+        (8, None, ["trainer.n_gpus_per_node=6", f"{R}.name=vllm", f"{RM}.rollout.name=vllm"], {"7"}, "0,1,2,3,4,5,6"),
+        (2, "GPU-5,GPU-3", [], {"GPU-3"}, "GPU-5"),
+    ],
+)
+def test_the_gpu_of_a_reward_model_is_hidden_from_ray_and_the_learner(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, visible: str | None, keys: list[str], own: set[str], shared: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    services = made(gpus, *JUDGED, *keys, engine_python="/opt/python")
+
+    assert services.missing == []
+    assert serve_config.own_gpus(services.serve_config) == own
+    assert shared_gpus(services.serve_config) == {"CUDA_VISIBLE_DEVICES": shared}
+    assert shared_gpus(made(gpus, *keys, engine_python="/opt/python").serve_config) == {}
+
+
+def test_a_reward_model_does_not_share_the_learners_only_gpu() -> None:
+    alone = made(1, *JUDGED)
+    assert [said.partition(" on this machine")[0] for said in alone.missing] == [
+        "reward.reward_model: expected 1 GPUs beside the run's 1, got 1"
+    ]
+    assert made(1, *JUDGED, "trackway.device=cpu").missing == []
 
 
 def test_a_reward_models_engine_is_its_own_and_not_that_of_the_policy() -> None:

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from trackway.deploy.bundled import CPU_CONFIG
 from trackway.system.user_error import UserError
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 _POLICIES = {
     # Serve does not count direct calls, which are most calls of these services.
     f"trackway.deploy.graph:{service}": {"policy": {"policy_function": "trackway.deploy.autoscaling:all_requests"}}
@@ -155,6 +156,22 @@ def with_another(
     another = {**copy.deepcopy(like), "name": name, "route_prefix": f"/{name}", "args": {}, "deployments": [target]}
     changed["applications"].append(another)
     return with_options(changed, name, args, {"num_replicas": 1, **(deployment or {})})
+
+
+def on_own_gpus(names: Sequence[str]) -> dict[str, Any]:
+    """Actor options of a deployment that has these GPUs of the machine to itself, whatever Ray gives to others."""
+    return {"num_gpus": 0, "runtime_env": {"env_vars": {VISIBLE: ",".join(names)}}}
+
+
+def own_gpus(config: Mapping[str, Any]) -> set[str]:
+    """Names of the GPUs that deployments of the config have to themselves."""
+    options = [
+        deployment.get("ray_actor_options", {})
+        for application in config.get("applications", [])
+        for deployment in application.get("deployments", [])
+    ]
+    given = [option.get("runtime_env", {}).get("env_vars", {}).get(VISIBLE, "") for option in options]
+    return {name for names in given for name in names.split(",") if name}
 
 
 def args_of(config: dict[str, Any], service: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ differ.
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,6 +112,12 @@ def gpus_here() -> int:
     return torch.cuda.device_count()
 
 
+def visible_gpus(count: int) -> list[str]:
+    """Names of the `count` GPUs that processes of this one see, as CUDA_VISIBLE_DEVICES has them."""
+    given = os.environ.get(serve_config.VISIBLE)
+    return given.split(",")[:count] if given else [str(index) for index in range(count)]
+
+
 def gpu_bytes() -> list[int]:
     """The memory of each GPU that this process can see."""
     import torch
@@ -197,6 +204,8 @@ def _place_on_gpus(config: RunConfig, gpus: int, services: RunServices) -> RunCo
     """Place the rollout replicas; return the configuration with the number of the run's GPUs."""
     rollout, asked = config.actor_rollout_ref.rollout, config.trainer.n_gpus_per_node
     if (rollout.name, rollout.tensor_model_parallel_size, asked) == (None, None, None):
+        if gpus > 1:
+            services.decide(_GPUS, "", "1 rank, on GPU 0", f"set it to use the {gpus} GPUs of this machine")
         return config
     run_gpus, each = gpus if asked is None else asked, rollout.tensor_model_parallel_size or 1
     if not 1 <= run_gpus <= gpus:
@@ -408,7 +417,7 @@ def _set_reward_model(config: RunConfig, gpus: int, base: dict[str, Any], servic
     longest = config.data.max_prompt_length + config.data.max_response_length
     if longest > _ENGINE_LEN and (scores or is_classifier(folder)):
         args.setdefault("max_model_len", longest)
-    taken = config.trainer.n_gpus_per_node or 0
+    taken = config.trainer.n_gpus_per_node or int(config.trackway.device != "cpu")
     if gpus and taken + needed > gpus:
         services.missing.append(
             f"{_REWARD_MODEL}: expected {needed} GPUs beside the run's {taken}, got {gpus} on this machine; lower "
@@ -417,7 +426,7 @@ def _set_reward_model(config: RunConfig, gpus: int, base: dict[str, Any], servic
         )
     options: dict[str, Any] = {"max_ongoing_requests": 2 * args.get("max_num_seqs", _SERVER_SEQS)}
     if gpus:
-        options["ray_actor_options"] = {"num_gpus": needed}
+        options["ray_actor_options"] = serve_config.on_own_gpus(visible_gpus(gpus)[-needed:])
     services.serve_config = serve_config.with_another(services.serve_config, "rollout", REWARD_MODEL, args, options)
     services.missing += _too_long(services, REWARD_MODEL, model.model_path, OF_REWARD_MODEL)
     asks = {REWARD_MODEL: {"path": model.model_path}}

@@ -7,6 +7,7 @@ the dashboard can run code.
 import os
 import secrets
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from trackway.deploy import http_proxy
@@ -20,8 +21,12 @@ def new_token() -> str:
     return secrets.token_hex(32)
 
 
-def start(port: int, dashboard_port: int, token: str, log: Path, *, dashboard: bool = False) -> ProcessRecord:
+def start(
+    port: int, dashboard_port: int, token: str, log: Path, variables: Mapping[str, str], *, dashboard: bool = False
+) -> ProcessRecord:
     """Start `ray start --head --block`, one process whose descendants form the whole cluster.
+
+    `variables` are added to its environment.
 
     With `dashboard`, Ray's dashboard, log monitor, metrics and client server run beside Serve's REST API.
     """
@@ -44,7 +49,7 @@ def start(port: int, dashboard_port: int, token: str, log: Path, *, dashboard: b
     command = [sys.executable, "-m", program, "start", "--head", "--block", "--disable-usage-stats", "--no-monitor"]
     command += [f"{option}={value}" for option, value in options.items()]
     lean = {} if dashboard else {name: os.environ.get(name, value) for name, value in _LEAN.items()}
-    return processes.start("ray", command, {**os.environ, **lean, **_environment(token)}, log)
+    return processes.start("ray", command, {**os.environ, **lean, **_environment(token), **variables}, log)
 
 
 _LEAN = {

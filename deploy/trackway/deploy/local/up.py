@@ -5,7 +5,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,8 @@ def _launch(settings: UpSettings, config: dict[str, object]) -> Deployment:
     token = ray_cluster.new_token()
     # Before Ray: the MLflow start may be refused, and nothing must be left running then.
     mlflow_uri, mlflow = _mlflow(settings, mlflow_port)
-    ray = ray_cluster.start(ray_port, dashboard_port, token, logs / "ray.log", dashboard=settings.ray_dashboard)
+    gpus = shared_gpus(config)
+    ray = ray_cluster.start(ray_port, dashboard_port, token, logs / "ray.log", gpus, dashboard=settings.ray_dashboard)
     started = [ray, *mlflow]
     base_url = f"http://{address_of(host_of(config))}:{port}"
     return Deployment(
@@ -119,6 +120,16 @@ def _launch(settings: UpSettings, config: dict[str, object]) -> Deployment:
         processes=started,
         serve_config=_completed(config, settings, base_url, port, mlflow_uri),
     )
+
+
+def shared_gpus(config: Mapping[str, Any]) -> dict[str, str]:
+    """The variable that hides from Ray, and so from the learner, the GPUs that deployments have to themselves."""
+    own = serve_config.own_gpus(config)
+    if not own:
+        return {}
+    from trackway.deploy.config.services_for_run import gpus_here, visible_gpus  # they import torch
+
+    return {serve_config.VISIBLE: ",".join(name for name in visible_gpus(gpus_here()) if name not in own)}
 
 
 def _mlflow(settings: UpSettings, port: int) -> tuple[str, list[ProcessRecord]]:
@@ -202,7 +213,8 @@ def _wait(
 def _again(deployment: Deployment, settings: UpSettings) -> ProcessRecord:
     port = httpx.URL(deployment.dashboard_url).port or 8265
     log = Deployment.path(deployment.outputs).parent / "ray-retry.log"
-    return ray_cluster.start(free_port(), port, deployment.token, log, dashboard=settings.ray_dashboard)
+    gpus = shared_gpus(deployment.serve_config)
+    return ray_cluster.start(free_port(), port, deployment.token, log, gpus, dashboard=settings.ray_dashboard)
 
 
 def _service_ready(deployment: Deployment, state: ApplicationState | None, service: str, report: Report) -> bool:
