@@ -33,6 +33,7 @@ CHECKOUT = Path(__file__).parents[3]
 MODEL = TINY_MODEL
 R = "actor_rollout_ref.rollout"
 LOOP = f"{R}.agent.default_agent_loop"
+CPU = "trackway.device=cpu"
 ROW = Sample(
     data_source="openai/gsm8k",
     agent_name="tool_agent",
@@ -431,6 +432,16 @@ def test_services_that_run_must_read_as_long_as_the_runs_model_and_lack_no_key(w
     assert (
         refused.text == "distillation.enabled: expected False, got True; distillation is not implemented; leave it out"
     )
+
+
+def test_gpus_of_a_run_on_services_of_a_machine_without_any_are_missing_unless_it_trains_on_the_cpu(
+    words, running: Deployment
+) -> None:
+    asked = words({}, f"{R}.trace.backend=null", "trainer.n_gpus_per_node=8")
+    told = [command(training, "train", *asked, more, "--dry-run").text for more in ("trackway.seed=1", CPU)]
+
+    said = "trainer.n_gpus_per_node=8: expected a GPU for trackway.device=auto, got none; set trackway.device=cpu"
+    assert [said in text for text in told] == [True, False]
 
 
 def test_a_service_that_does_not_answer_is_unknown_to_a_plan_and_missing_to_a_preflight(

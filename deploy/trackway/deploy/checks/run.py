@@ -120,6 +120,11 @@ class RunCheck:
                 findings.missing_here.append(
                     f"trackway.device={config.trackway.device}: expected a GPU, got none; set cpu or auto"
                 )
+            if config.trackway.device == "auto" and config.learner_needs_gpus and not gpus_here():
+                findings.missing_here.append(
+                    f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: expected a GPU for "
+                    "trackway.device=auto, got none; set trackway.device=cpu, or leave the number out"
+                )
             # Starting services also starts an MLflow server.
             findings.missing_here += missing_for_loggers(config, deployment.mlflow_uri if deployment else "its own")
         if deployment is None:
