@@ -9,7 +9,7 @@ per weights keeps old KV from new requests instead; releasing memory while a req
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +39,8 @@ _LINGER_S, _POLL_S = 10.0, 0.05
 _MOST_CANDIDATES = 1024
 _SEVERAL_NODES = ("--dp", "--data-parallel", "--nnodes", "--dist-init-addr")
 """Arguments of servers whose ranks need a port to meet: on several nodes, or in several groups."""
+_TAGS: Mapping[MemoryPart, list[str]] = {"weights": ["weights"], "kv_cache": ["kv_cache", "cuda_graph"]}
+"""SGLang's names of what sleeps."""
 _NAN = "NaN happened"
 _IMPOSSIBLE = -3e38
 """Logprobs of tokens that a grammar excludes are below it."""
@@ -149,7 +151,9 @@ class SglangEngine(RemoteEngine):
 
     def _environment(self, folder: Path) -> dict[str, str]:
         after_temperature = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "false"}
-        return {**after_temperature, **on_loopback(folder, self.settings.engine_args)}
+        # Else its CUDA graphs, gigabytes, stay on the GPU while it sleeps.
+        graphs = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true"} if self.settings.enable_sleep else {}
+        return {**after_temperature, **graphs, **on_loopback(folder, self.settings.engine_args)}
 
     async def _prepare(self) -> None:
         loaded = await self._version_there()
@@ -290,7 +294,7 @@ class SglangEngine(RemoteEngine):
         await self._empty()
         if part == "weights":
             self._whole_folder = None
-        await self.http.post("/release_memory_occupation", {"tags": [part]})
+        await self.http.post("/release_memory_occupation", {"tags": _TAGS[part]})
 
     async def _empty(self) -> None:
         """Wait until the scheduler has no request left; an aborted request ends with its next step."""
@@ -305,7 +309,7 @@ class SglangEngine(RemoteEngine):
             await asyncio.sleep(_POLL_S)
 
     async def take_again(self, part: MemoryPart) -> None:
-        await self.http.post("/resume_memory_occupation", {"tags": [part]})
+        await self.http.post("/resume_memory_occupation", {"tags": _TAGS[part]})
 
 
 def _sampling(call: Call, top_k: int) -> Json:

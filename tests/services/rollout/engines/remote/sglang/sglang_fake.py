@@ -163,6 +163,7 @@ class Fake:
         self.requests: list[Request] = []
         self.cache: dict[str, list[tuple[tuple[int, ...], str]]] = {}
         self.asleep: set[str] = set()
+        self.graphs_asleep = False
         self.adapters: dict[str, int] = {}
         """The numbers of the loaded adapters, which are the weights of requests with them."""
         self.adapter_paths: dict[str, str] = {}
@@ -441,7 +442,8 @@ def make_app(fake: Fake) -> FastAPI:
     async def release(body: Tags) -> Response:
         if fake.requests:
             return fake.crime("release_memory_occupation should be called only when no ongoing request.")
-        fake.asleep |= {*(body.tags or [])}
+        fake.graphs_asleep |= "cuda_graph" in (body.tags or [])
+        fake.asleep |= {*(body.tags or [])} - {"cuda_graph"}
         if "weights" in fake.asleep:
             fake.seed = None
         if "kv_cache" in fake.asleep:
@@ -451,9 +453,10 @@ def make_app(fake: Fake) -> FastAPI:
     @app.post("/resume_memory_occupation")
     async def resume(body: Tags) -> Response:
         for tag in body.tags or []:
-            if tag not in fake.asleep:
+            if tag not in fake.asleep and not (tag == "cuda_graph" and fake.graphs_asleep):
                 return fake.crime(f"KeyError: {tag}")
-            fake.asleep.remove(tag)
+            fake.graphs_asleep &= tag != "cuda_graph"
+            fake.asleep.discard(tag)
         return JSONResponse(None)
 
     return app

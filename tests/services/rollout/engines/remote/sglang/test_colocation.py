@@ -49,10 +49,10 @@ async def test_the_trainer_puts_two_sglang_replicas_to_sleep_and_wakes_them_with
     assert [[call for call in calls if call[0] in LOOKED_AT] for calls in told] == [
         [
             ("/release_memory_occupation", ["weights"]),
-            ("/release_memory_occupation", ["kv_cache"]),
+            ("/release_memory_occupation", ["kv_cache", "cuda_graph"]),
             ("/resume_memory_occupation", ["weights"]),
             ("/update_weights_from_disk", "1"),
-            ("/resume_memory_occupation", ["kv_cache"]),
+            ("/resume_memory_occupation", ["kv_cache", "cuda_graph"]),
             ("/generate", None),  # the proof
         ]
     ] * 2

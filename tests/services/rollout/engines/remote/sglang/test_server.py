@@ -55,6 +55,12 @@ def test_ranks_of_one_node_meet_in_a_file(
     assert got == (f"file://{tmp_path}/ranks" if meet_in_a_file else None)
 
 
+@pytest.mark.parametrize(("sleeps", "graphs"), [(True, "true"), (False, None)])
+def test_cuda_graphs_sleep_with_the_kv_cache(folder: Folder, tmp_path: Path, sleeps: bool, graphs: str | None) -> None:
+    settings = RolloutSettings(model_path=folder(0), engine_python=Path("python"), enable_sleep=sleeps)
+    assert SglangEngine(settings)._environment(tmp_path).get("SGLANG_MEMORY_SAVER_CUDA_GRAPH") == graphs
+
+
 def test_neither_interpreter_nor_url_is_refused(folder: Folder) -> None:
     with pytest.raises(TrackwayError, match="expected engine_python or engine_url for engine=sglang"):
         SglangEngine(RolloutSettings(engine="sglang", model_path=folder(0)))
