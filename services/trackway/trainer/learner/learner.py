@@ -268,7 +268,8 @@ class Learner:
         `observe` is entered around each optimizer step, with the trajectories of that step. `version` is that of the
         weights before the update, with a fraction if several updates make a version; `proximal_logprobs=loglinear`
         measures staleness against it, and takes the newest sampled version for None. A mini-batch of which rejection
-        leaves no token is not trained on and counts as a skipped step. In the updates before `critic_warmup` the value
+        leaves no token is not trained on and counts as a skipped step. Offloaded weights stay on the device until
+        `release_memory`, for the proof of their next version. In the updates before `critic_warmup` the value
         model alone is trained. Raises EmptyBatchError for no trajectories, and ValueError for one without a reward or a
         prompt.
         """
@@ -277,6 +278,8 @@ class Learner:
                 "expected a trajectory to train on, got none; look at their errors, nothing was updated"
             )
         rows, owners = rows_of(used)
+        if self.critic is None:  # its training needs the memory itself
+            self.policy.cpu_offload.load()
         prepared = self._prepared(used, rows, owners, version)
         batch, mismatch = prepared.batch, prepared.mismatch
         sequences = choose_sequences(rows, by_token(batch.advantages).abs().amax(-1).tolist())
@@ -287,13 +290,13 @@ class Learner:
             metrics |= {**value_metrics(batch), **trained}
         record = TokenRecord(batch, prepared.logprobs) if self.config.save_token_values else None
         policy_updates = self.updates - self.config.updates_without_policy
-        with self.policy.cpu_offload.on_device():
-            self._before = self.policy.published_logprobs([self._fixed_tokens(), *sequences])
-            if policy_updates >= 0:
-                lr = adamw.learning_rate(self.config.actor.optim, self.config.total_steps, policy_updates)
-                metrics |= self._update_policy(batch, used, owners, lr, observe, mismatch, record)
-            else:
-                metrics |= mismatch
+        self.policy.cpu_offload.load()
+        self._before = self.policy.published_logprobs([self._fixed_tokens(), *sequences])
+        if policy_updates >= 0:
+            lr = adamw.learning_rate(self.config.actor.optim, self.config.total_steps, policy_updates)
+            metrics |= self._update_policy(batch, used, owners, lr, observe, mismatch, record)
+        else:
+            metrics |= mismatch
         self.updates += 1
         tokens = None if record is None else record.of(rows)
         return UpdateResult(metrics, prepared.advantages, tokens, self._clock.take_seconds())
@@ -483,9 +486,16 @@ class Learner:
         return [(37 * i + 11) % vocabulary for i in range(PROBE_LENGTH)]
 
     def release_memory(self) -> None:
-        """Give the GPU of each rank the memory of freed tensors, which PyTorch keeps out of reach of the engines."""
+        """Give the GPU of each rank the memory of offloaded weights, and of freed tensors, which PyTorch keeps."""
+        self.policy.cpu_offload.offload()
         gc.collect()
         torch.cuda.empty_cache()
+
+    def free_memory(self) -> list[int]:
+        """Return the free bytes of each rank's GPU; nothing on CPUs."""
+        if self.policy.device.type != "cuda":
+            return []
+        return self.ranks.of_each(lambda: torch.cuda.mem_get_info()[0], TypeAdapter(int))
 
     def close(self) -> None:
         """Release memory; the learner is of no further use."""

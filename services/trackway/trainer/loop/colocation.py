@@ -14,10 +14,11 @@ from the last checkpoint.
 """
 
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
 from trackway.clients import CallPolicy, Deadline, RolloutClient
+from trackway.trainer.learner.gpu_memory import gib
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SleepReplies
 
@@ -111,6 +112,23 @@ async def open_engines(sharing: Sharing, url: str | None) -> Engines | None:
     if sharing.wanted:
         raise _cannot(f"{', '.join(always_awake)} that cannot" if replicas else f"none at {url}")
     return None
+
+
+def require_room(taken: Sequence[int], free: Sequence[int]) -> None:
+    """Raise TrackwayError unless each GPU has the memory that engines take as they wake up, in bytes.
+
+    An engine that finds too little may end, and would not wake up at a later try either.
+    """
+    short = [index for index, (wanted, left) in enumerate(zip(taken, free, strict=False)) if left < wanted]
+    if not short:
+        return
+    index = short[0]
+    message = (
+        f"expected {gib(taken[index])} free on the GPU of rank {index} for the engines that wake up, got "
+        f"{gib(free[index])}; set actor.fsdp_config.param_offload and optimizer_offload and "
+        "ref.fsdp_config.param_offload, or lower rollout.gpu_memory_utilization, then resume the run"
+    )
+    raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
 
 
 def _cannot(got: str) -> TrackwayError:

@@ -24,7 +24,7 @@ from trackway.trainer.learner.finite import NotFiniteError
 from trackway.trainer.learner.learner import EmptyBatchError, Learner, UpdateResult
 from trackway.trainer.learner.profiler import Profiler
 from trackway.trainer.learner.ranks.snapshot import Snapshot
-from trackway.trainer.loop.colocation import Engines
+from trackway.trainer.loop.colocation import Engines, require_room
 from trackway.trainer.loop.greedy_baseline import sampled_of
 from trackway.trainer.loop.rollout_client import Rollouts
 from trackway.trainer.loop.schedule import OpenValidation, Progress, Schedule
@@ -115,6 +115,8 @@ class Training:
     """Step of the newest checkpoint."""
     notice: str = ""
     """A message about the checkpoint that the run started from."""
+    _taken: list[int] = field(default_factory=list[int])
+    """Bytes of each rank's GPU that the engines gave back when they last went to sleep."""
     _saving: Saving | None = None
     """The checkpoint that is being written."""
     _validating: asyncio.Task[Metrics] | None = None
@@ -207,13 +209,23 @@ class Training:
     async def sleep(self) -> None:
         """Puts the engines on the learner's GPUs to sleep. On failure saves a checkpoint and raises TrackwayError."""
         if self.engines is not None:
+            before = await asyncio.to_thread(self.learner.free_memory)
             await self._or_save("sleep", self.engines.sleep())
+            free = await asyncio.to_thread(self.learner.free_memory)
+            self._taken = [now - then for now, then in zip(free, before, strict=True)]
 
     async def wake_up(self, version: int, metrics: Metrics | None = None) -> None:
-        """Wakes them up with the weights `version`. On failure saves a checkpoint and raises TrackwayError."""
+        """Wakes them up with the weights `version`. On failure saves a checkpoint and raises TrackwayError.
+
+        The GPUs must have the memory that the engines gave back as they went to sleep.
+        """
+        await asyncio.to_thread(self.learner.release_memory)
         if self.engines is not None:
-            await asyncio.to_thread(self.learner.release_memory)
-            await self._or_save("wake_up", self.engines.wake_up(version), metrics)
+            await self._or_save("wake_up", self._woken(self.engines, version), metrics)
+
+    async def _woken(self, engines: Engines, version: int) -> None:
+        require_room(self._taken, await asyncio.to_thread(self.learner.free_memory))
+        await engines.wake_up(version)
 
     async def update(self, trajectories: Sequence[Trajectory], version: int) -> Metrics:
         """One GRPO update of weights `version` on the trajectories that are neither failed nor stale; ends the step."""

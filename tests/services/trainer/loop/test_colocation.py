@@ -218,7 +218,7 @@ async def test_engines_that_keep_their_memory_are_asked_for_nothing(
 
     assert (run.engines, {event.split(",")[0].split()[0] for event in replicas.events}) == (
         None,
-        {"build", "rollout", "update", "validate"},
+        {"build", "release", "rollout", "update", "validate"},
     )
     assert not [
         name for row in run.folder.rows() for name in row.data if name in ("timing_s/sleep", "timing_s/wake_up")
@@ -279,6 +279,25 @@ async def test_a_run_that_is_stopped_while_they_sleep_wakes_them_before_it_ends(
     assert (state, run.step, run.saved_step, replicas.asleep) == (RunState.STOPPED, 1, 1, set())
     since = replicas.events[replicas.events.index("update") :]
     assert since[:4] == ["update", "release", "wake weights, v2", "wake kv_cache, v0"]
+
+
+async def test_engines_do_not_wake_up_where_the_learner_left_them_too_little_memory(
+    started: Started, replicas: Replicas, monkeypatch: pytest.MonkeyPatch
+):
+    gib = 2**30
+    async with started() as run:
+        # Before and after the sleep, the engines being awake in between; then before they wake up.
+        monkeypatch.setattr(run.learner, "free_memory", Mock(side_effect=[[], [3 * gib], [43 * gib], [39 * gib]]))
+        with pytest.raises(TrackwayError) as raised:
+            await fit(run)
+
+    assert raised.value.message == (
+        "expected 40.0 GiB free on the GPU of rank 0 for the engines that wake up, got 39.0 GiB; set "
+        "actor.fsdp_config.param_offload and optimizer_offload and ref.fsdp_config.param_offload, or lower "
+        "rollout.gpu_memory_utilization, then resume the run"
+    )
+    assert (run.step, run.saved_step) == (1, 1)
+    assert "wake weights, v2" not in replicas.events
 
 
 def test_a_run_that_fails_ends_its_learner_and_then_wakes_the_engines(

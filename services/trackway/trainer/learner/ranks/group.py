@@ -91,6 +91,7 @@ COMMANDS: Mapping[str, TypeAdapter[tuple[Any, ...]]] = {
     "publish_share": TypeAdapter(tuple[AnyWork]),
     "proof": TypeAdapter(tuple[Path, int | None]),
     "release_memory": TypeAdapter(tuple[()]),
+    "free_memory": TypeAdapter(tuple[()]),
     STOP: TypeAdapter(tuple[()]),
 }
 """The commands that a rank obeys, methods of its learner, with the types of their arguments."""
@@ -338,6 +339,11 @@ class LeadingLearner(Learner):
         """Give each rank's GPU the memory of freed tensors."""
         with self._group.command("release_memory"):
             super().release_memory()
+
+    def free_memory(self) -> list[int]:
+        """As of one process."""
+        with self._group.command("free_memory"):
+            return super().free_memory()
 
     def close(self) -> None:
         """Stops the other ranks; they are killed when they do not exit."""

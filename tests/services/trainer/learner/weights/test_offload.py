@@ -14,6 +14,7 @@ from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.optimizer import state_tensors
 from trackway.trainer.learner.policy import Policy
+from trackway.trainer.learner.weights import offload
 from trackway.trainer.learner.weights.offload import CpuOffload
 from trackway.wire.trajectory import Trajectory
 
@@ -71,19 +72,33 @@ def test_a_new_learner_and_its_checkpoint_bring_no_offloaded_weights_to_the_devi
     assert loaded.call_count == begun
 
 
-@pytest.mark.parametrize(("bypass_mode", "trips"), [(True, 1), (False, 2)])
-def test_offloaded_weights_make_a_trip_for_old_logprobs_one_for_the_update_and_one_for_the_proof(
-    tiny_model: Path, rollout: Rollout, tmp_path: Path, bypass_mode: bool, trips: int
+@pytest.mark.parametrize(
+    ("settings", "trips"),
+    [
+        ({"bypass_mode": True}, [1, 1, 2]),
+        ({"bypass_mode": False}, [1, 1, 2]),
+        ({"bypass_mode": False, "use_kl_loss": True, "lora_rank": 2}, [1, 1, 2]),
+        ({"bypass_mode": False, "algorithm.adv_estimator": "gae"}, [2, 2, 4]),  # a value model needs the memory between
+    ],
+)
+def test_offloaded_weights_make_one_trip_from_an_update_to_the_end_of_its_publication(
+    tiny_model: Path, rollout: Rollout, tmp_path: Path, settings: dict[str, object], trips: list[int]
 ):
-    learner = Learner(learner_config(tiny_model, param_offload=True, mini_batch_size=2, bypass_mode=bypass_mode))
+    learner = Learner(learner_config(tiny_model, param_offload=True, mini_batch_size=2, **settings))
+    counts = list[int]()
     with patch.object(CpuOffload, "_load", autospec=True, side_effect=LOAD) as loaded:
         learner.update(pairs(rollout))
-        counts = [_trips(learner, loaded)]
+        counts.append(_trips(learner, loaded))
         learner.export_to_engines(tmp_path)
         learner.proof(tmp_path, 1)
         counts.append(_trips(learner, loaded))
+        assert learner.policy.cpu_offload.is_on_device
+        learner.release_memory()
+        assert not learner.policy.cpu_offload.is_on_device
+        learner.update(pairs(rollout))
+        counts.append(_trips(learner, loaded))
 
-    assert counts == [trips, trips + 1]
+    assert counts == trips
 
 
 def _trips(learner: Learner, loaded: Mock) -> int:
@@ -108,13 +123,14 @@ def test_each_part_is_on_the_device_only_while_it_is_computed_with(config: Confi
     before = (policy.is_on_device, reference.is_on_device, moments.is_on_device)
 
     learner.update(pairs(rollout))
+    learner.release_memory()
     logprobs_of(learner)
 
     full = kind == "full"
     assert seen == {
         ("policy", True, False, False),
         *({("policy", True, True, False)} if full else set()),
-        ("reference", full, True, False),
+        ("reference", True, True, False),
         ("backward", True, full, False),
         ("step", True, full, True),
     }
@@ -182,29 +198,43 @@ class Data:
     """A tensor's data as far as moving is concerned, on a machine with a GPU."""
 
     device: torch.device
+    value: int = 0
+    copies: int = 0
+    """How often it was written to."""
 
-    def to(self, device: torch.device) -> "Data":
-        return self if device == self.device else Data(device)
+    def to(self, device: torch.device, *, non_blocking: bool) -> "Data":
+        return self if device == self.device else Data(device, self.value)
+
+    def copy_(self, other: "Data", *, non_blocking: bool) -> None:
+        self.value, self.copies = other.value, self.copies + 1
 
 
-@dataclass
+@dataclass(eq=False)
 class Holder:
     data: Data
 
 
-def test_data_moves_to_a_gpu_and_back_and_what_is_frozen_is_not_copied_back():
-    trained, frozen = ([Holder(Data(CPU)), Holder(Data(CPU))] for _ in range(2))
-    originals = [holder.data for holder in frozen]
+def test_data_moves_to_a_gpu_and_back_to_pinned_copies_that_are_kept(monkeypatch: pytest.MonkeyPatch):
+    pinned = list[Data]()
+    monkeypatch.setattr(offload, "pinned_like", lambda data: pinned.append(Data(CPU)) or pinned[-1])
+    monkeypatch.setattr(torch.cuda, "synchronize", Mock())
+    trained, frozen = ([Holder(Data(CPU, 1)), Holder(Data(CPU, 2))] for _ in range(2))
     of_trained = CpuOffload(lambda: trained, CUDA, offload=True)  # pyright: ignore[reportArgumentType]
     of_frozen = CpuOffload(lambda: frozen, CUDA, offload=True, frozen=True)  # pyright: ignore[reportArgumentType]
 
-    with of_trained.on_device(), of_frozen.on_device():
-        there = [holder.data.device for holder in (*trained, *frozen)]
-        trained.append(Holder(Data(CUDA)))  # as an optimizer does at its first step
+    there = list[torch.device]()
+    for step in range(3):
+        with of_trained.on_device(), of_frozen.on_device():
+            there = [holder.data.device for holder in (*trained, *frozen)]
+            for holder in trained:
+                holder.data.value += 10
+            if not step:
+                trained.append(Holder(Data(CUDA)))  # as an optimizer does at its first step
 
-    assert there == [CUDA] * 4
-    assert [holder.data.device for holder in (*trained, *frozen)] == [CPU] * 5
-    assert all(holder.data is original for holder, original in zip(frozen, originals, strict=True))
+    assert there == [CUDA] * 5
+    assert {id(holder.data) for holder in (*trained, *frozen)} == {id(data) for data in pinned}
+    assert [(holder.data.value, holder.data.copies) for holder in trained] == [(31, 3), (32, 3), (20, 3)]
+    assert [(holder.data.value, holder.data.copies) for holder in frozen] == [(1, 1), (2, 1)]
 
 
 def test_what_is_not_offloaded_is_brought_once_and_stays():
@@ -233,6 +263,7 @@ def test_on_a_gpu_weights_and_moments_are_there_only_during_the_work(config: Con
     learner.optimizer.register_step_post_hook(lambda *_: during.append(devices(learner)))
 
     metrics = learner.update(pairs(rollout)).metrics
+    learner.release_memory()
 
     assert during == [({"cuda"}, {"cuda"})] * 2
     assert devices(learner) == ({"cpu"}, {"cpu"})
