@@ -23,8 +23,8 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
 
 from trackway import traces
+from trackway.deploy.commands.traces import store_uri
 from trackway.deploy.deployment import processes
-from trackway.deploy.deployment.mlflow_uri import store_uri
 from trackway.deploy.local import mlflow_server
 from trackway.system import free_port
 from trackway.traces.views import reward_of

@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from trackway.deploy.bundled import TINY_MODEL
-from trackway.tools.builtin.arithmetic import calculate
+from trackway.tools.builtin.calculator import calculate
 from trackway.trainer.data.tiny import OPERATIONS, Problem, draw_problem
 
 HERE = Path(__file__).parent

@@ -11,9 +11,9 @@ import pytest
 from benchmarks.sim_engine import SIM
 from generators.settings import settings_of
 
-from trackway.agent.sessions.container import remove_command
+from trackway.agent.sessions.external import remove_command
 from trackway.agent.settings import ContainerSettings
-from trackway.deploy.commands.trace_options import Backend, BackendOption, open_store
+from trackway.deploy.commands.traces import Backend, BackendOption, open_store
 from trackway.rollout.classifiers import open_classifier
 from trackway.rollout.engines import open_engine
 from trackway.rollout.settings import RolloutSettings

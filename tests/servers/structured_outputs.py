@@ -6,7 +6,7 @@ import pytest
 
 from tests.vllm.vllm_runs import EOS, PROMPT, Weights, tokenizer, worst
 from trackway.chat.tool_formats import Hermes
-from trackway.model_api.grammars import grammar_of
+from trackway.model_api.choices import grammar_of
 from trackway.rollout.engines.protocol import Capability
 from trackway.rollout.engines.remote.engine import RemoteEngine
 from trackway.wire.errors import ErrorCode, TrackwayError

@@ -1,10 +1,11 @@
 """The rollout service over HTTP. Routes only; the logic is in service.py."""
 
 import hashlib
+import logging
 import os
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -19,19 +20,21 @@ from trackway.rollout.engines import open_engine
 from trackway.rollout.engines.protocol import Engine, MemoryPart, PauseMode
 from trackway.rollout.metrics import engine_gauges, store_gauges
 from trackway.rollout.model_routes import model_routes
-from trackway.rollout.piece_lines import piece_lines
 from trackway.rollout.service import RolloutService
 from trackway.rollout.settings import RolloutSettings
 from trackway.rollout.tokenizer import TokenText
 from trackway.rollout.weight_watcher import WeightWatcher
 from trackway.serving import ServiceRouter, needs_admin, service_app
 from trackway.serving.batches import run_batch
+from trackway.serving.middleware import unforeseen
 from trackway.serving.ndjson import NdjsonStream
-from trackway.tracing import Tracing
+from trackway.tracing import Tracing, collect_trace_stats
 from trackway.wire.batch import BatchRequest
+from trackway.wire.errors import TrackwayError
 from trackway.wire.rollout import (
     AbortReply,
     AbortRequest,
+    GeneratePiece,
     GenerateReply,
     GenerateRequest,
     ModelList,
@@ -43,6 +46,39 @@ from trackway.wire.rollout import (
     WeightInfo,
     WeightsReply,
 )
+
+_log = logging.getLogger(__name__)
+
+
+async def piece_lines(service: RolloutService, request: GenerateRequest) -> AsyncGenerator[str]:
+    """A line for each GeneratePiece; the last has the receipt, and the error of a generation that failed."""
+    last = GeneratePiece()
+    with collect_trace_stats() as stats:
+        try:
+            async with aclosing(service.stream(request)) as pieces:
+                async for piece in pieces:
+                    yield _line(
+                        GeneratePiece(
+                            token_ids=piece.token_ids,
+                            logprobs=piece.logprobs,
+                            top_logprobs=[*piece.top_logprobs],
+                            version=piece.version,
+                            weight_versions=[*piece.weight_versions],
+                            finish_reason=piece.finish_reason,
+                        )
+                    )
+        except TrackwayError as error:
+            last.error = error.to_reply().error
+        except Exception as error:
+            _log.exception("a streamed generation failed")
+            last.error = unforeseen(error).to_reply().error
+        last.receipt = stats.receipt()
+    yield _line(last)
+
+
+def _line(piece: GeneratePiece) -> str:
+    return piece.model_dump_json(exclude_defaults=True) + "\n"
+
 
 ANSWER_S = 0.5
 """Time left before the caller's deadline to report why an operation is unfinished."""

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from trackway.clients.token import TOKEN
 from trackway.deploy.cli import app
+from trackway.deploy.commands.traces import store_uri
 from trackway.deploy.deployment import status
 from trackway.deploy.deployment.attach import attach, runs_folder, wait_for
-from trackway.deploy.deployment.mlflow_uri import store_uri
 from trackway.deploy.deployment.processes import ProcessRecord
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.running import NothingRuns, find_running, load_running, unanswered

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trackway.deploy.local.new_project import templates, write_project
+from trackway.deploy.commands.new_project import templates, write_project
 from trackway.system.user_error import UserError
 from trackway.trainer.config import compose
 from trackway.trainer.data.parquet import read_rows

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from trackway.deploy.local.new_project import templates, write_project
+from trackway.deploy.commands.new_project import templates, write_project
 from trackway.deploy.runs import trial
 from trackway.deploy.runs.trial import Tried, advantages_of
 from trackway.deploy.runs.trial_report import trial_report

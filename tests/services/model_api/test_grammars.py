@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from trackway.chat.tool_formats import Hermes
-from trackway.model_api.grammars import grammar_of
+from trackway.model_api.choices import grammar_of
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai.requests import ChatRequest, CompletionRequest
 

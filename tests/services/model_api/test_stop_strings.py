@@ -1,6 +1,6 @@
 """Stop strings in text that comes in pieces."""
 
-from trackway.model_api.stop_strings import StopStrings
+from trackway.model_api.stream_decoder import StopStrings
 
 
 def passed(stops: StopStrings, *pieces: str) -> list[str]:

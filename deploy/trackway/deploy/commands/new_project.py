@@ -1,13 +1,77 @@
 """`trackway init`: a project of one's own."""
 
+import keyword
+import re
+import sys
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from trackway.deploy.bundled import PROJECTS
 from trackway.deploy.commands.options import json_of
-from trackway.deploy.local.new_project import templates, write_project
 from trackway.deploy.terminal.console import print_json, stdout
+from trackway.system import atomic_write, writing
+from trackway.system.user_error import UserError
+
+NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
+MAX_NAME = 64
+_COMMON = "common"
+
+
+def templates() -> list[str]:
+    """Names of the templates."""
+    return sorted(folder.name for folder in PROJECTS.iterdir() if folder.is_dir() and folder.name != _COMMON)
+
+
+def write_project(folder: Path, template: str) -> list[Path]:
+    """Write a template's project into a new or empty folder, which gives it its name; returns the files in it.
+
+    Raises:
+        UserError: an unknown template, an unusable name, or a folder that is not empty; nothing is written.
+    """
+    if template not in templates():
+        raise UserError(f"--from: expected one of {', '.join(templates())}, got {template!r}; choose one of them")
+    folder = folder.expanduser().resolve()
+    name, module = _names(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        got = "a folder with files" if folder.is_dir() else "a file"
+        raise UserError(f"{folder}: expected a new or empty folder, got {got}; give another name")
+    what = f"the project {name}"
+    with writing(folder, what):
+        folder.mkdir(parents=True, exist_ok=True)
+    files: list[Path] = []
+    for part in (PROJECTS / _COMMON, PROJECTS / template):
+        for source in part.rglob("*"):
+            if not source.is_file() or source.parent.name == "__pycache__":
+                continue
+            file = source.relative_to(part).with_name(_renamed(source.name, module))
+            (folder / file).parent.mkdir(exist_ok=True)
+            text = source.read_text().replace("my_agent", module).replace("my-agent", name)
+            atomic_write(folder / file, text, what=what)
+            files.append(file)
+    return sorted(files)
+
+
+def _renamed(file: str, module: str) -> str:
+    return ".gitignore" if file == "gitignore" else file.replace("my_agent", module)
+
+
+def _names(folder: Path) -> tuple[str, str]:
+    """The project's name and that of its Python module. Raises UserError when one of them cannot be used."""
+    name = folder.name
+    module = name.replace("-", "_")
+    if len(name) > MAX_NAME or not NAME.fullmatch(name):
+        raise UserError(
+            f"expected a name of at most {MAX_NAME} small letters, digits, - and _ that begins with a letter, such as "
+            f"my-agent, got {name!r}; give another"
+        )
+    taken = {"tool", "reward", "trackway", *sys.stdlib_module_names, *packages_distributions()}
+    if keyword.iskeyword(module) or module in taken:
+        raise UserError(f"expected a name that no Python module has, got {name!r}; give another, such as my-{name}")
+    return name, module
+
 
 app = typer.Typer()
 

@@ -3,6 +3,9 @@
 A program is given OPENAI_BASE_URL and OPENAI_API_KEY (and Anthropic's two), TRACEPARENT, and the row as JSON on its
 standard input. It is bounded in number, time, memory and output, and all its processes are ended with it, also when
 this service is killed. What runs is a setting of the service, never part of a request.
+
+A container has two command lines: one runs it, one removes it whatever became of it. They name variables, whose values
+come from the container engine's own environment, so that no key is in a list of processes.
 """
 
 import asyncio
@@ -12,13 +15,14 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from asyncio.subprocess import PIPE, STDOUT, Process, SubprocessStreamProtocol
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache
@@ -32,20 +36,55 @@ from pydantic import ValidationError
 from trackway.agent.context import AgentContext
 from trackway.agent.episode import Episode
 from trackway.agent.loop import register
-from trackway.agent.sessions.container import remove_command, run_command
 from trackway.agent.sessions.loop import SessionAgent
 from trackway.agent.sessions.session import Session
-from trackway.agent.settings import AgentSettings, ExternalSettings
+from trackway.agent.settings import AgentSettings, ContainerSettings, ExternalSettings
 from trackway.agent.toolbox import Toolbox
 from trackway.agent.waits import waits_for
 from trackway.clients import shared_http
 from trackway.serving.own_code import OwnCodeError, loading
 from trackway.serving.user_code import UserCodeExit, described, failure_of
+from trackway.system.experimental import Experimental, warn_experimental
 from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorCode, TrackwayError, shortened
 from trackway.wire.headers import REQUEST_TIMEOUT
 from trackway.wire.sessions.session import ExternalReply, ExternalRollout, SessionAccess
 from trackway.wire.trajectory import StopReason
+
+_ENGINES = ("podman", "docker")
+
+
+def run_command(
+    container: ContainerSettings, name: str, variables: Iterable[str], max_memory_bytes: int | None
+) -> list[str]:
+    """Runs the image as the container `name` with these variables; the row comes on its standard input."""
+    return [
+        *(_engine(container.engine), "run", "--rm", "--interactive", "--init", f"--name={name}"),
+        f"--network={container.network}",
+        *([] if max_memory_bytes is None else [f"--memory{kind}={max_memory_bytes}b" for kind in ("", "-swap")]),
+        *(f"--env={variable}" for variable in variables),
+        *container.options,
+        container.image,
+        *container.command,
+    ]
+
+
+def remove_command(container: ContainerSettings, name: str) -> list[str]:
+    """Ends and removes the container; docker's goes on when the process that ran it is killed."""
+    return [_engine(container.engine), "rm", "--force", name]
+
+
+def _engine(wanted: str | None) -> str:
+    """The engine's program. INVALID_REQUEST when there is none."""
+    names = _ENGINES if wanted is None else (wanted,)
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        message = f"external.container: expected {' or '.join(names)} on the agent service's PATH, got none; install it"
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
+    if Path(found).name == "docker":
+        warn_experimental(Experimental.DOCKER)
+    return found
+
 
 AgentFunction = Callable[[SessionAccess, Sample], Awaitable[float | None] | float | None]
 """Runs the agent for a row, and may return its score; a plain function runs in a thread."""

@@ -2,17 +2,18 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mapping, Sequence, Sized
+from contextlib import asynccontextmanager, contextmanager
 from types import MappingProxyType
 
+from prometheus_client import Counter, Gauge
 from pydantic import JsonValue
 
+from trackway.serving.metrics import Collectors, seconds_histogram
 from trackway.serving.user_code import run_user_code
 from trackway.tools.base import BaseTool, ToolLimits, ToolSource, session_scope
 from trackway.tools.core.instances import Event, Instance, InstanceTable
 from trackway.tools.core.limits import LimitedTool
-from trackway.tools.core.metrics import ToolCalls
 from trackway.tools.core.registry import ToolRegistry
 from trackway.tracing import SpanHandle, tool_span
 from trackway.wire.chat import ToolSchema
@@ -27,6 +28,35 @@ from trackway.wire.tools import (
     SessionReleased,
     ToolResult,
 )
+
+
+class ToolCalls(Collectors):
+    """Counts the tool calls of this process."""
+
+    def __init__(self, instances: Sized) -> None:
+        self._calls = Counter("trackway_tool_calls", "Calls by tool and result", ["tool", "result"], registry=None)
+        self._seconds = seconds_histogram("trackway_tool_seconds", "Duration of tool calls in seconds", "tool")
+        count = Gauge("trackway_tool_instances", "Tool instances that exist", registry=None)
+        count.set_function(lambda: len(instances))
+        super().__init__(self._calls, self._seconds, count)
+
+    @contextmanager
+    def one(self, tool: str) -> Iterator[None]:
+        """Around one call; its result is `ok`, an error's code, or `cancelled` when its caller left."""
+        result = "internal"
+        try:
+            with self._seconds.labels(tool).time():
+                yield
+            result = "ok"
+        except TrackwayError as error:
+            result = error.code.value
+            raise
+        except asyncio.CancelledError:
+            result = "cancelled"
+            raise
+        finally:
+            self._calls.labels(tool, result).inc()
+
 
 logger = logging.getLogger("trackway.tools")
 

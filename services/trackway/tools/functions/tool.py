@@ -5,24 +5,128 @@
 
 The decorator only attaches the schema to the function; the decorated functions of a file or module become tools when
 the server loads them. Both forms of verl 0.8 work: `@function_tool` and `@function_tool("name")`.
+
+A function's parameters become a pydantic model, which gives the JSON schema and converts arguments. Descriptions are the docstring's (Google, NumPy, reST or Epydoc), types and defaults the signature's. Nested models,
+Literal, Optional, list and dict are supported.
 """
 
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, overload
+from typing import TypeVar, get_type_hints, overload
 
 import anyio
-from pydantic import JsonValue
+import docstring_parser
+from pydantic import ConfigDict, Field, JsonValue, ValidationError, create_model
+from pydantic.errors import PydanticUserError
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import core_schema
 
 from trackway.serving.own_code import Declared, module_of_file
 from trackway.serving.threads import in_thread
-from trackway.tools.base import BaseTool, ToolConfig, ToolLimits
+from trackway.tools.base import BaseTool, ToolConfig, ToolInputError, ToolLimits
 from trackway.tools.functions.results import result_of
-from trackway.tools.functions.schema import FunctionParameters
-from trackway.wire.chat import ToolSchema
+from trackway.wire.chat import FunctionSchema, ToolSchema
 from trackway.wire.tools import ToolResult
+
+Function = Callable[..., object]
+
+_NAMEABLE = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class FunctionParameters:
+    """The parameters of a function. TypeError, with the reason, when they have no schema."""
+
+    def __init__(self, function: Function) -> None:
+        self._function = function
+        self._where = where(function)
+        self._doc = docstring_parser.parse(inspect.getdoc(function) or "")
+        hints = self._hints()
+        parameters = [self._checked(parameter, hints) for parameter in inspect.signature(function).parameters.values()]
+        # An argument may be named `json` or `copy`: an alias does not shadow the model's attributes.
+        self._fields = {f"argument_{index}": parameter.name for index, parameter in enumerate(parameters)}
+        definitions = {
+            field: (hints[parameter.name], self._field(parameter))
+            for field, parameter in zip(self._fields, parameters, strict=True)
+        }
+        try:
+            self._model = create_model("Arguments", __config__=ConfigDict(extra="forbid"), **definitions)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        except PydanticUserError as error:
+            raise self._no_json(error) from error
+
+    def schema(self, name: str) -> ToolSchema:
+        """The OpenAI function schema with that name."""
+        try:
+            parameters = self._model.model_json_schema(schema_generator=_Untitled)
+        except PydanticUserError as error:
+            raise self._no_json(error) from error
+        parts = (self._doc.short_description, self._doc.long_description)
+        description = "\n\n".join(part for part in parts if part)
+        return ToolSchema(function=FunctionSchema(name=name, description=description, parameters=parameters))
+
+    def convert(self, arguments: dict[str, JsonValue]) -> dict[str, object]:
+        """The given arguments, converted to the types of the signature. ToolInputError names each wrong one."""
+        try:
+            model = self._model.model_validate(arguments)
+        except ValidationError as error:
+            raise ToolInputError(
+                "; ".join(_problem(detail["loc"], detail["msg"]) for detail in error.errors())
+            ) from None
+        return {name: getattr(model, field) for field, name in self._fields.items() if field in model.model_fields_set}
+
+    def _hints(self) -> dict[str, object]:
+        try:
+            return get_type_hints(self._function, include_extras=True)
+        except NameError as error:
+            raise TypeError(f"{self._where}: expected annotations that can be resolved, got {error}") from error
+
+    def _no_json(self, error: PydanticUserError) -> TypeError:
+        reason = error.message.splitlines()[0]
+        return TypeError(f"{self._where}: expected parameters of types that JSON can carry, got: {reason}")
+
+    def _checked(self, parameter: inspect.Parameter, hints: dict[str, object]) -> inspect.Parameter:
+        if parameter.kind not in _NAMEABLE:
+            raise TypeError(
+                f"{self._where}: expected parameters that can be given by name, got {str(parameter)!r} "
+                f"({parameter.kind.description}); name each one"
+            )
+        if parameter.name not in hints:
+            raise TypeError(
+                f"{self._where}: expected an annotation for parameter {parameter.name!r}, got none; "
+                f"write e.g. `{parameter.name}: str`, the JSON schema is made of it"
+            )
+        return parameter
+
+    def _field(self, parameter: inspect.Parameter) -> FieldInfo:
+        texts = (param.description for param in self._doc.params if param.arg_name == parameter.name)
+        default = ... if parameter.default is parameter.empty else parameter.default
+        return Field(default, alias=parameter.name, description=next(texts, None))
+
+
+def where(function: Function) -> str:
+    """Names a function in an error message."""
+    code = inspect.unwrap(function).__code__ if inspect.isfunction(function) else None
+    place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+    return f"function tool {getattr(function, '__name__', function)!r}{place}"
+
+
+def _problem(location: tuple[int | str, ...], message: str) -> str:
+    return f"argument '{'.'.join(str(part) for part in location)}': {message.removeprefix('Value error, ')}"
+
+
+class _Untitled(GenerateJsonSchema):
+    """Omits the titles that pydantic derives from names: they cost tokens and add no information."""
+
+    def field_title_should_be_set(self, schema: object) -> bool:
+        return False
+
+    def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
+        json_schema = super().model_schema(schema)
+        json_schema.pop("title", None)
+        return json_schema
+
 
 F = TypeVar("F", bound=Callable[..., object])
 

@@ -15,7 +15,7 @@ from trackway.tools.builtin.search.tool import SearchTool
 from trackway.tools.core.server import ToolServer
 from trackway.tools.core.sessions import SessionKey
 from trackway.tools.http import examples
-from trackway.tools.http.openapi_responses import CALLS, CREATES, EVERYWHERE, POSTED, responses
+from trackway.tools.http.examples import CALLS, CREATES, EVERYWHERE, POSTED, responses
 from trackway.tools.nemo_gym import COOKIE, NemoGymFace
 from trackway.tools.verl.get_observation import ObservationFace
 from trackway.wire.base import NON_FINITE

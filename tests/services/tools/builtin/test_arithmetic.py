@@ -3,7 +3,7 @@ import time
 import pytest
 
 from tests.time_limits import slowness
-from trackway.tools.builtin.arithmetic import ArithmeticInputError, calculate
+from trackway.tools.builtin.calculator import ArithmeticInputError, calculate
 
 
 @pytest.mark.parametrize(
