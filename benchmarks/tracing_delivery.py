@@ -24,11 +24,10 @@ from trackway.tracing import (
 from trackway.tracing.active import activated
 from trackway.tracing.context import extracted, inject
 from trackway.tracing.local_mlflow import client as local_mlflow
-from trackway.trainer.delivery.assessment import Assessment
-from trackway.trainer.delivery.feedback_queue import FeedbackQueue
+from trackway.trainer.delivery.feedback_queue import Assessment, FeedbackQueue
 from trackway.trainer.delivery.jobs import Later
 from trackway.trainer.delivery.mlflow_api import MlflowApi
-from trackway.trainer.delivery.mlflow_feedback import MlflowFeedback
+from trackway.trainer.delivery.mlflow_run import MlflowFeedback
 from trackway.wire.chat import Message
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.tracing import TraceBackend, TraceTarget

@@ -18,7 +18,7 @@ import pytest
 
 from trackway.tracing import Tracing, TracingSettings, set_outcome, trajectory_span, turn_span
 from trackway.tracing.active import activated
-from trackway.trainer.delivery.assessment import Assessment
+from trackway.trainer.delivery.feedback_queue import Assessment
 from trackway.trainer.delivery.jobs import Later
 from trackway.trainer.delivery.weave_feedback import WeaveFeedback
 from trackway.wire.trajectory import Tags

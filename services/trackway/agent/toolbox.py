@@ -2,8 +2,9 @@
 
 Calls of the same stateful tool run in the order of the text; all others run concurrently.
 
-A tool's state on the tool server is created at the first call, kept for later calls, and always released. A lost instance is recreated once and its earlier calls are replayed, except those that timed out and would do so
-again. If the replay fails, or the new instance is lost too, the trajectory ends with that error.
+A tool's state on the tool server is created at the first call, kept for later calls, and always released. A lost
+instance is recreated once and its earlier calls are replayed, except those that timed out and would do so again. If the
+replay fails, or the new instance is lost too, the trajectory ends with that error.
 """
 
 import asyncio

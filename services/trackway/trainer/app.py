@@ -10,13 +10,13 @@ from fastapi import Depends, FastAPI
 from fastapi.responses import StreamingResponse
 
 from trackway.serving import ServiceRouter, needs_admin, service_app
+from trackway.trainer.delivery import Leftovers
 from trackway.trainer.settings import TrainerSettings
 from trackway.trainer.supervisor.auto_resume import resume_periodically
 from trackway.trainer.supervisor.gauges import RunGauges
 from trackway.trainer.supervisor.manager import RunManager
 from trackway.trainer.supervisor.session_intake import SessionIntake
 from trackway.trainer.supervisor.standby import Standby
-from trackway.trainer.tracking import Leftovers
 from trackway.wire.names import RunNameInPath
 from trackway.wire.sessions.training import FinishedSession, SessionRun, WaitingSessions
 from trackway.wire.trainer import ResumeRequest, RunInfo, RunList, RunRequest

@@ -38,8 +38,8 @@ from trackway.wire.errors import TrackwayError
 from trackway.wire.trainer import RunState
 
 if TYPE_CHECKING:
+    from trackway.trainer.delivery import Tracking
     from trackway.trainer.loop.training import Training
-    from trackway.trainer.tracking import Tracking
 
 Build: TypeAlias = Callable[[RunFolder, asyncio.Event, bool, Waits], Awaitable[tuple["Training", "Tracking"]]]
 Fit: TypeAlias = Callable[["Training"], Awaitable[RunState]]

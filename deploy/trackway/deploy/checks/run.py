@@ -34,12 +34,12 @@ from trackway.trainer.config import RunConfig, UnsupportedKey
 from trackway.trainer.data.dataset import Rows
 from trackway.trainer.data.name_check import CHECK_POLICY, Served, ask_services, unserved
 from trackway.trainer.data.own_code import SERVICES, loaded_code, not_loaded
+from trackway.trainer.delivery import missing_for_loggers
 from trackway.trainer.loop.forecast import Forecast, forecast
 from trackway.trainer.run_state.checkpoint import check_storage
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.supervisor.manager import check_adapter, runnable
 from trackway.trainer.traces.preflight import unusable, without_entity
-from trackway.trainer.tracking import missing_for_loggers
 from trackway.wire.errors import TrackwayError
 from trackway.wire.health import Health
 from trackway.wire.tracing import TraceBackend

@@ -1,8 +1,9 @@
 """Agent loops whose agent calls the model through a session: the session's rows become the trajectory.
 
-Each path of the token graph from a root to a leaf is a training row, and each sampled token trains once. A sampled node is trained in the first path that holds it, and is context in the others. Auxiliary calls are left out,
-and so are answers that reached no client, unless a later call continues them. Guided tokens are context: the learner
-has no grammar, and gives them other probabilities than the engine did.
+Each path of the token graph from a root to a leaf is a training row, and each sampled token trains once. A sampled node
+is trained in the first path that holds it, and is context in the others. Auxiliary calls are left out, and so are
+answers that reached no client, unless a later call continues them. Guided tokens are context: the learner has no
+grammar, and gives them other probabilities than the engine did.
 """
 
 import asyncio

@@ -6,8 +6,9 @@
 The decorator only attaches the schema to the function; the decorated functions of a file or module become tools when
 the server loads them. Both forms of verl 0.8 work: `@function_tool` and `@function_tool("name")`.
 
-A function's parameters become a pydantic model, which gives the JSON schema and converts arguments. Descriptions are the docstring's (Google, NumPy, reST or Epydoc), types and defaults the signature's. Nested models,
-Literal, Optional, list and dict are supported.
+A function's parameters become a pydantic model, which gives the JSON schema and converts arguments. Descriptions are
+the docstring's (Google, NumPy, reST or Epydoc), types and defaults the signature's. Nested models, Literal, Optional,
+list and dict are supported.
 """
 
 import inspect

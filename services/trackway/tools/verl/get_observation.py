@@ -4,8 +4,9 @@ A trajectory's instances last from its first action to `finish`, or until they e
 those of different trajectories concurrently, and a failure is reported in its own entry. Errors of the model and
 rejections by a tool become observations; errors of the server end that trajectory, as in verl-tool.
 
-Tool calls are read in the formats of verl-tool's models, and observations are marked up: Hermes' `<tool_call>`; `<python>` tags and Markdown fences for the tool `python`; `<search>` tags for `search`. The
-marks are those of verl-tool's tools: python_code for code, search_retrieval for searches.
+Tool calls are read in the formats of verl-tool's models, and observations are marked up: Hermes' `<tool_call>`;
+`<python>` tags and Markdown fences for the tool `python`; `<search>` tags for `search`. The marks are those of verl-
+tool's tools: python_code for code, search_retrieval for searches.
 """
 
 import asyncio

@@ -1,4 +1,32 @@
-"""Delivery of metrics, run status and trace feedback to MLflow and Weave, from queues on disk.
+"""Delivery of metrics, run status and trace feedback to trackers, and the loggers of a run.
 
-Imported by `traces` and `tracking`. All requests are idempotent.
+sinks          console, metrics.jsonl, TensorBoard; the interface of a backend, and the queue in front of it
+mlflow_run     the run in MLflow, sent from the files on disk
+wandb_run      the run in W&B; the only module that imports wandb
+opening        check of `trainer.logger` before a run starts; the tracking of a run
+leftovers      unsent data of ended runs, for MLflow and Weave, and its counts
+feedback_queue, jobs   queues on disk, and the thread that sends them
+
+A slow or unreachable backend delays no training step. For MLflow and Weave, no data is lost either: all requests are
+idempotent. Imported by `traces`.
 """
+
+from trackway.trainer.delivery.leftovers import Leftovers, with_tracking
+from trackway.trainer.delivery.mlflow_run import MlflowRun
+from trackway.trainer.delivery.opening import Tracking, check_loggers, missing_for_loggers, open_tracking
+from trackway.trainer.delivery.sinks import ConsoleSink, FileSink, MlflowSink, QueuedSink, Sink
+
+__all__ = [
+    "ConsoleSink",
+    "FileSink",
+    "Leftovers",
+    "MlflowRun",
+    "MlflowSink",
+    "QueuedSink",
+    "Sink",
+    "Tracking",
+    "check_loggers",
+    "missing_for_loggers",
+    "open_tracking",
+    "with_tracking",
+]

@@ -12,16 +12,37 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import TypeAdapter
+import pydantic.dataclasses
+from pydantic import ConfigDict, TypeAdapter
 
 from trackway.system import atomic_write
-from trackway.trainer.delivery.assessment import Assessment
 from trackway.trainer.delivery.jobs import BACKOFF, Later
+
+Value = float | str
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=ConfigDict(ser_json_inf_nan="strings"))
+class Assessment:
+    """Values by name for the trace of a trajectory or a step."""
+
+    trace_id: str
+    """32 hex digits."""
+    span_id: str
+    """16 hex digits, of the trace's root span."""
+    values: Mapping[str, Value]
+    link: bool = False
+    """Whether the trace is to be linked to the run."""
+
+    @property
+    def size(self) -> int:
+        """The number of values; a link counts as one."""
+        return len(self.values) + self.link
+
 
 logger = logging.getLogger("trackway.trainer")
 

@@ -13,8 +13,7 @@ import httpx
 from pydantic import BaseModel, JsonValue, SecretStr, ValidationError
 
 from trackway.system import atomic_write
-from trackway.trainer.delivery.assessment import Assessment
-from trackway.trainer.delivery.feedback_queue import FeedbackQueue, Sent
+from trackway.trainer.delivery.feedback_queue import Assessment, FeedbackQueue, Sent
 from trackway.trainer.delivery.jobs import Later, only_sender
 from trackway.wire.trainer import BackendSummary
 

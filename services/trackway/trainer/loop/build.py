@@ -16,6 +16,7 @@ from trackway.trainer.config import RunConfig, no_effect
 from trackway.trainer.data.dataset import PromptBatches, Rows, load_data, prompts_of
 from trackway.trainer.data.name_check import check_names
 from trackway.trainer.data.prompt_filter import prompt_filter
+from trackway.trainer.delivery import ConsoleSink, FileSink, Sink, Tracking, open_tracking
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.ranks.group import LeadingLearner, RankGroup, require_shared
@@ -54,7 +55,6 @@ from trackway.trainer.run_state.session_inbox import SessionInbox
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.settings import taken_over
 from trackway.trainer.traces.run import RunTraces
-from trackway.trainer.tracking import ConsoleSink, FileSink, Sink, Tracking, open_tracking
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 RUN = "the run"

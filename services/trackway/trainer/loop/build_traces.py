@@ -6,7 +6,9 @@ from trackway.tracing.active import install
 from trackway.tracing.export.mlflow import experiment_by_name
 from trackway.tracing.export.weave import project_url
 from trackway.trainer.config import RunConfig
+from trackway.trainer.delivery import MlflowRun, Tracking
 from trackway.trainer.delivery.feedback_queue import QueuedFeedback
+from trackway.trainer.delivery.leftovers import weave_feedback
 from trackway.trainer.loop.from_config import trace_target
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.traces.budget import DailyTraceBytes, TraceBudget
@@ -14,7 +16,6 @@ from trackway.trainer.traces.feedback import TraceFeedback
 from trackway.trainer.traces.run import RunTraces
 from trackway.trainer.traces.span_counts import SpanAccounts
 from trackway.trainer.traces.step import StepTrace
-from trackway.trainer.tracking import MlflowRun, Tracking, weave_feedback
 from trackway.wire.health import SpanCounts
 from trackway.wire.tracing import TraceBackend, TraceTarget
 

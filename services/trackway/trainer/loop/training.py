@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 from trackway.system import StorageError
 from trackway.system.waits import Waiting, Waits
 from trackway.trainer.data.dataset import PromptBatches, traced_positions
+from trackway.trainer.delivery import Sink
 from trackway.trainer.learner.batch import TokenValues
 from trackway.trainer.learner.filtering import FilteredBatch, filter_trajectories
 from trackway.trainer.learner.finite import NotFiniteError
@@ -46,7 +47,6 @@ from trackway.trainer.run_state.token_values import write_token_values
 from trackway.trainer.run_state.trajectory_dump import write_trajectories
 from trackway.trainer.traces.run import RunTraces
 from trackway.trainer.traces.step import shown_metrics
-from trackway.trainer.tracking import Sink
 from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow

@@ -20,6 +20,7 @@ from trackway.tracing import TracingSettings
 from trackway.trainer.config import RunConfig, resolve
 from trackway.trainer.config.changes import LENGTH, changed
 from trackway.trainer.data.own_code import health_of, loaded_code, not_loaded
+from trackway.trainer.delivery import check_loggers
 from trackway.trainer.run_state.checkpoint import check_storage
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.heartbeat import LivenessMonitor
@@ -30,7 +31,6 @@ from trackway.trainer.supervisor.process import Supervised
 from trackway.trainer.supervisor.registry import RunRegistry
 from trackway.trainer.supervisor.standby import Standby
 from trackway.trainer.traces.preflight import check_backends
-from trackway.trainer.tracking import check_loggers
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import OwnCode
 from trackway.wire.trainer import ENDED, RunInfo, RunRequest, RunState

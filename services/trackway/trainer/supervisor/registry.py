@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trackway.system import StorageError, storage_problem
+from trackway.trainer.delivery import with_tracking
 from trackway.trainer.run_state.folder import STATE, RunFolder
 from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S, LivenessMonitor
 from trackway.trainer.run_state.ownership import OutputsLock
 from trackway.trainer.supervisor.process import Supervised
-from trackway.trainer.tracking import with_tracking
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.names import RESERVED_NAMES, checked_run_name
 from trackway.wire.trainer import ENDED, MetricsRow, RunInfo, RunState

@@ -7,7 +7,7 @@ accepts it only once the trace has arrived, a second or two after the trajectory
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from trackway.trainer.delivery.assessment import Assessment, Value
+from trackway.trainer.delivery.feedback_queue import Assessment, Value
 from trackway.trainer.learner.filtering import FilteredBatch, TrainStatus
 from trackway.wire.base import named_number
 from trackway.wire.trajectory import Trajectory

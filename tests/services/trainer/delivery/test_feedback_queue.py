@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trackway.trainer.delivery.assessment import Assessment
-from trackway.trainer.delivery.feedback_queue import FeedbackQueue, Sent
+from trackway.trainer.delivery.feedback_queue import Assessment, FeedbackQueue, Sent
 from trackway.trainer.delivery.jobs import Later
 
 FIRST = Assessment("1" * 32, "1" * 16, {"reward": 1.0, "fate": "used"})

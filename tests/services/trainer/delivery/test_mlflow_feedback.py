@@ -12,11 +12,10 @@ from fastapi.responses import JSONResponse
 from trackway.system import Backoff
 from trackway.tracing.local_mlflow import client as local_mlflow
 from trackway.trainer.delivery import feedback_queue
-from trackway.trainer.delivery.assessment import Assessment
-from trackway.trainer.delivery.feedback_queue import FeedbackQueue
+from trackway.trainer.delivery.feedback_queue import Assessment, FeedbackQueue
 from trackway.trainer.delivery.jobs import Later
 from trackway.trainer.delivery.mlflow_api import ASSESSMENTS, MlflowApi
-from trackway.trainer.delivery.mlflow_feedback import MlflowFeedback, assessment_body
+from trackway.trainer.delivery.mlflow_run import MlflowFeedback, assessment_body
 from trackway.trainer.learner.filtering import FilteredBatch, TrainStatus
 from trackway.trainer.traces.feedback import training_feedback
 

@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import SecretStr
 
 from trackway.trainer.delivery import weave_feedback
-from trackway.trainer.delivery.assessment import Assessment
+from trackway.trainer.delivery.feedback_queue import Assessment
 from trackway.trainer.delivery.jobs import Later
 from trackway.trainer.delivery.weave_feedback import WeaveFeedback, weave_summary
 from trackway.wire.trainer import BackendSummary

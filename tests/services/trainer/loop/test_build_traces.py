@@ -9,12 +9,12 @@ import pytest
 from trackway.tracing import TracingSettings
 from trackway.tracing.active import active_tracing, install
 from trackway.trainer.config import RunConfig, compose
+from trackway.trainer.delivery import Tracking, open_tracking
 from trackway.trainer.delivery.feedback_queue import QueuedFeedback
 from trackway.trainer.loop.build_traces import open_traces, run_target, weave_url
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.traces.run import RunTraces
-from trackway.trainer.tracking import Tracking, open_tracking
 from trackway.wire.tracing import TraceBackend
 
 TRACE = "actor_rollout_ref.rollout.trace"

@@ -18,6 +18,7 @@ from trackway.deploy.bundled import TINY_MODEL
 from trackway.system import StorageError
 from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.data.dataset import PromptBatches, Prompts
+from trackway.trainer.delivery import FileSink
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.profiler import Profiler
 from trackway.trainer.loop import training as training_module
@@ -50,7 +51,6 @@ from trackway.trainer.traces.budget import DailyTraceBytes, TraceBudget
 from trackway.trainer.traces.run import RunTraces
 from trackway.trainer.traces.span_counts import SpanAccounts
 from trackway.trainer.traces.step import StepTrace
-from trackway.trainer.tracking import FileSink
 from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
 from trackway.wire.health import SpanCounts

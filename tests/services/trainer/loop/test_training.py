@@ -18,6 +18,7 @@ from trackway.tracing import Tracing, TracingSettings
 from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.config.algorithm import AlgorithmConfig
 from trackway.trainer.data.dataset import Position, Prompts
+from trackway.trainer.delivery import FileSink
 from trackway.trainer.learner import filtering
 from trackway.trainer.learner import learner as learner_module
 from trackway.trainer.learner.advantages import AdvantageInputs
@@ -35,7 +36,6 @@ from trackway.trainer.traces.feedback import Assessment
 from trackway.trainer.traces.run import RunTraces
 from trackway.trainer.traces.span_counts import SpanAccounts
 from trackway.trainer.traces.step import StepTrace
-from trackway.trainer.tracking import FileSink
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
 from trackway.wire.health import SpanCounts
 from trackway.wire.tracing import TraceTarget

@@ -20,15 +20,24 @@ from trackway.system import Backoff
 from trackway.tracing import TracingSettings
 from trackway.trainer.app import create_app
 from trackway.trainer.config import RunConfig, compose
-from trackway.trainer.delivery import jobs, mlflow_api, mlflow_feedback
-from trackway.trainer.delivery.assessment import Assessment
+from trackway.trainer.delivery import (
+    FileSink,
+    Leftovers,
+    MlflowRun,
+    Tracking,
+    jobs,
+    mlflow_api,
+    mlflow_run,
+    open_tracking,
+    with_tracking,
+)
+from trackway.trainer.delivery.feedback_queue import Assessment
 from trackway.trainer.delivery.jobs import Later, only_sender
+from trackway.trainer.delivery.leftovers import left_by
+from trackway.trainer.delivery.mlflow_run import MlflowState, write_state
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.settings import TrainerSettings
-from trackway.trainer.tracking import FileSink, Leftovers, MlflowRun, Tracking, open_tracking, with_tracking
-from trackway.trainer.tracking.leftovers import left_by
-from trackway.trainer.tracking.mlflow_run import MlflowState, write_state
 from trackway.trainer.undelivered import sentences
 from trackway.wire.health import OwnCode
 from trackway.wire.trainer import BackendSummary, MetricsRow, RunState
@@ -270,7 +279,7 @@ def test_the_end_of_a_run_does_not_wait_for_the_feedback_of_a_slow_mlflow(
     traced_services,
     monkeypatch,
 ):
-    monkeypatch.setattr(mlflow_feedback, "TURN_S", 0.5)
+    monkeypatch.setattr(mlflow_run, "TURN_S", 0.5)
     proxy = Proxy(mlflow_server, feedback_delay_s=1.0)
     services = traced_services(mlflow_server, client.create_experiment(f"traces-{uuid.uuid4().hex}"))
     made = traces(services, 10)
@@ -305,9 +314,9 @@ def is_sent(folder: RunFolder, uri: str) -> bool:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from trackway.trainer.delivery.assessment import Assessment
+from trackway.trainer.delivery.feedback_queue import Assessment
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.tracking import FileSink, open_tracking
+from trackway.trainer.delivery import FileSink, open_tracking
 from trackway.wire.trainer import MetricsRow
 folder = RunFolder(Path(sys.argv[1]))
 tracking = open_tracking(folder, folder.config(), sys.argv[2])

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from trackway.trainer.tracking import row_reader
-from trackway.trainer.tracking.row_reader import RowReader
+from trackway.trainer.delivery import mlflow_run
+from trackway.trainer.delivery.mlflow_run import RowReader
 from trackway.wire.trainer import MetricsRow
 
 
 @pytest.fixture(params=[16, 1 << 16], ids=["small blocks", "one block"])
 def file(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Rows of the steps 0 to 9, each of two values."""
-    monkeypatch.setattr(row_reader, "_BLOCK", request.param)
+    monkeypatch.setattr(mlflow_run, "_BLOCK", request.param)
     file = tmp_path / "metrics.jsonl"
     rows = [MetricsRow(step=step, data={"x": step / 2, "y": 1.0}) for step in range(10)]
     file.write_text("".join(row.model_dump_json() + "\n" for row in rows))

@@ -8,10 +8,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trackway.trainer.config import compose, no_effect
+from trackway.trainer.delivery import ConsoleSink, Sink, Tracking, check_loggers, open_tracking
+from trackway.trainer.delivery.opening import PACKAGES
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.service_urls import ServiceUrls
-from trackway.trainer.tracking import ConsoleSink, Sink, Tracking, check_loggers, open_tracking
-from trackway.trainer.tracking.opening import PACKAGES
 from trackway.trainer.undelivered import sentences
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow
@@ -40,7 +40,7 @@ def test_a_logger_whose_package_is_missing_is_refused_with_the_extra_that_instal
 ):
     found = find_spec  # the real one, for all but the package that is taken away
     monkeypatch.setattr(
-        "trackway.trainer.tracking.opening.find_spec", lambda wanted: None if wanted == name else found(wanted)
+        "trackway.trainer.delivery.opening.find_spec", lambda wanted: None if wanted == name else found(wanted)
     )
     config = compose([f"trainer.logger=[console,{name}]"])
 
@@ -54,7 +54,7 @@ def test_a_logger_whose_package_is_missing_is_refused_with_the_extra_that_instal
 def test_a_folder_of_the_packages_name_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "swimming").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("trackway.trainer.tracking.opening.PACKAGES", ("file", "swimming"))
+    monkeypatch.setattr("trackway.trainer.delivery.opening.PACKAGES", ("file", "swimming"))
     (tmp_path / "file").mkdir()
 
     with pytest.raises(TrackwayError, match="found none"):

@@ -1,6 +1,6 @@
 import threading
 
-from trackway.trainer.tracking.job_queue import JobQueue
+from trackway.trainer.delivery.sinks import JobQueue
 
 
 def test_jobs_run_in_order_and_close_waits_for_them():

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from trackway.tracing import TracingSettings
 from trackway.trainer.config import RunConfig
+from trackway.trainer.delivery import Leftovers
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.service_urls import ServiceUrls
-from trackway.trainer.tracking import Leftovers
 from trackway.wire.trainer import RunState
 
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from trackway.trainer.config import RunConfig, compose
+from trackway.trainer.delivery import QueuedSink, open_tracking
+from trackway.trainer.delivery.wandb_run import WandbRun
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.service_urls import ServiceUrls
-from trackway.trainer.tracking import QueuedSink, open_tracking
-from trackway.trainer.tracking.wandb_run import WandbRun
 from trackway.wire.health import OwnCode
 from trackway.wire.trainer import MetricsRow
 
@@ -155,7 +155,7 @@ def test_a_server_that_does_not_answer_leaves_the_metrics_in_the_runs_folder(
 ):
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr("trackway.trainer.tracking.wandb_run.INIT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("trackway.trainer.delivery.wandb_run.INIT_TIMEOUT_S", 1.0)
     sink = QueuedSink("wandb", WandbRun(folder, config()))
     sink.log(ROWS[1])
     sink.close("FINISHED", 120.0)

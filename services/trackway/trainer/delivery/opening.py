@@ -7,11 +7,10 @@ from importlib.util import find_spec
 
 from trackway.trainer.config import RunConfig
 from trackway.trainer.delivery.jobs import Delivery, DeliveryThread
+from trackway.trainer.delivery.mlflow_run import MlflowRun
+from trackway.trainer.delivery.sinks import MlflowSink, QueuedSink, Sink, TensorboardRun
+from trackway.trainer.delivery.wandb_run import WandbRun
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.tracking.mlflow_run import MlflowRun
-from trackway.trainer.tracking.sinks import MlflowSink, QueuedSink, Sink
-from trackway.trainer.tracking.tensorboard_run import TensorboardRun
-from trackway.trainer.tracking.wandb_run import WandbRun
 from trackway.trainer.undelivered import sentences
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import BackendSummary, MetricsRow
