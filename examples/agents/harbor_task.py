@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 from trackway.wire.agent import Sample
-from trackway.wire.sessions.session import SessionAccess
+from trackway.wire.sessions import SessionAccess
 
 
 async def run(access: SessionAccess, sample: Sample) -> float:

@@ -30,7 +30,7 @@ from trackway.wire.openai.classify import ClassifyRequest
 from trackway.wire.openai.requests import ChatTool, CompletionRequest
 from trackway.wire.reward import ScoreRequest
 from trackway.wire.rollout import GenerateReply, GenerateRequest, SamplingParams, StructuredOutputs
-from trackway.wire.sessions.training import FinishedSession
+from trackway.wire.sessions import FinishedSession
 from trackway.wire.trainer import MetricsRow, RunInfo, RunState
 from trackway.wire.trajectory import Reward, Trajectory
 

@@ -48,7 +48,7 @@ from trackway.traces import MlflowStore
 from trackway.traces.verify import waiting
 from trackway.trainer.config import compose
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.wire.sessions.training import TrainedSession
+from trackway.wire.sessions import TrainedSession
 from trackway.wire.trainer import RunInfo, RunState
 
 SETTLED_S = 120.0

@@ -1,8 +1,7 @@
 """Trajectories side by side: facts, turns, calls."""
 
 from tests.traces.example_trace import CALL, ExampleTrace, chat, span
-from trackway.traces.compare import NO_TEXT, compare, milliseconds, pretty, summary
-from trackway.traces.diff import DiffPiece, diff
+from trackway.traces.compare import NO_TEXT, DiffPiece, compare, diff, milliseconds, pretty, summary
 from trackway.traces.tree import SpanEvent
 
 

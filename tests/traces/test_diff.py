@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from trackway.traces.diff import Diff, DiffPiece, diff
+from trackway.traces.compare import Diff, DiffPiece, diff
 
 
 def same(text: str) -> DiffPiece:

@@ -6,7 +6,7 @@ from urllib.parse import quote
 from pydantic import JsonValue
 
 from trackway.clients.base import Deadline, ServiceClient
-from trackway.wire.sessions.training import FinishedSession, SessionRun, WaitingSessions
+from trackway.wire.sessions import FinishedSession, SessionRun, WaitingSessions
 from trackway.wire.trainer import MetricsRow, ResumeRequest, RunInfo, RunList, RunRequest
 
 

@@ -9,8 +9,22 @@ import traceback
 from collections.abc import Callable
 from functools import lru_cache
 
-from trackway.system.text import visible
 from trackway.wire.errors import shortened
+
+
+def visible(text: str, keep: str = "") -> str:
+    """The text with unprintable characters as Python escapes: `\\n`, `\\x1b`, `\\u202e`.
+
+    It stays on its line and cannot colour or reorder its surroundings. Characters in `keep` are left unchanged.
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char in keep else _escaped(char) for char in text)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
+
 
 MAX_CHARS = 16_384
 """Longest message and longest traceback of a record in characters; a longer one loses its middle."""

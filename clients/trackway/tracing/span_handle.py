@@ -15,8 +15,7 @@ from trackway.tracing import attributes as names
 from trackway.tracing.active import active_tracing
 from trackway.tracing.redaction import redacted, redacted_value
 from trackway.tracing.trace_stats import TraceStats, note
-from trackway.wire.base import named_number
-from trackway.wire.text import well_formed
+from trackway.wire.base import named_number, well_formed
 from trackway.wire.tracing import Incident
 from trackway.wire.trajectory import WeightSpan
 

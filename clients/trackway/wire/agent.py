@@ -9,9 +9,8 @@ from trackway.wire.base import Float, Int, WireReply, WireRequest
 from trackway.wire.chat import MAX_MESSAGES, MAX_TOOLS, Message
 from trackway.wire.errors import TrackwayError
 from trackway.wire.health import Wait
-from trackway.wire.names import Label, RunName
+from trackway.wire.names import Label, RunName, sample_index
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.sample_index import sample_index
 from trackway.wire.tracing import TraceTarget
 from trackway.wire.trajectory import StopReason, Tags, Trajectory, trajectory_id
 

@@ -15,6 +15,20 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
 from pydantic_core import PydanticCustomError
 
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+def well_formed(text: str) -> str:
+    """The text with U+FFFD for each lone surrogate, which Python's strings can hold and UTF-8 cannot."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "".join(REPLACEMENT if "\ud800" <= char <= "\udfff" else char for char in text)
+    return text
+
+
 NON_FINITE: Literal["strings"] = "strings"
 """pydantic's `ser_json_inf_nan` of every model that is written as JSON, on the wire or into a file."""
 

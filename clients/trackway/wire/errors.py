@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from pydantic import Field, JsonValue
 
-from trackway.wire.base import WireReply, named_number
-from trackway.wire.text import well_formed
+from trackway.wire.base import WireReply, named_number, well_formed
 
 MAX_MESSAGE_CHARS = 4096
 """Longest message of an error in characters; a longer one, which quotes its input, loses its middle."""

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from trackway.wire.base import FLOAT32_MAX, WireReply
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
-from trackway.wire.sample_index import SampleIndex
+from trackway.wire.names import SampleIndex
 from trackway.wire.tracing import Incident
 
 

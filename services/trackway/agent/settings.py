@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, SecretStr, model_v
 
 from trackway.clients import CallPolicy
 from trackway.serving.own_code import OwnCodeSettings
-from trackway.wire.sessions.session import FormatUse, SessionBounds
+from trackway.wire.sessions import FormatUse, SessionBounds
 
 _OUTAGE_S = 120.0
 """Retries outlast a restart of Ray Serve's proxy or of a service, which takes up to a minute."""

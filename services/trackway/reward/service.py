@@ -11,9 +11,9 @@ from trackway.tracing import SpanHandle, reward_span, token2text
 from trackway.tracing.active import active_tracing
 from trackway.tracing.redaction import redacted
 from trackway.tracing.span_handle import utf8_size
+from trackway.wire.base import well_formed
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.reward import ScoreRequest, ScorerInfo
-from trackway.wire.text import well_formed
 from trackway.wire.trajectory import MAX_COMPONENTS, Reward
 
 logger = logging.getLogger("trackway.reward")

@@ -8,8 +8,7 @@ from pydantic import JsonValue
 
 from trackway.chat.tokenizer import ChatTokenizer
 from trackway.model_api.anthropic import message_input
-from trackway.model_api.anthropic.errors import AnthropicRoute
-from trackway.model_api.anthropic.messages import MessagesResponseBuilder
+from trackway.model_api.anthropic.messages import AnthropicRoute, MessagesResponseBuilder
 from trackway.model_api.choices import jobs_of
 from trackway.model_api.openai import response_input
 from trackway.model_api.openai.chat import ChatResponseBuilder
@@ -21,8 +20,7 @@ from trackway.model_api.respond import respond
 from trackway.model_api.response_builder import ResponseBuilder
 from trackway.rollout.service import RolloutService
 from trackway.rollout.tokenizer import TokenText
-from trackway.wire.anthropic.replies import CountTokensReply, MessagesReply
-from trackway.wire.anthropic.requests import CountTokensRequest, MessagesRequest
+from trackway.wire.anthropic import CountTokensReply, CountTokensRequest, MessagesReply, MessagesRequest
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai.replies import ChatCompletion, Completion
 from trackway.wire.openai.requests import ChatRequest, CompletionRequest

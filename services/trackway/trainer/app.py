@@ -18,7 +18,7 @@ from trackway.trainer.supervisor.manager import RunManager
 from trackway.trainer.supervisor.session_intake import SessionIntake
 from trackway.trainer.supervisor.standby import Standby
 from trackway.wire.names import RunNameInPath
-from trackway.wire.sessions.training import FinishedSession, SessionRun, WaitingSessions
+from trackway.wire.sessions import FinishedSession, SessionRun, WaitingSessions
 from trackway.wire.trainer import ResumeRequest, RunInfo, RunList, RunRequest
 
 logger = logging.getLogger("trackway.trainer")

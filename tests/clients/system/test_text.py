@@ -3,7 +3,7 @@
 import pytest
 
 from trackway.system import visible
-from trackway.wire.text import well_formed
+from trackway.wire.base import well_formed
 
 
 @pytest.mark.parametrize(

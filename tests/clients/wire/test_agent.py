@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from trackway.wire.agent import GroupRequest
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
-from trackway.wire.sessions.session import SessionRequest
+from trackway.wire.sessions import SessionRequest
 from trackway.wire.trajectory import StopReason, Tags, Trajectory
 
 SAMPLE = {

@@ -15,7 +15,7 @@ from tests.services.agent.agent_services import AgentServices, group, open_servi
 from tests.services.chat.families import FAMILIES
 from trackway.agent import Parsed, ParsedCall, ToolFormat, register_tool_format
 from trackway.agent.settings import AgentSettings
-from trackway.wire.sessions.session import SessionAccess
+from trackway.wire.sessions import SessionAccess
 from trackway.wire.trajectory import StopReason, TokenRow, Trajectory, Turn
 
 pytestmark = pytest.mark.anyio

@@ -18,7 +18,7 @@ from trackway.model_api.openai.chat import ChatResponseBuilder
 from trackway.model_api.respond import respond, respond_again
 from trackway.model_api.response_builder import ResponseBuilder
 from trackway.model_api.stream_decoder import Delta
-from trackway.wire.anthropic.requests import MessagesRequest
+from trackway.wire.anthropic import MessagesRequest
 from trackway.wire.openai.requests import ChatRequest
 from trackway.wire.rollout import GenerateRequest
 from trackway.wire.trajectory import WeightSpan

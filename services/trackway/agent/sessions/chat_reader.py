@@ -12,7 +12,7 @@ from pydantic_core import from_json, to_json
 
 from trackway.wire.chat import MAX_MESSAGES
 from trackway.wire.openai.requests import ChatMessage
-from trackway.wire.sessions.calls import SessionChat
+from trackway.wire.sessions import SessionChat
 
 
 class ChatReader:

@@ -13,7 +13,7 @@ from trackway.agent.sessions.graph import Conversation
 from trackway.model_api.sse import HEADERS, MEDIA_TYPE, Failed, comment
 from trackway.model_api.stream_decoder import Delta
 from trackway.wire.errors import TrackwayError
-from trackway.wire.sessions.graph import GraphNode
+from trackway.wire.sessions import GraphNode
 
 
 class Recorded(NamedTuple):

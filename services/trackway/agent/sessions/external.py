@@ -48,7 +48,7 @@ from trackway.system.experimental import Experimental, warn_experimental
 from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorCode, TrackwayError, shortened
 from trackway.wire.headers import REQUEST_TIMEOUT
-from trackway.wire.sessions.session import ExternalReply, ExternalRollout, SessionAccess
+from trackway.wire.sessions import ExternalReply, ExternalRollout, SessionAccess
 from trackway.wire.trajectory import StopReason
 
 _ENGINES = ("podman", "docker")

@@ -16,7 +16,7 @@ from pydantic import JsonValue
 from trackway.agent.sessions.chat_reader import same_objects
 from trackway.agent.sessions.messages import KnownMeanings, Meaning, canonical, meaning, without_reasoning
 from trackway.wire.openai.requests import ChatMessage, ChatTool
-from trackway.wire.sessions.graph import GraphNode, NodeKind, RootReason
+from trackway.wire.sessions import GraphNode, NodeKind, RootReason
 from trackway.wire.trajectory import WeightSpan
 
 

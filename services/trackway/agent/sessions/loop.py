@@ -19,8 +19,7 @@ from trackway.agent.sessions.session import Session
 from trackway.agent.toolbox import Toolbox
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.sessions.graph import GraphNode, NodeKind
-from trackway.wire.sessions.session import FormatUse, SessionBounds, SessionRequest
+from trackway.wire.sessions import FormatUse, GraphNode, NodeKind, SessionBounds, SessionRequest
 from trackway.wire.trajectory import Reward, StopReason, TokenRow, Turn, WeightSpan
 
 

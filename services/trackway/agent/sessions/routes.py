@@ -18,8 +18,7 @@ from trackway.agent.sessions.session import Session
 from trackway.agent.sessions.store import Sessions, session_of
 from trackway.chat.tokenizer import ChatTokenizer
 from trackway.model_api.anthropic import message_input
-from trackway.model_api.anthropic.errors import AnthropicRoute
-from trackway.model_api.anthropic.messages import MessagesResponseBuilder
+from trackway.model_api.anthropic.messages import AnthropicRoute, MessagesResponseBuilder
 from trackway.model_api.openai import response_input
 from trackway.model_api.openai.chat import ChatResponseBuilder
 from trackway.model_api.openai.errors import OpenAIRoute
@@ -27,22 +26,26 @@ from trackway.model_api.openai.responses import ResponsesBuilder
 from trackway.serving import ServiceRouter
 from trackway.serving.auth import CALLER, RawHeaders, presented_key
 from trackway.serving.tokens import Caller
-from trackway.wire.anthropic.replies import CountTokensReply, MessagesReply
+from trackway.wire.anthropic import CountTokensReply, MessagesReply
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai.replies import ChatCompletion, Completion
 from trackway.wire.openai.requests import ChatRequest
 from trackway.wire.openai.response_replies import ResponsesReply
 from trackway.wire.rollout import ModelCard, ModelList
-from trackway.wire.sessions.calls import (
+from trackway.wire.sessions import (
+    FinishedSession,
+    SessionAccess,
     SessionCall,
     SessionChat,
     SessionCompletion,
     SessionMessages,
+    SessionRequest,
     SessionResponse,
+    SessionReward,
+    SessionState,
     SessionTokenCount,
+    TrainedSession,
 )
-from trackway.wire.sessions.session import SessionAccess, SessionRequest, SessionReward, SessionState
-from trackway.wire.sessions.training import FinishedSession, TrainedSession
 from trackway.wire.trajectory import Reward, Trajectory
 
 MODEL = "policy"

@@ -49,9 +49,7 @@ from trackway.wire.rollout import (
     Usage,
     choice_logprobs,
 )
-from trackway.wire.sessions.calls import SessionResponse
-from trackway.wire.sessions.graph import GraphNode, NodeKind
-from trackway.wire.sessions.session import FormatUse, SessionBounds
+from trackway.wire.sessions import FormatUse, GraphNode, NodeKind, SessionBounds, SessionResponse
 from trackway.wire.trajectory import StopReason
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from trackway.agent.sessions.session import Session
 from trackway.agent.settings import AgentSettings
 from trackway.serving.open_sessions import OpenSessions
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.sessions.session import SessionAccess
-from trackway.wire.sessions.training import SESSION_ID
+from trackway.wire.sessions import SESSION_ID, SessionAccess
 
 _ID = re.compile(SESSION_ID)
 _KEY = re.compile(rf"sk-({_ID.pattern})-[0-9a-f]{{32}}")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pydantic import JsonValue
 
 from trackway.model_api.conversations import SAME_FIELDS, chat_request
-from trackway.wire.anthropic.requests import (
+from trackway.wire.anthropic import (
     ContentBlockParam,
     CountTokensRequest,
     MessageParam,

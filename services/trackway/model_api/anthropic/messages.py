@@ -3,13 +3,17 @@
 import json
 from collections.abc import Iterable, Iterator, Sequence
 
+from pydantic import JsonValue
+
 from trackway.chat.tokenizer import ChatTokenizer
-from trackway.model_api.anthropic.errors import anthropic_error
+from trackway.model_api.error_route import ErrorFormatRoute, status_of
 from trackway.model_api.message_reader import MessageReader
 from trackway.model_api.response_builder import ResponseBuilder
 from trackway.model_api.sse import event
 from trackway.model_api.stream_decoder import Delta, joined
-from trackway.wire.anthropic.replies import (
+from trackway.wire.anthropic import (
+    AnthropicError,
+    AnthropicErrorReply,
     ContentBlock,
     ContentBlockDeltaEvent,
     ContentBlockStartEvent,
@@ -19,6 +23,7 @@ from trackway.wire.anthropic.replies import (
     MessageEnd,
     MessagesEvent,
     MessagesReply,
+    MessagesRequest,
     MessageStartEvent,
     MessageStopEvent,
     MessagesUsage,
@@ -28,10 +33,37 @@ from trackway.wire.anthropic.replies import (
     TextDelta,
     ToolUseBlock,
 )
-from trackway.wire.anthropic.requests import MessagesRequest
 from trackway.wire.chat import ToolCall
 from trackway.wire.errors import TrackwayError
 from trackway.wire.openai.requests import ChatRequest
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class AnthropicRoute(ErrorFormatRoute):
+    """A route whose errors have Anthropic's format."""
+
+    @staticmethod
+    def error_body(error: TrackwayError) -> dict[str, JsonValue]:
+        """Anthropic's body."""
+        return anthropic_error(error).model_dump(mode="json")
+
+
+def anthropic_error(error: TrackwayError) -> AnthropicErrorReply:
+    """The body; also sent as an event when a stream fails after its start."""
+    status = status_of(error)
+    kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    body = error.to_reply().error.model_dump(mode="json")
+    return AnthropicErrorReply(error=AnthropicError.model_validate({**body, "type": kind}))
+
 
 _IDS = {"prompt_token_ids", "token_ids", "weight_versions"}
 

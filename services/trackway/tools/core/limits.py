@@ -17,8 +17,8 @@ from trackway.serving.user_code import contained, described, failure_of, outcome
 from trackway.tools.base import BaseTool, ToolLimits
 from trackway.tools.core.arguments import ArgumentCheck
 from trackway.tools.core.instances import acquire
+from trackway.wire.base import well_formed
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.text import well_formed
 from trackway.wire.tools import ExecuteRequest, ToolResult
 
 logger = logging.getLogger("trackway.tools")

@@ -14,7 +14,7 @@ from pydantic import BaseModel, JsonValue
 from trackway.serving.stand_ins import offer_stand_ins
 from trackway.serving.user_code import importing
 from trackway.tools.base import BaseTool, ToolConfig
-from trackway.tools.functions.results import numbers_of, text_of
+from trackway.tools.functions.tool import numbers_of, text_of
 from trackway.wire.chat import ToolSchema
 from trackway.wire.tools import ToolResult
 

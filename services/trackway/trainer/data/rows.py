@@ -12,7 +12,7 @@ from pydantic import Field, JsonValue
 from trackway.wire.agent import RewardModel, Sample
 from trackway.wire.base import WireReply
 from trackway.wire.chat import Message
-from trackway.wire.sample_index import SampleIndex
+from trackway.wire.names import SampleIndex
 
 Split = Literal["train", "test"]
 

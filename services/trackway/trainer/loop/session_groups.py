@@ -20,7 +20,7 @@ from trackway.trainer.run_state.session_inbox import OpenInbox, SessionInbox, Wa
 from trackway.wire.agent import RewardModel, Sample
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.sessions.training import FinishedSession, SessionRun
+from trackway.wire.sessions import FinishedSession, SessionRun
 from trackway.wire.trajectory import Tags, Trajectory, trajectory_id
 
 POLL_S = 0.2

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from trackway.system import atomic_write, writing
 from trackway.system.files import folder_time
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.sessions.training import FinishedSession, SessionRun
+from trackway.wire.sessions import FinishedSession, SessionRun
 
 logger = logging.getLogger("trackway.trainer")
 

@@ -3,7 +3,7 @@
 from trackway.trainer.run_state.session_inbox import SessionInbox
 from trackway.trainer.supervisor.registry import RunRegistry
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.sessions.training import FinishedSession, SessionRun, WaitingSessions
+from trackway.wire.sessions import FinishedSession, SessionRun, WaitingSessions
 from trackway.wire.trainer import ENDED, RunInfo, RunState
 
 

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from trackway.tracing import SpanHandle, Tracing, TracingSettings, rollout_trace_attr, rollout_trace_op
 from trackway.tracing.active import activated
-from trackway.tracing.verl.safely import NonRaisingSpan
+from trackway.tracing.verl.decorators import NonRaisingSpan
 
 
 class Recorder:

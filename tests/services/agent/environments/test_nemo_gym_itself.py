@@ -24,7 +24,7 @@ from trackway.tools.app import create_app as create_tools
 from trackway.tools.builtin.calculator import CalculatorTool
 from trackway.tools.builtin.gsm8k import Gsm8kTool
 from trackway.tools.settings import ToolsSettings
-from trackway.wire.sessions.session import SessionAccess
+from trackway.wire.sessions import SessionAccess
 from trackway.wire.trajectory import StopReason, Trajectory
 
 pytestmark = [pytest.mark.anyio, pytest.mark.agents, pytest.mark.timeout(900)]

@@ -8,7 +8,7 @@ from pydantic import JsonValue
 from trackway.agent.sessions.graph import Conversation, Sampled, TokenGraph
 from trackway.agent.sessions.messages import joined_turns, meaning
 from trackway.wire.openai.requests import ChatMessage, ChatTool
-from trackway.wire.sessions.graph import GraphNode
+from trackway.wire.sessions import GraphNode
 from trackway.wire.trajectory import WeightSpan
 
 CALCULATOR = ChatTool.model_validate({"type": "function", "function": {"name": "calculator", "parameters": {}}})

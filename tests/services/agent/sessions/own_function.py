@@ -6,7 +6,7 @@ import threading
 from openai import AsyncOpenAI
 
 from trackway.wire.agent import Sample
-from trackway.wire.sessions.session import SessionAccess
+from trackway.wire.sessions import SessionAccess
 
 import_gate = threading.Event()
 """Lets the import of `slow_import` go on."""

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from tests.services.agent.sessions.conversations import CALCULATOR, result, said, system, user
 from trackway.agent.sessions.chat_reader import ChatReader
 from trackway.agent.sessions.graph import Conversation, Conversations
-from trackway.wire.sessions.calls import SessionChat
+from trackway.wire.sessions import SessionChat
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"minimum": 1}}}
 CALL = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": "{}"}}

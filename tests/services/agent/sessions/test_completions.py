@@ -7,8 +7,7 @@ import pytest
 from tests.services.agent.agent_services import AgentServices
 from tests.services.agent.scripted_model import END
 from tests.services.agent.sessions.test_session import ended, opened, retry, state
-from trackway.wire.sessions.graph import NodeKind, RootReason
-from trackway.wire.sessions.session import SessionAccess
+from trackway.wire.sessions import NodeKind, RootReason, SessionAccess
 
 pytestmark = pytest.mark.anyio
 

@@ -13,7 +13,7 @@ from tests.services.agent.sessions.test_session import ANSWER, COUNT
 from trackway.agent.sessions.external import program_of
 from trackway.agent.settings import ExternalSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.sessions.session import SessionAccess
+from trackway.wire.sessions import SessionAccess
 from trackway.wire.trajectory import StopReason
 
 SCRIPT = Path(__file__).parents[4] / "examples" / "agents" / "openai_script.py"

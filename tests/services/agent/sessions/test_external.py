@@ -31,7 +31,7 @@ from trackway.agent.settings import AgentSettings, ExternalSettings
 from trackway.trainer.learner.filtering import filter_trajectories
 from trackway.trainer.learner.learner import Learner
 from trackway.wire.errors import ErrorCode
-from trackway.wire.sessions.session import ExternalRollout, SessionAccess, SessionBounds
+from trackway.wire.sessions import ExternalRollout, SessionAccess, SessionBounds
 from trackway.wire.trajectory import StopReason
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]

@@ -20,8 +20,7 @@ from tests.services.agent.sessions.test_session import (
     state,
 )
 from trackway.trainer.learner.filtering import TrainStatus, train_status
-from trackway.wire.sessions.graph import NodeKind
-from trackway.wire.sessions.session import SessionAccess
+from trackway.wire.sessions import NodeKind, SessionAccess
 
 pytestmark = pytest.mark.anyio
 

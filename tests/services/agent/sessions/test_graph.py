@@ -6,7 +6,7 @@ from tests.services.agent.sessions.conversations import CALCULATOR, add, flatten
 from trackway.agent.sessions.graph import Conversation, Place, TokenGraph
 from trackway.agent.sessions.messages import joined_turns
 from trackway.wire.openai.requests import ChatMessage
-from trackway.wire.sessions.graph import RootReason
+from trackway.wire.sessions import RootReason
 
 TASK = [system("Be brief."), user("9+9?")]
 ARGUMENTS = '{ "expression":  "9+9", "round": true }'

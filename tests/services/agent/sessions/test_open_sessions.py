@@ -10,7 +10,7 @@ from tests.services.agent.agent_services import AgentServices, group, open_servi
 from tests.services.agent.sessions.test_session import ANSWER, QUESTION, SAMPLE, opened
 from trackway.agent.settings import AgentSettings
 from trackway.serving import AuthSettings
-from trackway.wire.sessions.session import SessionAccess
+from trackway.wire.sessions import SessionAccess
 
 pytestmark = pytest.mark.anyio
 

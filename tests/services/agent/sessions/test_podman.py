@@ -20,7 +20,7 @@ from tests.services.agent.sessions.test_session import ANSWER, COUNT
 from trackway.agent.sessions.external import guarded, program_of
 from trackway.agent.settings import ExternalSettings
 from trackway.wire.errors import ErrorCode
-from trackway.wire.sessions.session import SessionAccess
+from trackway.wire.sessions import SessionAccess
 from trackway.wire.trajectory import StopReason
 
 ROOT = Path(__file__).parents[4]

@@ -3,7 +3,7 @@
 from tests.services.agent.sessions.conversations import CALCULATOR, add, result, said, system, user
 from trackway.agent.sessions.graph import TokenGraph
 from trackway.agent.sessions.loop import training_rows
-from trackway.wire.sessions.graph import NodeKind, RootReason
+from trackway.wire.sessions import NodeKind, RootReason
 from trackway.wire.trajectory import WeightSpan
 
 TASK = [system("Be brief."), user("9+9?")]

@@ -14,8 +14,7 @@ from tests.services.agent.replaceable import answers
 from tests.services.agent.scripted_model import END
 from trackway.trainer.learner.filtering import TrainStatus, train_status
 from trackway.wire.errors import ErrorCode
-from trackway.wire.sessions.graph import NodeKind, RootReason
-from trackway.wire.sessions.session import SessionAccess, SessionState
+from trackway.wire.sessions import NodeKind, RootReason, SessionAccess, SessionState
 from trackway.wire.trajectory import StopReason, Trajectory, WeightSpan
 
 pytestmark = pytest.mark.anyio

@@ -14,7 +14,7 @@ from trackway.agent.app import create_app
 from trackway.agent.settings import AgentSettings
 from trackway.clients.base import ServiceClient
 from trackway.clients.direct import Address
-from trackway.wire.sessions.session import SessionAccess
+from trackway.wire.sessions import SessionAccess
 
 pytestmark = pytest.mark.anyio
 

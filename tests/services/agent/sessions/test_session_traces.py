@@ -20,7 +20,7 @@ from tests.services.agent.sessions.test_session import (
     opened,
     two_turns,
 )
-from trackway.wire.sessions.session import SessionAccess
+from trackway.wire.sessions import SessionAccess
 
 pytestmark = pytest.mark.anyio
 

@@ -30,8 +30,7 @@ from tests.services.agent.streaming_transport import StreamingTransport, scope_o
 from tests.time_limits import ENDS_SOON
 from trackway.agent.sessions import session
 from trackway.model_api import choices
-from trackway.wire.sessions.graph import NodeKind
-from trackway.wire.sessions.session import SessionAccess
+from trackway.wire.sessions import NodeKind, SessionAccess
 from trackway.wire.trajectory import WeightSpan
 
 pytestmark = [pytest.mark.anyio, ENDS_SOON]

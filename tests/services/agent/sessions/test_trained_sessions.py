@@ -19,7 +19,7 @@ from trackway.trainer.settings import TrainerSettings
 from trackway.wire.agent import Limits
 from trackway.wire.errors import ErrorCode
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.sessions.training import SessionRun
+from trackway.wire.sessions import SessionRun
 from trackway.wire.tracing import TraceTarget
 from trackway.wire.trainer import RunState
 

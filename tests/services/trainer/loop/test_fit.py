@@ -54,7 +54,7 @@ from trackway.trainer.traces.step import StepTrace
 from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
 from trackway.wire.health import SpanCounts
-from trackway.wire.sessions.training import FinishedSession
+from trackway.wire.sessions import FinishedSession
 from trackway.wire.tracing import TraceTarget
 from trackway.wire.trainer import RunState
 from trackway.wire.trajectory import Reward, Trajectory

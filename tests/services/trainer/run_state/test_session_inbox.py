@@ -10,7 +10,7 @@ from trackway.trainer.run_state.session_inbox import OpenInbox, SessionInbox
 from trackway.wire.agent import Limits
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.sessions.training import FinishedSession, SessionRun
+from trackway.wire.sessions import FinishedSession, SessionRun
 from trackway.wire.tracing import TraceTarget
 from trackway.wire.trajectory import Trajectory
 

@@ -1,1 +1,0 @@
-"""Anthropic's messages, with vLLM's names for additional fields."""
