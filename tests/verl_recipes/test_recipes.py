@@ -163,10 +163,6 @@ READ_OTHERWISE: dict[str, tuple[str, str]] = {
         f"trainer.v1.{mode}.num_warmup_batches": (_ASYNCHRONOUS, "f'trainer.v1.{mode}.num_warmup_batches'")
         for mode in ("colocate_async", "separate_async")
     },
-    "actor_rollout_ref.rollout.engine_kwargs.sglang": (
-        "deploy/trackway/deploy/config/services_for_run.py",
-        "getattr(rollout.engine_kwargs, name)",
-    ),
     "reward.reward_manager.name": (_MODELS, "self.reward.reward_manager.name"),
     "trackway.scores_are_independent": (_MODELS, "self.trackway.scores_are_independent"),
 }

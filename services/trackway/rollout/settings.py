@@ -82,6 +82,9 @@ class RolloutSettings(ServiceSettings):
     """`auto` is CUDA if available. Experimental: no engine or learner has run on a GPU."""
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
     """`auto` is float32 on the CPU (bfloat16 is four times slower there) and bfloat16 on CUDA."""
+    float32_head: bool = False
+    """Compute logits in float32 in an engine of bfloat16 (vLLM, SGLang), as the learner with
+    `trackway.float32_head`."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of the torch engine. None chooses when the replica starts: one for a model below 2 million parameters
     and on a GPU, else all cores. Several replicas on one machine share its cores: give a number there."""
@@ -114,16 +117,18 @@ class RolloutSettings(ServiceSettings):
     @property
     def config_overrides(self) -> str | None:
         """JSON of what replaces keys of the model's `config.json`; None for nothing."""
-        positions = self.max_position_embeddings
-        return None if positions is None else json.dumps({"max_position_embeddings": positions})
+        head = "float32" if self.float32_head and self.engine == "vllm" else None
+        changed = {"max_position_embeddings": self.max_position_embeddings, "head_dtype": head}
+        given = {name: value for name, value in changed.items() if value is not None}
+        return json.dumps(given) if given else None
 
     @model_validator(mode="after")
     def _the_model_is_described_once(self) -> Self:
         own = [name for word in self.engine_args if (name := word.partition("=")[0]) in _OVERRIDES]
-        if self.max_position_embeddings is not None and own:
+        if self.config_overrides is not None and own:
             raise ValueError(
-                f"engine_args: expected no {own[0]} with max_position_embeddings={self.max_position_embeddings}, which "
-                "needs that argument; give the number in config.json, in a copy of the model"
+                f"engine_args: expected no {own[0]} with {self.config_overrides}, which needs that argument; give the "
+                "value in config.json, in a copy of the model"
             )
         return self
 

@@ -137,6 +137,16 @@ def test_a_seed_that_sglang_ignores_is_told(engine: str, words: list[str], told:
     assert {decision.got for decision in found} <= {"no effect"}
 
 
+def test_a_server_gets_the_float32_head_of_its_run_and_the_embedded_engine_has_none() -> None:
+    vllm = made(1, "trackway.float32_head=true", f"{R}.name=vllm", engine_python="/opt/bin/python")
+    torch = made(1, "trackway.float32_head=true", f"{R}.name=torch")
+
+    assert (args(vllm)["float32_head"], "float32_head" in args(torch)) == (True, False)
+    found = [decision.got for decision in torch.decisions if decision.key == "trackway.float32_head"]
+    assert found == ["in the learner alone"]
+    assert "float32_head" not in args(made(1, f"{R}.name=vllm", engine_python="/opt/bin/python"))
+
+
 def test_weights_of_the_learners_gpu_reach_one_replica_only() -> None:
     words = ("trackway.weights_transport=ipc", f"{R}.name=vllm")
     assert made(4, *words, engine_python="/opt/bin/python").missing == [

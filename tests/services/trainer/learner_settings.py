@@ -44,6 +44,7 @@ KEYS = {
     **{name: f"{ACTOR}.policy_loss.{name}" for name in PolicyLossConfig.model_fields},
     "proximal_logprobs": "trackway.proximal_logprobs",
     "seed": "trackway.seed",
+    "float32_head": "trackway.float32_head",
 }
 SIMPLE = {
     "bypass_mode": True,

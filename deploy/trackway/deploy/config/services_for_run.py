@@ -273,6 +273,10 @@ def _set_engine(config: RunConfig, gpus: int, services: RunServices) -> None:
     model = config.actor_rollout_ref.model
     if model.override_config.max_position_embeddings is not None:
         args["max_position_embeddings"] = model.override_config.max_position_embeddings
+    if config.trackway.float32_head and server:
+        args["float32_head"] = True
+    elif config.trackway.float32_head:
+        services.decide("trackway.float32_head", True, "in the learner alone", f"the {services.engine} engine has none")
     if server and model.lora_rank and not model.lora.merge:
         args["max_lora_rank"] = model.lora_rank
     if config.trackway.weights_transport != "store":

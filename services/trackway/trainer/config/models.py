@@ -293,6 +293,9 @@ class TrackwayConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of the learner's computation; `fsdp_config.model_dtype` is that of its weights. `auto` is bfloat16 on
     a GPU, as in verl, and with bfloat16 weights; float32 on a CPU, since most CPUs are slower with bfloat16."""
+    float32_head: bool = False
+    """Compute logits in float32 where learner and engine compute in bfloat16: policy, reference, and vLLM or SGLang if
+    the run starts them. Bfloat16 rounds logits of 8 to 16 to a multiple of 1/16, differently on both sides."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of the learner. Null chooses at the run's first start: one for a model below 2 million parameters,
     else all cores, less one for the engine with `async_training`. A resumed run keeps the number."""

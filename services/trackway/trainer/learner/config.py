@@ -120,6 +120,8 @@ class LearnerConfig:
     """`recompute` or `loglinear`: the source of the old logprobs without `bypass_mode`."""
     save_token_values: bool = False
     """Whether an update returns what it computed of each token."""
+    float32_head: bool = False
+    """Whether logits are float32 where the compute dtype is bfloat16."""
 
     @property
     def model_path(self) -> str:

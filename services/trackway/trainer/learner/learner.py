@@ -188,6 +188,7 @@ class Learner:
             head_in_chunks=model.use_fused_kernels,
             head_chunk_size=config.actor.fsdp_config.entropy_from_logits_chunk_size,
             max_positions=config.max_positions,
+            float32_head=config.float32_head,
         )
         self.threads = config.threads or self._choose_threads()
         """CPU threads of torch in this process."""
@@ -230,6 +231,7 @@ class Learner:
             head_in_chunks=config.model.use_fused_kernels,
             head_chunk_size=config.actor.fsdp_config.entropy_from_logits_chunk_size,
             max_positions=config.max_positions,
+            float32_head=config.float32_head,
         )
 
     def _entropy_function(self) -> Callable[[Tensor], Tensor]:

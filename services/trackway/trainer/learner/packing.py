@@ -179,8 +179,12 @@ def _takes_grouped_heads(query: Tensor) -> bool:
 def _takes_all_sequences(query: Tensor, value: Tensor) -> bool:
     """Whether flash attention takes these tensors: half precision, on Ampere or newer, in heads of up to 256."""
     width = query.shape[-1]
-    fits = _dtype_of(query) in _HALF and width == value.shape[-1] <= 256 and width % 8 == 0
-    return fits and _on_gpu(query) and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    fits = width == value.shape[-1] <= 256 and width % 8 == 0
+    return fits and _on_gpu(query) and _dtype_of(query) in _HALF and _is_ampere(query.device)
+
+
+def _is_ampere(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _on_gpu(tensor: Tensor) -> bool:

@@ -36,6 +36,7 @@ from trackway.trainer.learner.passes.head import (
     head_logits,
     in_head,
     measure_in_chunks,
+    to_float32_head,
     token_logprobs,
 )
 from trackway.trainer.learner.ranks.balance import PassLimit, rounds_of
@@ -107,7 +108,8 @@ class Policy:
     `token_values` and `ref_inputs` gives each of them the same result, and is a collective. With `lora` an adapter is
     trained, and the model's own weights stay as they were loaded. `exchange_head` gives the model of a folder another
     head. `head_in_chunks` and `head_chunk_size` are those of HeadChunks. `max_positions` replaces
-    `max_position_embeddings` of the folder's configuration, also in what is exported.
+    `max_position_embeddings` of the folder's configuration, also in what is exported. `float32_head` has an effect on
+    bfloat16 alone.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Policy:
         head_chunk_size: int = 1024,
         exchange_head: Callable[[PreTrainedModel, Path], None] | None = None,
         max_positions: int | None = None,
+        float32_head: bool = False,
     ) -> None:
         disable_progress_bar()  # or transformers draws one at every publication
         self.folder = model_folder(path)
@@ -151,6 +154,8 @@ class Policy:
             self.model = shares.model
         if exchange_head is not None:
             exchange_head(self.model, self.folder)
+        if float32_head and dtype == "bfloat16":
+            to_float32_head(self.model)
         if shares is None:
             require_finite(self.tensors())
         self.model.requires_grad_(not frozen)

@@ -60,6 +60,7 @@ def learner_config(config: RunConfig, total_steps: int) -> LearnerConfig:
         seed=own.seed,
         proximal_logprobs=own.proximal_logprobs,
         save_token_values=own.save_token_values,
+        float32_head=own.float32_head,
     )
 
 

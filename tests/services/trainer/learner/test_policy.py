@@ -204,6 +204,37 @@ def test_bfloat16_logprobs_are_float32_and_near_the_exact_ones(tiny_model: Path,
     assert learner.update([rollout(score=1.0)]).metrics["actor/grad_norm"] > 0.0
 
 
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_a_float32_head_makes_float32_logits_of_bfloat16_weights_and_states(
+    tiny_model: Path, rollout: Rollout, in_chunks: bool
+):
+    keys = {"dtype": "bfloat16", "use_fused_kernels": in_chunks, "chunk_size": 2}
+    given: list[torch.Tensor] = []
+    learner = Learner(learner_config(tiny_model, **keys, float32_head=True))
+    learner.policy.model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))
+
+    logprobs = learner.log_probs([rollout()])[0]
+    loss = learner.update([rollout(score=1.0)]).metrics
+
+    (states,) = given[:1]
+    weight = load_file(tiny_model / "model.safetensors")["model.embed_tokens.weight"].bfloat16().double()
+    exact = torch.log_softmax(states.bfloat16().double() @ weight.T, -1)[0]
+    places = range(len(rollout().prompt_ids) - 1, exact.shape[0])
+    expected = [
+        float(exact[place, token]) if mask else 0.0
+        for place, token, mask in zip(places, rollout().response_ids, rollout().response_mask, strict=False)
+    ]
+    assert logprobs == pytest.approx(expected, abs=1e-5)
+    assert logprobs != pytest.approx(Learner(learner_config(tiny_model, **keys)).log_probs([rollout()])[0], abs=1e-5)
+    assert loss["actor/grad_norm"] > 0.0
+
+
+def test_a_float32_head_changes_nothing_in_float32(tiny_model: Path, rollout: Rollout):
+    plain, float32_head = (Learner(learner_config(tiny_model, float32_head=wanted)) for wanted in (False, True))
+
+    assert float32_head.log_probs([rollout()]) == plain.log_probs([rollout()])
+
+
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 def test_a_bfloat16_copy_of_a_weight_is_not_kept_until_the_forward_ends(
     tiny_model: Path, rollout: Rollout, gradient_checkpointing: bool

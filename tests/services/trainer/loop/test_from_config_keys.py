@@ -336,6 +336,7 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     "trackway.seed": (5, {"learner.seed": 5, "learner.shuffle_seed": 5, "plan.seed": 5, **asks(sampling__seed=5)}),
     "trackway.device": ("cuda:1", {"learner.device": "cuda:1", "learner.dtype": "bfloat16"}),
     "trackway.dtype": ("bfloat16", {"learner.dtype": "bfloat16"}),
+    "trackway.float32_head": (True, {"learner.float32_head": True}),
     "trackway.threads": (21, {"learner.threads": 21}),
     "trackway.max_inflight_groups": (22, retries(max_inflight=22)),
     "trackway.group_attempts": (23, retries(attempts=23)),

@@ -142,6 +142,7 @@ class SglangEngine(RemoteEngine):
             "--disable-radix-cache": not settings.prefix_caching,
             "--disable-cuda-graph": settings.enforce_eager,
             "--enable-memory-saver": settings.enable_sleep,
+            "--enable-fp32-lm-head": settings.float32_head,
         }
         return [
             *(str(settings.engine_python), "-m", "sglang.launch_server"),

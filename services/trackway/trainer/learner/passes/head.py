@@ -143,6 +143,30 @@ def in_head(model: PreTrainedModel, forward: Callable[[Tensor], Tensor]) -> Iter
         del head.forward
 
 
+class Float32Head(nn.Linear):
+    """A head whose logits under autocast are float32 products of bfloat16 weights and states.
+
+    vLLM computes them so with `head_dtype: float32`, and SGLang with `--enable-fp32-lm-head`.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., V] of hidden states [..., H]."""
+        if input.is_meta or not torch.is_autocast_enabled(input.device.type):
+            return super().forward(input)
+        with torch.autocast(input.device.type, enabled=False):
+            states, weight = (tensor.bfloat16().float() for tensor in (input, self.weight))
+            return nn.functional.linear(states, weight, None if self.bias is None else self.bias.float())
+
+
+def to_float32_head(model: PreTrainedModel) -> None:
+    """Make the model's head a Float32Head with its weights. Raises ValueError for a head that is no linear layer."""
+    head = head_of(model)
+    if type(head) is not nn.Linear:
+        kind = type(head).__name__
+        raise ValueError(f"trackway.float32_head: expected a linear head, got {kind}; set trackway.float32_head=false")
+    head.__class__ = Float32Head
+
+
 def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """[n, V] of hidden states [n, H], also inside `in_head`."""
     head = head_of(model)

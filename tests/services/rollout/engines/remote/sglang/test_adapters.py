@@ -92,8 +92,22 @@ def test_a_server_is_told_of_a_longest_sequence_that_the_models_folder_does_not_
         assert json.loads(command[command.index(option) + 1]) == {"max_position_embeddings": 900}
         assert kind(settings).max_len == (894 if kind is SglangEngine else 900)
         assert option not in kind(RolloutSettings(**own))._command(1)
-        with pytest.raises(ValueError, match=f"engine_args: expected no {option} with max_position_embeddings=900"):
+        with pytest.raises(
+            ValueError, match=rf"engine_args: expected no {option} with .*max_position_embeddings.: 900"
+        ):
             RolloutSettings(**own, max_position_embeddings=900, engine_args=[f"{option}={{}}"])
+
+
+def test_a_server_is_told_of_a_float32_head(tmp_path: Path) -> None:
+    base = fakes.write_base(tmp_path / "base", 0)
+    own: dict[str, Any] = {"engine_python": Path("python"), "model_path": base, "float32_head": True}
+
+    vllm = VllmEngine(RolloutSettings(**own, engine="vllm", max_position_embeddings=900))._command(1)
+    sglang = SglangEngine(RolloutSettings(**own, engine="sglang"))._command(1)
+
+    overrides = json.loads(vllm[vllm.index("--hf-overrides") + 1])
+    assert overrides == {"max_position_embeddings": 900, "head_dtype": "float32"}
+    assert ("--enable-fp32-lm-head" in sglang, "--json-model-override-args" in sglang) == (True, False)
 
 
 def test_the_server_is_started_for_adapters(tmp_path: Path) -> None:
