@@ -11,7 +11,7 @@ A model of P parameters, T of them trained, is shared by s ranks. A weight has w
     activations    t L H r with checkpoints (r bytes of a hidden value) and those of one layer,
                    else those of L layers: t ((5 c + 4 r) H + c (2 Q + 2 K + 4 I)) each
     logits         n V (2 c + 12) for the n tokens whose logits exist at a time (passes/head.py): the head's output,
-                   float32 logits, their log_softmax, and the gradients
+                   float32 logits, their log_softmax, and the gradients; c is 4 with trackway.float32_head
     KV cache       2 L K e bytes a token (arXiv:2309.06180, section 3), e bytes a value
 
 Weights, gradients and moments are exact. Activations are counted as in arXiv:2205.05198, section 4.1, for gated layers
@@ -209,7 +209,8 @@ def learner_memory(config: LearnerConfig, placement: Placement, size: ModelSize,
     whole = {True: 0, False: tokens, None: WHOLE_LOGITS // size.vocabulary}[config.model.use_fused_kernels]
     existing = chunk if tokens > max(chunk, whole) else tokens
     compute = 2 if config.dtype == "bfloat16" else BYTES[config.dtype]
-    logits = existing * size.vocabulary * (2 * compute + 12 + 4 * config.uses_full_kl)
+    head = 4 if config.float32_head and compute == 2 else compute
+    logits = existing * size.vocabulary * (2 * head + 12 + 4 * config.uses_full_kl)
     reference = 0
     if config.uses_reference and config.lora is None:
         weights = _weight(config, config.ref.fsdp_config) * size.parameters // sharing
@@ -257,7 +258,9 @@ class _Trained(NamedTuple):
         held = {"weights": weights, "gradients": gradients}
         computing = held | {
             "moments": moments if keeps_moments else 0,
-            "gathered": _gathered(size, gathers, fsdp) if ranks > 1 else _cast(size, compute, width, checkpoints),
+            "gathered": _gathered(size, gathers, fsdp)
+            if ranks > 1
+            else _cast(size, compute, width, checkpoints, config.float32_head),
             "activations": kept,
         }
         resting = (0 if offloads else weights) + (moments if keeps_moments else 0)
@@ -276,12 +279,12 @@ def _gathered(size: ModelSize, width: int, fsdp: ShardingConfig) -> int:
     return width * (weights + size.root + size.layer) + 4 * size.layer * (width == 2)  # gradients are summed in float32
 
 
-def _cast(size: ModelSize, compute: int, width: int, checkpoints: bool) -> int:
+def _cast(size: ModelSize, compute: int, width: int, checkpoints: bool, float32_head: bool) -> int:
     """Bytes of the copies that autocast makes of weights, and autograd keeps."""
     if compute == width:
         return 0
-    head = size.vocabulary * size.hidden
-    return compute * (size.layer + head if checkpoints else size.layers * size.layer + head)
+    head = 0 if float32_head else size.vocabulary * size.hidden
+    return compute * ((1 if checkpoints else size.layers) * size.layer + head)
 
 
 def _weight(config: LearnerConfig, section: WeightsConfig) -> int:

@@ -173,6 +173,16 @@ def test_logits_exist_for_a_chunk_of_tokens_where_they_are_large(qwen3_8b: Model
     assert values(**dict.fromkeys(lengths, 100)) == 400
 
 
+def test_a_float32_head_has_larger_logits_and_no_copy(qwen3_8b: ModelSize):
+    rounded = learner_config("m", dtype="bfloat16", mini_batch_size=2)
+    exact = replace(rounded, float32_head=True)
+
+    parts = [forecast(config, qwen3_8b).parts for config in (rounded, exact)]
+
+    assert parts[1]["logits"] * 16 == parts[0]["logits"] * 20
+    assert parts[0]["gathered"] - parts[1]["gathered"] == 2 * 151936 * 4096
+
+
 def test_an_engine_keeps_the_memory_that_its_weights_leave_for_the_kv_cache(qwen3_8b: ModelSize):
     engine = EngineMemory.of(qwen3_8b, gpus=2, longest=4096, share=0.5, sequences=256, sleeps=True)
 
