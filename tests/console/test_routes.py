@@ -8,7 +8,6 @@ from functools import lru_cache
 from pathlib import Path
 
 import httpx
-import pyarrow.parquet as pq
 import pytest
 from fastapi.testclient import TestClient
 from pydantic import SecretStr
@@ -646,8 +645,8 @@ def test_incidents_are_infrastructure_by_their_name_and_no_failure_is_listed_twi
         ("incident", "generation_cut", None, False, "rollout", 1),
         ("incident", "instance_lost", None, True, "tools", 1),
         ("incident", "prompt_cut", None, False, "agent", 1),
-        ("incident", "replica_lost", None, True, "rollout, tools or reward", 1),
-        ("incident", "retried", None, True, "rollout, tools or reward", 1),
+        ("incident", "replica_lost", None, True, "", 1),
+        ("incident", "retried", None, True, "", 1),
         ("incident", "tool_failed", None, False, "tools", 1),
         ("incident", "tool_timeout", None, False, "tools", 1),
         ("incident", "weights_behind", None, True, "rollout", 1),
@@ -662,14 +661,11 @@ def test_incidents_of_calls_are_grouped_by_the_called_service_which_search_takes
         one.incidents, one.turns[0].calls = [Incident.RETRIED], []
         one.incident_services = {Incident.RETRIED: services} if services else {}
     write_trajectories(folder.path / "trajectories/step_1.parquet", made)
-    older = folder.path / "trajectories/step_2.parquet"
-    write_trajectories(older, [rollout("tidy", 2, 7, 1)])
-    pq.write_table(pq.read_table(older).drop_columns(["incident_services"]), older)
 
     failures = get(outputs, "failures", run="tidy")["failures"]
     assert [(failure["called"], failure["service"], failure["count"]) for failure in failures] == [
-        ("", "rollout, tools or reward", 2),
         ("tools", "tools", 2),
+        ("", "", 1),
         ("rollout", "rollout", 1),
     ]
     page = get(outputs, "search", run="tidy", incident="retried", service="tools")
@@ -921,19 +917,6 @@ def test_what_a_run_lacks_is_refused_with_what_it_has(outputs: Path) -> None:
         "not_found",
         "expected a rollout of step 1, got sample '7', rollout 9; open the step to choose one",
     )
-
-
-def test_a_file_of_an_older_version_lacks_columns(outputs: Path) -> None:
-    folder = write_run(outputs)
-    file = folder.path / "trajectories/step_2.parquet"
-    pq.write_table(pq.read_table(file).drop_columns(["incidents", "trace_id", "further_rows", "is_baseline"]), file)
-
-    page = get(outputs, "step", run="tidy", step=2)
-    assert (page["incidents"], page["traced"], page["is_baseline"]) == ([0] * 4, [False] * 4, [False] * 4)
-    (folder.path / "trajectories/step_1.parquet").unlink()
-    prompt = get(outputs, "prompt", run="tidy", sample="7")
-    assert ([found["is_baseline"] for found in prompt["rollouts"]], prompt["unreadable"]) == ([False] * 2, [])
-    assert get(outputs, "trajectory", run="tidy", step=2, sample="7", rollout=1)["trace"] is None
 
 
 def test_hostile_text_arrives_as_json_and_never_as_a_page(outputs: Path) -> None:

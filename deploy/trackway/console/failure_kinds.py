@@ -61,17 +61,13 @@ _BY_CODE = {
     "agent": (ErrorCode.AGENT_FAILED,),
     "reward": (ErrorCode.UNKNOWN_DATA_SOURCE,),
 }
-_CALLED = "rollout, tools or reward"
-"""A row of an older version has the name of an incident, and not of the service that was called."""
 _INCIDENTS: dict[str, str] = {
-    Incident.RETRIED: _CALLED,
     Incident.GENERATION_CUT: "rollout",
     Incident.WEIGHTS_BEHIND: "rollout",
     Incident.PROMPT_CUT: "agent",
     Incident.TOOL_FAILED: "tools",
     Incident.TOOL_TIMEOUT: "tools",
     Incident.INSTANCE_LOST: "tools",
-    Incident.REPLICA_LOST: _CALLED,
 }
 _INFRASTRUCTURE_INCIDENTS = frozenset(
     {Incident.RETRIED, Incident.WEIGHTS_BEHIND, Incident.INSTANCE_LOST, Incident.REPLICA_LOST}

@@ -17,12 +17,8 @@ MOST_ROLLOUTS = 2000
 MOST_GROUPS = 200
 """Groups of failures in a reply."""
 _ANSWER_CHARS = 200
-_FROM = (
-    "FROM (SELECT * FROM read_parquet($files, union_by_name = true, filename = true) UNION ALL BY NAME "
-    "SELECT NULL::VARCHAR[] AS incidents, NULL::VARCHAR AS incident_services, NULL::BOOLEAN AS is_baseline "
-    "WHERE false)"
-)
-"""The rows of the files; files of an older version lack some columns."""
+_FROM = "FROM read_parquet($files, union_by_name = true, filename = true)"
+"""The rows of the files, whose indices of samples may be numbers in one and text in another."""
 
 
 def prompt_page(
@@ -32,7 +28,7 @@ def prompt_page(
 
     def read(some: Sequence[File]) -> tuple[list[tuple[File, Row]], dict[File, str]]:
         rows, unreadable = reader.across(
-            "SELECT filename, rollout_n, score, coalesce(is_baseline, false), stop_reason, "
+            "SELECT filename, rollout_n, score, is_baseline, stop_reason, "
             "json_extract_string(error, '$.code'), CAST(json_extract(timings, '$.total') AS DOUBLE), turns "
             f"{_FROM} WHERE CAST(sample_index AS VARCHAR) = $sample ORDER BY rollout_n",
             some,

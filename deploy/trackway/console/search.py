@@ -108,8 +108,7 @@ def _matching(reader: ParquetReader, files: list[File], query: Query) -> tuple[l
     """The files that may have a hit, read in parallel, and why others cannot be read."""
     where, values = _conditions(query)
     rows, unreadable = reader.across(
-        f"SELECT DISTINCT filename FROM {_source('$files, union_by_name = true, filename = true', query)} "
-        f"WHERE true{where}",
+        f"SELECT DISTINCT filename FROM read_parquet($files, union_by_name = true, filename = true) WHERE true{where}",
         files,
         **values,
     )
@@ -157,7 +156,7 @@ def _hits(reader: ParquetReader, file: File, query: Query, start: int) -> Iterat
     match = f"left(regexp_extract({_MATCHING}[1], $regex), {_MOST_MATCH})" if query.is_regex else "''"
     part, count = _part(reader, file, query)
     answers = _right_answers(reader, file, part, count) if query.tool_was_right else {}
-    source = _source("$file, file_row_number = true", query)
+    source = "read_parquet($file, file_row_number = true)"
     if part < count:
         source = _rows_of_part(source)
     while start < count:
@@ -207,14 +206,6 @@ def _is_read_in_parts(reader: ParquetReader, file: File, query: Query) -> bool:
     except TrackwayError:
         return False  # told by the query itself
     return part < count
-
-
-def _source(read: str, query: Query) -> str:
-    """SQL of the rows of files; those of an older version lack the called services."""
-    rows = f"read_parquet({read})"
-    if not query.service:
-        return rows
-    return f"(SELECT * FROM {rows} UNION ALL BY NAME SELECT NULL::VARCHAR AS incident_services WHERE false)"
 
 
 _TEXTS = (

@@ -26,20 +26,15 @@ COLUMNS = {
     "score_s": "CAST(json_extract(timings, '$.compute_score') AS DOUBLE)",
     "incidents": "len(incidents)",
     "traced": "trace_id IS NOT NULL",
-    "is_baseline": "coalesce(is_baseline, false)",
+    "is_baseline": "is_baseline",
 }
 """SQL of each column of a step's page."""
-_SOURCE = {"tokens": "response_ids", "traced": "trace_id"} | dict.fromkeys(
-    ("seconds", "generate_s", "tools_s", "score_s"), "timings"
-)
-_DEFAULTS = {
-    "rollout_n": "0",
-    "num_turns": "0",
-    "tokens": "0",
-    "incidents": "0",
-    "traced": "false",
-    "is_baseline": "false",
-}
+_INDEX = "CAST(sample_index AS VARCHAR)"
+ORDER = f"TRY_CAST({_INDEX} AS BIGINT) NULLS LAST, {_INDEX}, rollout_n"
+"""SQL of the order of prompts and rollouts: indices that are numbers by value, others by text."""
+_GROUP = "OVER (PARTITION BY sample_index)"
+_FIRST = f"CASE WHEN count(*) {_GROUP} > $limit THEN place ELSE min(place) {_GROUP} END"
+"""SQL of the place of the first rollout of a row's group, or of the row itself if the group is too long."""
 
 
 def step_page(
@@ -50,14 +45,10 @@ def step_page(
     A group of more than `limit` is cut. Raises TrackwayError.
     """
     file = file_of(folder, step, validation)
-    present = reader.columns(file)
-    selected = ", ".join(
-        f"{sql if _SOURCE.get(name, name) in present else _DEFAULTS.get(name, 'NULL')} AS {name}"
-        for name, sql in COLUMNS.items()
-    )
+    selected = ", ".join(f"{sql} AS {name}" for name, sql in COLUMNS.items())
     rows = reader.records(
-        f"SELECT {selected}, place FROM (SELECT *, {_first(present)} AS first FROM (SELECT *, "
-        f"row_number() OVER (ORDER BY {order(present)}) - 1 AS place FROM read_parquet($file))) "
+        f"SELECT {selected}, place FROM (SELECT *, {_FIRST} AS first FROM (SELECT *, "
+        f"row_number() OVER (ORDER BY {ORDER}) - 1 AS place FROM read_parquet($file))) "
         "WHERE first >= $offset AND first < $offset + $limit ORDER BY place",
         file,
         limit=limit,
@@ -66,32 +57,14 @@ def step_page(
     [(total,)] = reader.query("SELECT count(*) FROM read_parquet($file)", file)
     columns: dict[str, list[Any]] = {name: [row[name] for row in rows] for name in COLUMNS}
     columns["score"] = [None if score is None else finite(score) for score in columns["score"]]
-    texts = _prompts(reader, folder, step, validation, present, set(columns["sample_index"]))
+    texts = _prompts(reader, folder, step, validation, set(columns["sample_index"]))
     first = rows[0]["place"] if rows else offset
     return StepPage(step=step, validation=validation, total=total, offset=first, prompts=texts, **columns)
 
 
-def _first(present: set[str]) -> str:
-    """SQL of the place of the first rollout of a row's group, or of the row itself if the group is too long."""
-    if "sample_index" not in present:
-        return "place"
-    group = "OVER (PARTITION BY sample_index)"
-    return f"CASE WHEN count(*) {group} > $limit THEN place ELSE min(place) {group} END"
-
-
-def order(present: set[str]) -> str:
-    """SQL of the order of prompts and rollouts: indices that are numbers by value, others by text."""
-    if not {"sample_index", "rollout_n"} <= present:
-        return "1"
-    index = "CAST(sample_index AS VARCHAR)"
-    return f"TRY_CAST({index} AS BIGINT) NULLS LAST, {index}, rollout_n"
-
-
 def _prompts(
-    reader: ParquetReader, folder: RunFolder, step: int, validation: bool, present: set[str], samples: set[str]
+    reader: ParquetReader, folder: RunFolder, step: int, validation: bool, samples: set[str]
 ) -> dict[str, str]:
-    if "prompt_messages" not in present:
-        return {}
     rows = reader.query(
         "SELECT CAST(sample_index AS VARCHAR), any_value(prompt_messages) FROM read_parquet($file) GROUP BY 1",
         file_of(folder, step, validation),

@@ -15,7 +15,7 @@ from trackway.console.replies import (
     TrajectoryPage,
 )
 from trackway.console.runs import finite, mlflow_page, weave_page
-from trackway.console.steps import order
+from trackway.console.steps import ORDER
 from trackway.console.tokenizer import Tokenizers
 from trackway.console.trajectory_files import File, ParquetReader, file_of, token_values_of
 from trackway.trainer.run_state.folder import RunFolder
@@ -71,9 +71,8 @@ def trajectory_page(reader: ParquetReader, folder: RunFolder, address: Trajector
     trajectory = read_trajectory(reader, folder, address)
     file = file_of(folder, address.step, address.validation)
     previous, following = _neighbours(reader, file, address)
-    is_baseline = "coalesce(is_baseline, false)" if "is_baseline" in reader.columns(file) else "false"
     group = reader.query(
-        f"SELECT rollout_n, score, json_extract_string(error, '$.code'), {is_baseline} FROM read_parquet($file) "
+        "SELECT rollout_n, score, json_extract_string(error, '$.code'), is_baseline FROM read_parquet($file) "
         "WHERE CAST(sample_index AS VARCHAR) = $sample ORDER BY rollout_n",
         file,
         sample=address.sample,
@@ -245,13 +244,12 @@ def _neighbours(
     reader: ParquetReader, file: File, address: TrajectoryAddress
 ) -> tuple[TrajectoryAddress | None, TrajectoryAddress | None]:
     """The rollouts before and after this one, across prompts."""
-    by = order({"sample_index", "rollout_n"})
     found: list[tuple[Any, ...]] = reader.query(
         "SELECT before, rollout_before, after, rollout_after FROM ("
         "SELECT CAST(sample_index AS VARCHAR) AS sample_index, rollout_n, "
         f"lag(CAST(sample_index AS VARCHAR)) OVER w AS before, lag(rollout_n) OVER w AS rollout_before, "
         f"lead(CAST(sample_index AS VARCHAR)) OVER w AS after, lead(rollout_n) OVER w AS rollout_after "
-        f"FROM read_parquet($file) WINDOW w AS (ORDER BY {by})) WHERE {_WHERE} LIMIT 1",
+        f"FROM read_parquet($file) WINDOW w AS (ORDER BY {ORDER})) WHERE {_WHERE} LIMIT 1",
         file,
         sample=address.sample,
         rollout=address.rollout,

@@ -82,10 +82,6 @@ class ParquetReader:
         self._lock = threading.Lock()
         self._connection: duckdb.DuckDBPyConnection | None = None
 
-    def columns(self, file: File) -> set[str]:
-        """Names of the file's columns; older files lack some. Raises TrackwayError as `query` does."""
-        return {name for name, *_ in self.query("DESCRIBE SELECT * FROM read_parquet($file)", file)}
-
     def rows_within(self, file: File, size: int, column: str = "") -> tuple[int, int]:
         """How many rows have about `size` bytes, at least one, in a column or in all; and the rows of the file."""
         [(total, count)] = self.query(
