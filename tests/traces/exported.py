@@ -82,7 +82,7 @@ class Services:
             self.generate(tags, CALL, given=30, written=8, lost=loses == "rollout")
             self.calculate()
         with activated(self.all["agent"]), extracted(headers), turn_span(1):
-            add_event("retry", attempt=2)
+            add_event("retried", attempt=2)
             self.generate(tags, ANSWER, given=46, written=4)
 
     def generate(self, tags: Tags, text: str, given: int, written: int, lost: bool = False) -> None:

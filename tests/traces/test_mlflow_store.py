@@ -131,7 +131,7 @@ def test_a_trace_is_shown_by_its_name_its_id_and_the_beginning_of_its_id(exporte
         "reward       0",
         "fate         used",
         "weights      1",
-        "event  retry",
+        "event  retried",
         "#### 54",
         "so [the answer] is",
     ):

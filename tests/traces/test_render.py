@@ -84,11 +84,11 @@ def test_errors_and_events_stand_where_they_happened() -> None:
     example = ExampleTrace(state="ERROR")
     example["x0"].status, example["x0"].error = "ERROR", "out of [memory]"
     stack: dict[str, JsonValue] = {"exception.type": "ValueError", "exception.stacktrace": "Traceback ..."}
-    example["t0"].events = [SpanEvent(name="retry", at_ms=100, attributes={"attempt": 2})]
+    example["t0"].events = [SpanEvent(name="retried", at_ms=100, attributes={"attempt": 2})]
     example["x0"].events = [SpanEvent(name="exception", at_ms=150, attributes=stack)]
     lines = shown(example).splitlines()
     assert lines[0] == "s3/i17/n2  ERROR  tr-abababababababababababababababab"
-    assert "│   event  retry +100 ms  attempt=2" in lines
+    assert "│   event  retried +100 ms  attempt=2" in lines
     assert "│       event      exception +150 ms  exception.type=ValueError" in lines
     assert "│       error      out of [memory]" in lines
     assert "Traceback ..." not in shown(example) and "Traceback ..." in shown(example, full=True)

@@ -76,9 +76,7 @@ def test_a_span_too_many_is_a_gap() -> None:
     assert found(example) == ["3 chat spans, expected 2"]
 
 
-@pytest.mark.parametrize(
-    "event", ["retry", "retried", "weights_behind", "instance_lost", "replica_lost", "generation_cut"]
-)
+@pytest.mark.parametrize("event", ["retried", "weights_behind", "instance_lost", "replica_lost", "generation_cut"])
 def test_work_that_was_repeated_may_have_more_spans(event: str) -> None:
     example = ExampleTrace()
     example["t0"].events.append(SpanEvent(name=event, at_ms=100))
@@ -104,7 +102,7 @@ def test_spans_that_a_killed_process_took_with_it_stay_a_gap_that_is_explained()
 
 def test_a_repeated_turn_stays_a_gap() -> None:
     example = ExampleTrace()
-    example["t0"].events.append(SpanEvent(name="retry", at_ms=100))
+    example["t0"].events.append(SpanEvent(name="retried", at_ms=100))
     example.spans.append(span("t9", "r", "turn 1", "agent", 252, 253))
     assert found(example) == ["3 turn spans, expected 2"]
 

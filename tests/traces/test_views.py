@@ -37,13 +37,6 @@ def test_the_answer_is_what_the_model_wrote_last() -> None:
     assert views.answer_of(ExampleTrace(answer="#### 7").tree()) == "#### 7"
 
 
-def test_texts_of_version_0_1_are_read_too() -> None:
-    example = ExampleTrace()
-    example["c1"].inputs, example["c1"].outputs = {"prompt": "old prompt"}, {"text": "#### 8"}
-    assert views.answer_of(example.tree()) == "#### 8"
-    assert views.prompt_text(example["c1"]) == "old prompt"
-
-
 def test_without_token2text_there_is_no_text() -> None:
     example = ExampleTrace()
     for span_id in ("c0", "c1"):

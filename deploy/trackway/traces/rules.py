@@ -13,7 +13,6 @@ from trackway.wire.trajectory import Trajectory, Turn
 
 REPEATING = frozenset(
     {
-        "retry",
         Incident.RETRIED,
         Incident.GENERATION_CUT,
         Incident.WEIGHTS_BEHIND,
@@ -21,7 +20,7 @@ REPEATING = frozenset(
         Incident.REPLICA_LOST,
     }
 )
-"""Events after which the same work may have more than one span; `retry` is version 0.1's."""
+"""Events after which the same work may have more than one span."""
 _REPEATABLE = frozenset({"chat", "execute_tool", "reward"})
 
 

@@ -8,9 +8,6 @@ from pydantic import BaseModel, JsonValue
 from trackway.traces.tree import SpanNode, TraceTree
 from trackway.tracing import attributes as names
 
-TEXT_KEYS = {"prompt": ("prompt_text", "prompt"), "response": ("response_text", "text")}
-"""Attributes with a generation's texts; the second of each is the name in traces of version 0.1."""
-
 
 class Tokens(BaseModel):
     """Tokens of a trajectory: its prompt, and everything after it, including observations."""
@@ -50,12 +47,12 @@ def reward_of(tree: TraceTree) -> float | None:
 
 def prompt_text(span: SpanNode) -> str | None:
     """The prompt text that is new since the previous turn; None without token2text."""
-    return _text(field_of(span.inputs, *TEXT_KEYS["prompt"]))
+    return _text(field_of(span.inputs, "prompt_text"))
 
 
 def response_text(span: SpanNode) -> str | None:
     """The response text of a generation; None without token2text."""
-    return _text(field_of(span.outputs, *TEXT_KEYS["response"]))
+    return _text(field_of(span.outputs, "response_text"))
 
 
 def _text(value: JsonValue) -> str | None:
