@@ -57,8 +57,8 @@ IN_CI = ChaosSettings(seed=3, faults=4, steps=6, targets=(*SERVICES, Target.WORK
 ON_DEMAND = [ChaosSettings(seed, faults=6, steps=40) for seed in range(10)]
 """Together they send every signal to every target of their kind."""
 OF_KINDS = [
-    ChaosSettings(seed, faults=4, steps=16, kind=kind)
-    for kind, first in ((RunKind.OVERLAPPED, 40), (RunKind.RANKS, 5), (RunKind.SESSIONS, 40))
+    ChaosSettings(seed, faults=4, steps=steps, kind=kind)
+    for kind, first, steps in ((RunKind.OVERLAPPED, 40, 16), (RunKind.RANKS, 5, 16), (RunKind.SESSIONS, 40, 40))
     for seed in range(first, first + 5)
 ]
-"""Five seeds of each other kind, which do the same."""
+"""Five seeds of each other kind, which do the same. Runs on sessions go on while a process recovers: more steps."""
