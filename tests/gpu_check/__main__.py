@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import orjson
 import torch
+from pydantic_core import to_json
 
 from tests.gpu_check.steps import ROOT, STEPS, run
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{row['status']:9} {row.get('seconds', 0):6.0f} s  {step.name}", flush=True)
         page["steps"].append(row)
         page["passed"] = all(row["status"] in ("passed", "skipped") for row in page["steps"])
-        words.report.write_bytes(orjson.dumps(page, option=orjson.OPT_INDENT_2))
+        words.report.write_bytes(to_json(page, indent=2))
     print(f"{words.report}: the page to send back")
     return 0 if page["passed"] else 1
 

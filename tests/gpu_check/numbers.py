@@ -14,8 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import orjson
 import torch
+from pydantic_core import to_json
 
 from tests.gpu_check.checks import CHECKS, Finding, subject
 from tests.gpu_check.model import LARGE, SHAPES, SMALL
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures |= measure(shape, checked.folder, device)
     holds = all(finding.holds for rows in findings.values() for finding in rows)
     page: dict[str, Any] = {check: [asdict(finding) for finding in rows] for check, rows in findings.items()}
-    print(orjson.dumps({"holds": holds, "findings": page, "figures": figures, "seconds": seconds}).decode())
+    print(to_json({"holds": holds, "findings": page, "figures": figures, "seconds": seconds}).decode())
     return 0 if holds else 1
 
 

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import httpx
-import orjson
 import torch
+from pydantic_core import to_json
 
 from tests.gpu_check.checks import LR, engine_of
 from tests.gpu_check.model import LARGE, SMALL, Shape, prompts
@@ -166,4 +166,4 @@ async def _rate(work: Callable[[], Awaitable[int]]) -> float:
 
 if __name__ == "__main__":
     rates = asyncio.run(beside_vllm(Path(sys.argv[1]), torch.device(sys.argv[2])))
-    print(orjson.dumps({"tokens per second": rates}).decode())
+    print(to_json({"tokens per second": rates}).decode())

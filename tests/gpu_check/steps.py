@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import orjson
+from pydantic_core import from_json
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTEST = "{python} -m pytest -q --junitxml {folder}/tests.xml"
@@ -141,8 +141,8 @@ def _result(folder: Path) -> dict[str, Any] | None:
         return {"passed": len(cases) - len(bad) - len(skipped), "failed": failed, "skipped": skipped}
     text = (folder / "out").read_text(errors="replace")
     for start in (place for place, character in enumerate(text) if character == "{" and text[:place].strip() == ""):
-        with suppress(orjson.JSONDecodeError):
-            return orjson.loads(text[start:])
+        with suppress(ValueError):
+            return from_json(text[start:])
     return None
 
 
