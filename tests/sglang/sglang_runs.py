@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.vllm_runs import DEADLINE_S, DEVICE, PLACED, CanBeMisled
+from tests.vllm.vllm_runs import DEADLINE_S, DEVICE, PLACED, CanBeMisled, until
 from trackway.rollout.engines.remote.sglang import SglangEngine
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import TrackwayError
@@ -84,6 +84,12 @@ async def stands_still(engine: SglangEngine) -> bool:
     before = _slow_steps(engine)
     await asyncio.sleep(1.0)
     return _slow_steps(engine) - before <= 1
+
+
+async def next_step(engine: SglangEngine) -> None:
+    """Return when SGLang begins a step, which takes it a tenth of a second under `slowed`."""
+    before = _slow_steps(engine)
+    await until(lambda: _slow_steps(engine) > before)
 
 
 def _slow_steps(engine: SglangEngine) -> int:

@@ -171,6 +171,12 @@ async def model_info(target: Target) -> Any:
 
 
 @case
+async def server_info(target: Target) -> Any:
+    body = (await target.ask("/server_info"))["body"]
+    return {name: body[name] for name in ("disable_overlap_schedule", "quantization", "dtype")}
+
+
+@case
 async def models(target: Target) -> Any:
     return await target.ask("/v1/models")
 
@@ -290,7 +296,7 @@ async def real(engine: SglangEngine, second: Weights, tmp_path: Path) -> AsyncIt
     """The session's server."""
     async with httpx.AsyncClient(base_url=engine.http.base_url, timeout=DEADLINE_S) as http:
         await engine._call_weights("default")
-        yield Target(http, second.folder, write_adapter(tmp_path / "adapter"), MAX_LEN, VOCAB, long_tokens=400)
+        yield Target(http, second.folder, write_adapter(tmp_path / "adapter"), MAX_LEN, VOCAB, long_tokens=900)
     await engine._call_weights(engine.control.held)
 
 

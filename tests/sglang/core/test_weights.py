@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from tests.sglang.sglang_runs import MARKS, busy, slowed
+from tests.sglang.sglang_runs import MARKS, busy, next_step, slowed
 from tests.vllm.vllm_runs import (
     GREEDY,
     LONG,
@@ -34,6 +34,21 @@ async def test_an_update_during_generations_splits_each_where_its_logprobs_chang
     for n, task in enumerate(tasks):
         assert_split(await task, version, first.model, LONG, [*PROMPT, n])
     assert worst(await engine.generate(PROMPT, GREEDY, "after"), second.model, GREEDY) < 1e-4
+
+
+async def test_an_update_after_the_prompt_of_another_request_splits_both(
+    engine: SglangEngine, first: Weights, second: Weights
+) -> None:
+    version = engine.version
+    async with slowed(engine):
+        running = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
+        await busy(engine)
+        await next_step(engine)
+        late = asyncio.create_task(engine.generate([*PROMPT, 5], LONG, "b"))
+        await next_step(engine)
+        await engine.load_weights(second.folder, version + 1, second.proof)
+    assert_split(await running, version, first.model, LONG)
+    assert_split(await late, version, first.model, LONG, [*PROMPT, 5])
 
 
 async def test_a_stream_says_at_its_end_which_weights_made_which_token(

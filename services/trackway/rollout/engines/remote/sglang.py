@@ -107,6 +107,8 @@ class SglangEngine(RemoteEngine):
         """Name on the server of the adapter that new requests get; None for the whole weights alone."""
         self._whole_folder: Path | None = None
         """Folder of the whole weights on the server; None if unknown."""
+        self._overlaps = False
+        """Whether the server samples a token before it has handled the one before."""
 
     @property
     def guides(self) -> bool:
@@ -143,6 +145,8 @@ class SglangEngine(RemoteEngine):
             "--disable-cuda-graph": settings.enforce_eager,
             "--enable-memory-saver": settings.enable_sleep,
             "--enable-fp32-lm-head": settings.float32_head,
+            # Needed where tokens of one request may be of several versions; see _load_whole.
+            "--disable-overlap-schedule": settings.update_mode == "keep" and not self.takes_adapters,
         }
         return [
             *(str(settings.engine_python), "-m", "sglang.launch_server"),
@@ -162,6 +166,7 @@ class SglangEngine(RemoteEngine):
             require_untouched(self.http, loaded)
             self._whole_folder = self.settings.model_path
             return
+        self._overlaps = not (await self.http.get("/server_info"))["disable_overlap_schedule"]
         if loaded == UNTOUCHED:
             self._whole_folder = self.settings.model_path
             await self._call_weights(self.control.serving.name)
@@ -202,7 +207,7 @@ class SglangEngine(RemoteEngine):
                     newest, names = [call.held] * total, []
                 else:
                     newest = _newest(meta, total, self.control.held)
-                    names = _names(meta, newest, call.held)
+                    names = newest if meta.weight_versions else []
                 chunk = _tokens(meta, seen, total, truncated, newest[seen:])
                 tops = _tops(meta, chunk, truncated, params.logprobs) if params.logprobs else ()
                 yield replace(chunk, top_logprobs=tops, all_names=names)
@@ -258,8 +263,10 @@ class SglangEngine(RemoteEngine):
         if self.shared:  # the base, as it started
             return
         self._whole_folder = None
-        if self.takes_adapters:
-            await self.control.cut_short(self.calls.sent)  # they would go on with their adapter on other base weights
+        if self.takes_adapters or self._overlaps:
+            # They would go on with their adapter on other base weights, or with a token of unknown version: SGLang
+            # 0.5.23 counts tokens of each version without the batch that its overlap scheduler has not handled yet.
+            await self.control.cut_short(self.calls.sent)
         body = {
             "model_path": str(folder),
             "weight_version": name,
@@ -399,12 +406,3 @@ def _newest(meta: _Meta, total: int, held: str) -> list[str]:
     for span in meta.weight_versions or []:
         names[span.start : span.end] = [span.version] * (min(span.end, total) - span.start)
     return names
-
-
-def _names(meta: _Meta, newest: list[str], first: str) -> list[str]:
-    """The weights of all tokens by the spans of the last event; `first` are those that the request was sent under.
-
-    With its overlapped schedule SGLang 0.5.23 takes the token that it sampled last before a pause for one of the
-    weights after it, so all spans begin a token later.
-    """
-    return [first, *newest[:-1]] if meta.weight_versions and newest else []

@@ -157,6 +157,7 @@ class Fake:
         self.seed: int | None = json.loads((folder / "weights.json").read_text())
         self.step_s, self.incremental = step_s, incremental
         self.stream_interval = 1
+        self.overlaps = False
         self.version, self.healthy, self.paused = "default", True, False
         self.name = "policy"
         """The model's name in `/v1/models`."""
@@ -253,8 +254,8 @@ class Fake:
         if request.finish != IN_QUEUE:
             meta |= {"prompt_tokens": len(body.input_ids), "cached_tokens": request.cached}
         if request.finish is not None:
-            # the token that is sampled last before a pause counts as one of the weights after it
-            named = spans([*request.seed_names[1:], *request.seed_names[-1:]])
+            # with overlap the token that is sampled last before a pause counts as one of the weights after it
+            named = spans([*request.seed_names[self.overlaps :], *request.seed_names[-1:][: self.overlaps]])
             meta["weight_versions"] = named or [{"version": self.version, "start": 0, "end": total}]
         if body.return_logprob:
             meta["output_token_logprobs"] = rows[first:]
@@ -327,6 +328,10 @@ def make_app(fake: Fake) -> FastAPI:
     @app.get("/model_info")
     async def model_info() -> dict[str, Any]:
         return {"weight_version": fake.version, "is_generation": True}
+
+    @app.get("/server_info")
+    async def server_info() -> dict[str, Any]:
+        return {"disable_overlap_schedule": not fake.overlaps, "quantization": None, "dtype": "float32"}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,5 +85,12 @@ def test_the_server_is_started_with_the_settings(folder: Folder) -> None:
         *("--host", "127.0.0.1", "--port", "1", "--dtype", "bfloat16", "--context-length", "106"),
         *("--max-running-requests", "8", "--tp-size", "2", "--mem-fraction-static", "0.3", "--stream-interval", "16"),
         *("--skip-tokenizer-init", "--incremental-streaming-output", "--disable-radix-cache", "--disable-cuda-graph"),
-        "--enable-memory-saver",
+        *("--enable-memory-saver", "--disable-overlap-schedule"),
     ]
+
+
+@pytest.mark.parametrize("more", [{"update_mode": "wait"}, {"update_mode": "abort"}, {"max_lora_rank": 8}])
+def test_sglang_overlaps_steps_where_a_request_has_tokens_of_one_version(folder: Folder, more: dict[str, Any]) -> None:
+    settings = RolloutSettings(engine="sglang", model_path=folder(0), engine_python=Path("python"), **more)
+
+    assert "--disable-overlap-schedule" not in SglangEngine(settings)._command(1)

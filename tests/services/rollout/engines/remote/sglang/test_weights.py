@@ -45,6 +45,18 @@ async def test_an_aborted_stream_says_which_tokens_are_new(engine: SglangEngine,
     assert made.token_ids == before + answer(4, new.end - new.start, PROMPT + before)
 
 
+async def test_an_update_ends_requests_whose_tokens_an_overlapping_server_counts_wrongly(
+    starts: Starts, fake: Fake, folder: Folder
+) -> None:
+    fake.overlaps = True
+    async with starts() as engine:
+        task = await in_flight(engine, fake)
+        await engine.load_weights(folder(4), 1, proof(4))
+        made = await task
+    assert (made.finish_reason, made.token_ids) == ("abort", answer(0, len(made.token_ids)))
+    assert made.spans == [WeightSpan(version=0, start=0, end=len(made.token_ids))]
+
+
 async def test_a_server_that_falls_silent_leaves_the_oldest_version(
     engine: SglangEngine, fake: Fake, folder: Folder
 ) -> None:
@@ -52,7 +64,7 @@ async def test_a_server_that_falls_silent_leaves_the_oldest_version(
     task = await in_flight(engine, fake)
     await engine.load_weights(folder(4), 1, proof(4))
     met = len(fake.requests[0].output)
-    await until(lambda: len(fake.requests[0].output) >= met + 8)
+    await until(lambda: engine.calls.generated > met)
     engine.calls.end_all(0.0)
     made = await task
     assert made.finish_reason == "abort" and len(made.token_ids) > met
