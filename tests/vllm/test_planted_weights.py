@@ -64,6 +64,23 @@ async def whole(server: VllmEngine) -> AsyncIterator[Misled]:
         yield misled_engine
 
 
+@pytest.fixture(scope="module")
+async def ranks(environment: Path, base: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmEngine]:
+    """As `server`, with two ranks that each have half of the model."""
+    log = tmp_path_factory.mktemp("ranks") / "vllm.log"
+    settings = settings_of(base, log, dtype="bfloat16", tensor_parallel_size=2)
+    settings.engine_args.extend(["--worker-extension-cls", "tests.vllm.whole_weights.WholeWeights"])
+    async with started(VllmEngine(settings)) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def divided(ranks: VllmEngine) -> AsyncIterator[Misled]:
+    """Attached to it."""
+    async for misled_engine in misled(ranks):
+        yield misled_engine
+
+
 async def verdicts(engine: CanBeMisled, versions: Versions, proof: WeightProof | None = None) -> dict[str, Verdict]:
     """By fault: the verdict when the server is told to load version 2 and takes something else instead."""
     found: dict[str, Verdict] = {}
@@ -94,6 +111,16 @@ async def test_digests_tell_every_fault_where_vllm_tells_those_of_all_tensors(
     made = versions(dtype, lr)
 
     assert await verdicts(whole, made) == {
+        "right": Verdict.PROVEN,
+        "old kept": Verdict.STALE,
+        "one left out": Verdict.WRONG,
+        "two swapped": Verdict.WRONG,
+        "another run": Verdict.WRONG,
+    }
+
+
+async def test_digests_of_all_ranks_tell_every_fault(divided: Misled, versions: Callable[..., Versions]) -> None:
+    assert await verdicts(divided, versions("bfloat16", USUAL)) == {
         "right": Verdict.PROVEN,
         "old kept": Verdict.STALE,
         "one left out": Verdict.WRONG,

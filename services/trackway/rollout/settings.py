@@ -66,7 +66,8 @@ class RolloutSettings(ServiceSettings):
     main memory, as its weights go to a file in the temporary folder. vLLM on a CPU ignores it.
     Experimental: no engine has slept on a GPU."""
     weight_digests: bool = True
-    """Compare the digests of a vLLM server's parameters after each load; hashing them runs at 1 to 2 GB/s."""
+    """Compare the digests of a server's parameters after each load. vLLM hashes 1 to 2 GB/s on each rank, and generates
+    nothing meanwhile."""
     max_lora_rank: int = Field(default=0, ge=0)
     """Load published LoRA adapters of up to this rank by the server's own routes (vLLM, SGLang). With 0 each is merged
     into a copy of the base weights first, and the embedded engine always merges."""

@@ -1,11 +1,11 @@
-"""A real SGLang that loads wrong weights is detected by its answers."""
+"""A real SGLang that loads wrong weights is detected by its answers, and by digests that stay as they were."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from tests.services.rollout.planted_weights import DEMO, make_versions
+from tests.services.rollout.planted_weights import DEMO, USUAL, make_versions
 from tests.sglang.sglang_runs import MARKS, Misled
 from tests.vllm.test_planted_weights import pairs, verdicts
 from tests.vllm.vllm_runs import started
@@ -33,3 +33,19 @@ async def test_the_proof_tells_planted_weights(misled: Misled, base: Path, tmp_p
         "two swapped": Verdict.WRONG,
         "another run": Verdict.WRONG,
     }
+
+
+async def test_digests_tell_weights_that_stayed_where_answers_tell_nothing(
+    misled: Misled, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def none_before(_: object) -> None:
+        return None
+
+    monkeypatch.setattr(misled.control, "_dtype", "bfloat16")  # whose rounding hides such a step
+    monkeypatch.setattr(misled.control, "_score_before", none_before)  # as while the KV cache sleeps
+    versions = make_versions(base, pairs(), tmp_path, "bfloat16", USUAL)
+
+    found = await verdicts(misled, versions)
+
+    assert (found["right"], found["old kept"]) == (Verdict.INDISTINGUISHABLE, Verdict.STALE)
+    assert found["one left out"].accepted  # q_proj, whose digest is one with those of k_proj and v_proj

@@ -1,8 +1,8 @@
 """Verifies that an engine holds the published weights, from digests and logprobs.
 
-Digests show for each tensor whether it is new, old, or neither. If an engine has no digests, its logprobs are compared
-with those of the new version and of the previous one, on tokens where the two differ. With d the difference between
-the versions and e that between the engine and the old version,
+Digests show for each tensor whether it is new, old, or neither, or only whether the load changed it. Where they do not
+decide, the engine's logprobs are compared with those of the new version and of the previous one, on tokens where the
+two differ. With d the difference between the versions and e that between the engine and the old version,
 
     nearness = sum(d e) / sum(d d)
 
@@ -73,6 +73,8 @@ class HeldDigests:
     unchanged: int = 0
     """Number of right tensors that were right before the load, too."""
     published: int = 0
+    moved: int = 0
+    """Number of parameters that the load changed, where only that is known."""
 
     @property
     def complete(self) -> bool:
@@ -132,7 +134,7 @@ def judge(
             off=off,
         )
 
-    if digests.old and not digests.other and len(digests.right) == digests.unchanged:
+    if digests.old and not (digests.other or digests.moved) and len(digests.right) == digests.unchanged:
         return judged(Verdict.STALE, f"{_names(digests.old)}: still as before the load")
     if digests.old or digests.other:
         parts = [f"{_names(digests.old)}: still as before the load"] if digests.old else []

@@ -131,7 +131,8 @@ async def _proof(engine: Engine, weights: Weights) -> str:
     found = engine.judgement
     assert found is not None and found.tokens > 0
     if not found.tensors:
-        return "probes"
+        changes = isinstance(engine, RemoteEngine) and engine.server_digests is not None
+        return "changes of digests, probes" if changes else "probes"
     return "all digests, probes" if found.tensors == found.tensors_published else "digests of some tensors, probes"
 
 

@@ -310,3 +310,12 @@ def test_accepted_weights_are_described_in_one_line() -> None:
 
     assert require_accepted(judgement, published, 7, Path("w")) is judgement
     assert judgement.summary() == "rounded (1 of 2 tensors by digest, 100 tokens off by 0, nearness 1 +- 0.03)"
+
+
+def test_weights_of_which_a_load_changed_a_part_are_wrong_and_not_stale() -> None:
+    published = proof(changes(512, 0.00004))
+    scored = answers(published.probes[0], 1.0, SIGMA)
+
+    found = [judge(published, "bfloat16", scored, HeldDigests(old=["a"], moved=moved)).verdict for moved in (0, 1)]
+
+    assert found == [Verdict.STALE, Verdict.WRONG]

@@ -14,6 +14,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing, nullcontext
+from http import HTTPStatus
 from pathlib import Path
 
 import torch
@@ -33,12 +34,13 @@ from trackway.rollout.engines.protocol import (
 )
 from trackway.rollout.engines.remote.connect import check_server, found, healthy, prepared
 from trackway.rollout.engines.remote.control import ServerControl
-from trackway.rollout.engines.remote.http import EngineHttp
+from trackway.rollout.engines.remote.digests import Checksums, ServerDigests
+from trackway.rollout.engines.remote.http import EngineHttp, Json
 from trackway.rollout.engines.remote.model_info import ModelFacts
 from trackway.rollout.engines.remote.requests import Call, Calls, TokenChunk, runs, until_stop
 from trackway.rollout.engines.remote.server_process import SideProcess
 from trackway.rollout.engines.remote.shared import SharedAdapters, require_alone, require_untouched, whole_weights
-from trackway.rollout.engines.weight_folder import check_finite
+from trackway.rollout.engines.weight_folder import check_finite, tensors
 from trackway.rollout.engines.weight_proof import HeldDigests, Judgement
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -48,6 +50,9 @@ from trackway.wire.weights import WeightProof
 
 _DEFAULT_MAX_LEN = 4096
 _GOODBYE_S = 2.0
+_CHECKSUMS_S = 60.0
+_SLOWEST_CHECKSUM = 2e8
+"""Bytes a second; a rank hashes 1 to 2 GB on an idle machine."""
 
 
 class RemoteEngine(ABC):
@@ -57,6 +62,8 @@ class RemoteEngine(ABC):
     """The server's optional features."""
     unload_route: str
     """Route that unloads an adapter."""
+    checksum_route: str
+    """Route that digests the server's parameters."""
     loses_weights_asleep = True
     answers_frozen = False
 
@@ -76,6 +83,8 @@ class RemoteEngine(ABC):
         """Names of this engine's adapters on the server, the newest last."""
         self._merged: tempfile.TemporaryDirectory[str] | None = None
         """Base weights with adapters in them, for a server that takes no adapters."""
+        self.server_digests: ServerDigests | None = None
+        """None if the server's digests say nothing."""
 
     @property
     def version(self) -> int:
@@ -395,7 +404,35 @@ class RemoteEngine(ABC):
 
     async def digests(self, folder: Path, before: Path) -> HeldDigests | None:
         """Compares the server's parameters with the folder's tensors; None if it has no digests."""
-        return None
+        if self.server_digests is None or is_adapter(folder):
+            return None
+        return await asyncio.to_thread(self.server_digests.compare, folder, await self.checksums(), before)
+
+    async def base_checksums(self) -> Checksums:
+        """Digests after the start; empty unless they are wanted, and the base weights can be read here."""
+        base = self.control.serving.folder
+        wanted = self.settings.weight_digests and any(base.glob("*.safetensors"))
+        return await self.checksums() if wanted else {}
+
+    async def checksums(self) -> Checksums:
+        """The server's digests, which it makes while it generates nothing; empty from one without that route."""
+        size = sum(tensor.end - tensor.start for tensor in tensors(self.settings.model_path).values())
+        try:
+            reply = await self.http.post(
+                self.checksum_route,
+                {"action": "checksum"},
+                timeout_s=_CHECKSUMS_S + size / _SLOWEST_CHECKSUM,
+                idempotent=True,
+            )
+        except TrackwayError as error:
+            if error.detail.get("status") != HTTPStatus.NOT_FOUND:
+                raise
+            return {}
+        return self._by_rank(reply)
+
+    @abstractmethod
+    def _by_rank(self, reply: Json) -> Checksums:
+        """The digests in a reply of `checksum_route`."""
 
     @abstractmethod
     async def cut(self, calls: Sequence[Call]) -> None:

@@ -18,15 +18,17 @@ class _ConfigFile(BaseModel):
     vocab_size: int
     max_position_embeddings: int
     eos_token_id: int | list[int] | None = None
+    quantization_config: dict[str, object] | None = None
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Vocabulary size, maximum sequence length and stop ids."""
+    """Vocabulary size, maximum sequence length, stop ids, and whether the weights are quantized."""
 
     vocab_size: int
     max_positions: int
     eos_token_ids: frozenset[int]
+    quantized: bool = False
 
     @classmethod
     def read(cls, folder: Path, max_positions: int | None = None) -> Self:
@@ -40,7 +42,8 @@ class ModelFacts:
         except (OSError, ValueError, ValidationError) as error:
             message = f"expected a Hugging Face model folder, got {folder}: {error}; set model_path"
             raise TrackwayError(ErrorCode.INVALID_REQUEST, message) from error
-        return cls(file.vocab_size, max_positions or file.max_position_embeddings, _eos_ids(folder, file))
+        longest, quantized = max_positions or file.max_position_embeddings, file.quantization_config is not None
+        return cls(file.vocab_size, longest, _eos_ids(folder, file), quantized)
 
 
 def _eos_ids(folder: Path, file: _ConfigFile) -> frozenset[int]:

@@ -19,6 +19,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from trackway.rollout.engines.adapter_folder import is_adapter
 from trackway.rollout.engines.protocol import Capability, FinishReason, MemoryPart
+from trackway.rollout.engines.remote.digests import Checksums, DigestChanges
 from trackway.rollout.engines.remote.engine import RemoteEngine
 from trackway.rollout.engines.remote.http import Json
 from trackway.rollout.engines.remote.requests import Call, TokenChunk
@@ -97,6 +98,7 @@ class SglangEngine(RemoteEngine):
     """An `Engine` over SGLang's native routes."""
 
     unload_route = "/unload_lora_adapter"
+    checksum_route = "/weights_checker"
 
     def __init__(self, settings: RolloutSettings) -> None:
         super().__init__(settings)
@@ -166,7 +168,8 @@ class SglangEngine(RemoteEngine):
             require_untouched(self.http, loaded)
             self._whole_folder = self.settings.model_path
             return
-        self._overlaps = not (await self.http.get("/server_info"))["disable_overlap_schedule"]
+        server = await self.http.get("/server_info")
+        self._overlaps = not server["disable_overlap_schedule"]
         if loaded == UNTOUCHED:
             self._whole_folder = self.settings.model_path
             await self._call_weights(self.control.serving.name)
@@ -174,6 +177,16 @@ class SglangEngine(RemoteEngine):
             await self.freeze()
             await self.swap(self.settings.model_path, self.control.serving.name)
         await self.thaw()
+        exact = server["quantization"] is None and not self.facts.quantized and server["dtype"] in ("auto", self.dtype)
+        if exact and (held := await self.base_checksums()):
+            self.server_digests = DigestChanges(self.control.serving.folder, self.dtype, held)
+
+    def _by_rank(self, reply: Json) -> Checksums:
+        return {
+            f"tp{rank}:{name}": digest
+            for rank, held in enumerate(reply["ranks"])
+            for name, digest in held["checksums"].items()
+        }
 
     async def _version_there(self) -> object:
         return (await self.http.get("/model_info")).get("weight_version")

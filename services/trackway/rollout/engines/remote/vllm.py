@@ -24,7 +24,7 @@ from pathlib import Path
 from trackway.clients.weights import WeightStore
 from trackway.rollout.engines.adapter_folder import adaptable_layers, is_adapter
 from trackway.rollout.engines.protocol import Capability, EngineStats, MemoryPart, Swapping
-from trackway.rollout.engines.remote.digests import ServerDigests, by_parameter
+from trackway.rollout.engines.remote.digests import Checksums, DigestValues
 from trackway.rollout.engines.remote.engine import RemoteEngine
 from trackway.rollout.engines.remote.http import Json
 from trackway.rollout.engines.remote.requests import Call, TokenChunk
@@ -32,7 +32,6 @@ from trackway.rollout.engines.remote.shared import KEPT, UNTOUCHED, require_unto
 from trackway.rollout.engines.remote.weight_transport import IpcReceiver, StoreReceiver, WeightReceiver
 from trackway.rollout.engines.top_logprobs import top_logprobs
 from trackway.rollout.engines.weight_folder import check_same_model, lacks_head, with_head
-from trackway.rollout.engines.weight_proof import HeldDigests
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import TopLogprobs
@@ -41,7 +40,6 @@ from trackway.wire.weights import WeightProof
 _NO_TOKENIZER = "--skip-tokenizer-init"
 _GENERATE = "/inference/v1/generate"
 _MEMORY_S = 120.0
-_CHECKSUMS_S = 120.0  # a rank hashes 1 to 2 GB/s
 _PROGRESS_S = 2.0
 _METRICS_S = 20.0  # a busy server may take seconds to respond
 _CUT_PAUSES_S = (0.02, 0.1, 0.5)
@@ -70,6 +68,7 @@ class VllmEngine(RemoteEngine):
     """An `Engine` over the routes of vLLM 0.32."""
 
     unload_route = "/v1/unload_lora_adapter"
+    checksum_route = "/weight_checker"
     loses_weights_asleep = False
     answers_frozen = True
 
@@ -81,7 +80,6 @@ class VllmEngine(RemoteEngine):
         self._salt = uuid.uuid4().hex
         self._watch: asyncio.Task[None] | None = None
         self._sleeping: set[MemoryPart] = set()
-        self._server_digests: ServerDigests | None = None
         self._adapter: str | None = None
         """Name on the server of the adapter that new requests get; None for the whole weights alone."""
         self._whole_folder: Path | None = None
@@ -207,37 +205,22 @@ class VllmEngine(RemoteEngine):
             await self.swap(self.settings.model_path, self.control.serving.name)
             await self.thaw()
         await self._check_logprobs()
-        if self.settings.weight_digests and any(self.control.serving.folder.glob("*.safetensors")):
-            held = by_parameter(await self._checksums())
-            self._server_digests = await asyncio.to_thread(ServerDigests, self.control.serving.folder, self.dtype, held)
-            if self.shared and held and not self._server_digests.parameters:
+        if held := await self.base_checksums():
+            digests = await asyncio.to_thread(DigestValues, self.control.serving.folder, self.dtype, held)
+            if self.shared and not digests.forms:
                 raise TrackwayError(
                     ErrorCode.CONFLICT,
                     f"expected {self.http.base_url} to serve {self.settings.model_path}, got none of its {len(held)} "
                     "parameters as there; start the server with this model in this dtype, or fix model_path",
                 )
+            self.server_digests = digests if digests.forms else None
         self._watch = asyncio.create_task(self._watch_progress(), name="vllm-progress")
 
     async def _version_there(self) -> object:
         return (await self.http.get("/weight_info")).get("weight_version")
 
-    async def _checksums(self) -> dict[str, str]:
-        """sha256 by parameter and rank; empty from a vLLM without that route."""
-        try:
-            reply = await self.http.post(
-                "/weight_checker", {"action": "checksum"}, timeout_s=_CHECKSUMS_S, idempotent=True
-            )
-        except TrackwayError as error:
-            if error.detail.get("status") != HTTPStatus.NOT_FOUND:
-                raise
-            return {}
+    def _by_rank(self, reply: Json) -> Checksums:
         return reply["checksums"]
-
-    async def digests(self, folder: Path, before: Path) -> HeldDigests | None:
-        if self._server_digests is None or not self._server_digests.parameters or is_adapter(folder):
-            return None
-        held = by_parameter(await self._checksums())
-        return await asyncio.to_thread(self._server_digests.compare, folder, held, before)
 
     async def _watch_progress(self) -> None:
         """Non-streamed responses show no progress; vLLM's counters do."""
