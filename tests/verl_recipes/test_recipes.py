@@ -104,7 +104,7 @@ SEEN_BY: dict[str, str] = {
         ),
         (
             "trainer.",
-            f"{_TESTS}/tracking/test_loggers.py::test_tensorboard_has_every_row_under_its_exact_name",
+            f"{_TESTS}/delivery/test_loggers.py::test_tensorboard_has_every_row_under_its_exact_name",
             ("logger",),
         ),
         (

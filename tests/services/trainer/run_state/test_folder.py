@@ -65,10 +65,10 @@ def test_a_state_follows_another_only_as_the_table_says(folder: RunFolder, befor
         assert folder.info().state is before
 
 
-def test_a_finished_run_is_final_and_a_stopped_or_failed_one_can_start_again_or_be_given_up():
+def test_a_finished_run_can_be_extended_and_a_stopped_or_failed_one_can_start_again_or_be_given_up():
     after = {RunState.STARTING, RunState.FAILED}
 
-    assert RUN_TRANSITIONS[RunState.FINISHED] == frozenset()
+    assert RUN_TRANSITIONS[RunState.FINISHED] == {RunState.STARTING}
     assert all(RUN_TRANSITIONS[state] == after for state in ENDED - {RunState.FINISHED})
 
 

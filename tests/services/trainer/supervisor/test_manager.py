@@ -443,7 +443,7 @@ async def test_a_run_and_its_traces_are_tracked_in_mlflow(
     history = client.get_metric_history(run.info.run_id, "val-core/openai/gsm8k/acc/mean_at_1")
     assert info.state is RunState.FINISHED
     assert (tmp_path / "spool" / "mlflow").is_dir()
-    assert (run.info.status, run.info.run_name, run.info.experiment_id) == ("FINISHED", "run", info.experiment_id)
+    assert (run.info.status, run.info.run_name, run.info.experiment_id) == ("FINISHED", "tracked", info.experiment_id)
     assert [point.step for point in history] == [0, 2, 4]
     assert run.data.params["actor_rollout_ref.rollout.n"] == "4"
 
