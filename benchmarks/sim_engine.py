@@ -62,7 +62,7 @@ class SimSettings(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     vocab_size: int = Field(default=480, ge=4)
-    """Vocabulary size; this default and that of `eos_token_id` are those of `examples/tiny`."""
+    """Vocabulary size. Like `eos_token_id`, the default is the tiny model's (`examples/tiny`)."""
     eos_token_id: int = Field(default=2, ge=0)
     """Last token of an answer that no limit truncates."""
     max_len: int = Field(default=4096, ge=2)
@@ -315,7 +315,7 @@ class SimCore:
 
 
 class PrefixCache:
-    """Blocks of computed tokens, identified by their hash and that of all preceding blocks."""
+    """Blocks of computed tokens, by a hash of the block and all preceding blocks."""
 
     def __init__(self, blocks: int) -> None:
         self._max_blocks = blocks
@@ -403,7 +403,7 @@ class SimEngine:
         return request.result
 
     async def stream(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> AsyncGenerator[Piece]:
-        """As `generate`, in pieces; a late event loop yields several tokens at once."""
+        """Generate in pieces. A late event loop yields several tokens at once."""
         request = self._request(token_ids, params, request_id, streamed=True)
         updated, sent = self._updates[request], 0
         try:

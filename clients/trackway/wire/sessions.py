@@ -124,7 +124,7 @@ class FinishedSession(WireRequest):
 
 
 class WaitingSessions(WireReply):
-    """The sessions that a run has not drawn yet."""
+    """Sessions that a run has not drawn yet."""
 
     waiting: Int
 
@@ -245,7 +245,7 @@ they are named among the fields without effect, and all tokens are trained."""
 
 
 class SessionRequest(WireRequest):
-    """A session for one rollout of a sample; the tags are those of the trajectory that it becomes."""
+    """Open a session for one rollout of a sample. Its trajectory gets the tags."""
 
     sample: Sample
     run: RunName = "sessions"
@@ -262,7 +262,7 @@ class SessionRequest(WireRequest):
     by itself."""
     min_weight_version: Int = Field(default=0, ge=0)
     trace: bool | None = None
-    """As in GroupRequest."""
+    """Format and content of the trace; see GroupRequest."""
     trace_target: TraceTarget = Field(default_factory=TraceTarget)
     train: TrainedSession | None = None
     """Train on the session once `/end` is called; the run then sets `run`, `experiment_name`, `step`, the sampling, the
@@ -306,7 +306,7 @@ class ExternalReply(WireRequest):
 
 
 class SessionReward(WireRequest):
-    """The score of the session, or of one of its calls; it replaces that of the reward service."""
+    """Score a session or one of its calls, in place of the reward service."""
 
     score: Score
     components: dict[str, Score] = Field(default_factory=dict, max_length=MAX_COMPONENTS)

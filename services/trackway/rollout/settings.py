@@ -10,6 +10,8 @@ from pydantic import Field, JsonValue, model_validator
 from trackway.serving import ServiceSettings
 from trackway.wire.weights import TransportName, UpdateMode
 
+DEFAULT_MAX_LEN = 4096
+"""Longest sequence of an engine in tokens by default."""
 _OVERRIDES = ("--hf-overrides", "--json-model-override-args")
 """Arguments of vLLM and SGLang that replace keys of the model's configuration."""
 

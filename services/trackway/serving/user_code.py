@@ -6,6 +6,7 @@ neither them nor other BaseExceptions. Code that ends the process without raisin
 """
 
 import asyncio
+import os
 import sysconfig
 import traceback
 import types
@@ -21,7 +22,8 @@ T = TypeVar("T")
 Steps = Coroutine[Any, Any, T] | Generator[Any, Any, T]
 
 _inside: ContextVar[bool] = ContextVar("trackway_user_code", default=False)
-_NOT_OWN = (*trackway.__path__, *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+_LIBRARIES = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+_NOT_OWN = tuple(f"{folder}{os.sep}" for folder in (*trackway.__path__, *_LIBRARIES))
 """Folders of code that is not the user's."""
 _LEAVE_THE_LOOP = (SystemExit, KeyboardInterrupt)
 

@@ -143,7 +143,7 @@ def test_a_server_gets_the_float32_head_of_its_run_and_the_embedded_engine_has_n
 
     assert (args(vllm)["float32_head"], "float32_head" in args(torch)) == (True, False)
     found = [decision.got for decision in torch.decisions if decision.key == "trackway.float32_head"]
-    assert found == ["in the learner alone"]
+    assert found == ["only in the learner"]
     assert "float32_head" not in args(made(1, f"{R}.name=vllm", engine_python="/opt/bin/python"))
 
 

@@ -186,7 +186,7 @@ def _first(*values: object) -> object:
 
 
 def _parts(result: object) -> Mapping[str, object] | None:
-    """The named parts of a result; None when it has none."""
+    """Return the named parts of a result, or None for a result without names."""
     if isinstance(result, Mapping):
         return result
     try:

@@ -1,4 +1,4 @@
-"""What a run takes of each GPU, and whether the GPUs of this machine have it.
+"""Forecast of the memory that a run needs on each GPU, compared with this machine's GPUs.
 
 The figures come from the model's `config.json` and the settings of the services (trackway.trainer.learner.gpu_memory).
 """
@@ -9,7 +9,7 @@ from typing import Any
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.engine_python import SERVERS
 from trackway.reward.reward_model import REWARD_MODEL
-from trackway.rollout.settings import RolloutSettings
+from trackway.rollout.settings import DEFAULT_MAX_LEN, RolloutSettings
 from trackway.trainer.config import RunConfig
 from trackway.trainer.learner.gpu_memory import (
     EngineMemory,
@@ -20,9 +20,6 @@ from trackway.trainer.learner.gpu_memory import (
     gib,
     shortages,
 )
-
-_ENGINE_LEN = 4096
-"""Default context length of an engine in tokens (RolloutSettings.max_model_len)."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class GpuMemory:
 
     @property
     def not_sure(self) -> list[str]:
-        """Why an update may fail on these GPUs, where it is not known to."""
+        """Why an update may fail on these GPUs."""
         if self.total is None or self.missing:
             return []
         text = doubt(self.learner, self.engine, self.total)
@@ -83,13 +80,13 @@ def gpu_memory(config: RunConfig, services: dict[str, Any], gpus: list[int], dow
         engine = _engine(serve_config.args_of(services, "rollout"), path, download)
         reward = serve_config.args_of(services, REWARD_MODEL)
         reward_model = _engine(reward, str(reward.get("model_path")), download) if reward else None
-    except (OSError, ValueError):  # told by the check of the model
+    except (OSError, ValueError):  # the check of the model reports them
         return None
     return GpuMemory(min(gpus, default=None), learner, engine, reward_model)
 
 
 def _engine(args: dict[str, Any], path: str, download: bool) -> EngineMemory | None:
-    """The engine of a rollout service with these settings; None if it takes no memory of a GPU here."""
+    """Forecast the engine of a rollout service; None for one that uses no GPU of this machine."""
     settings = RolloutSettings(**args)
     server = settings.engine in SERVERS
     if not args or not (server or settings.engine == "torch"):
@@ -99,7 +96,7 @@ def _engine(args: dict[str, Any], path: str, download: bool) -> EngineMemory | N
     return EngineMemory.of(
         ModelSize.read(path, download=download),
         gpus=settings.tensor_parallel_size if server else 1,
-        longest=settings.max_model_len or _ENGINE_LEN,
+        longest=settings.max_model_len or DEFAULT_MAX_LEN,
         share=settings.gpu_memory_utilization if server else None,
         sequences=settings.max_num_seqs,
         sleeps=settings.enable_sleep,

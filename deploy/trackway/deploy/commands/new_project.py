@@ -59,7 +59,7 @@ def _renamed(file: str, module: str) -> str:
 
 
 def _names(folder: Path) -> tuple[str, str]:
-    """The project's name and that of its Python module. Raises UserError when one of them cannot be used."""
+    """Return the names of the project and its Python module. Raises UserError if either cannot be used."""
     name = folder.name
     module = name.replace("-", "_")
     if len(name) > MAX_NAME or not NAME.fullmatch(name):

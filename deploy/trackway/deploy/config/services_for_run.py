@@ -29,6 +29,7 @@ from trackway.reward.reward_model import REWARD_MODEL
 from trackway.rollout.classifiers import is_classifier
 from trackway.rollout.engines.admission import OF_POLICY, OF_REWARD_MODEL, too_long
 from trackway.rollout.engines.remote.model_info import ModelFacts
+from trackway.rollout.settings import DEFAULT_MAX_LEN
 from trackway.trainer.config import RunConfig, given_to_deployment
 from trackway.trainer.config.compose import leaves
 from trackway.wire.errors import TrackwayError
@@ -56,8 +57,6 @@ _OF_THE_MACHINE = ("engine_python", "engine_start_s", "device")
 """Settings of a rollout service that are those of the machine, for any model."""
 _SERVER_SEQS = 256
 """Default number of concurrent requests of one server. The embedded engine reserves memory for each request."""
-_ENGINE_LEN = 4096
-"""Default context length of an engine in tokens (RolloutSettings.max_model_len)."""
 
 
 _BY_SEED = "--enable-deterministic-inference"
@@ -267,7 +266,7 @@ def _set_engine(config: RunConfig, gpus: int, services: RunServices) -> None:
     args: dict[str, Any] = {_SETTINGS[key]: getattr(rollout, key) for key in keys if getattr(rollout, key) is not None}
     args["engine"] = services.engine
     longest = data.max_prompt_length + data.max_response_length
-    if longest > _ENGINE_LEN:
+    if longest > DEFAULT_MAX_LEN:
         args.setdefault("max_model_len", longest)
     options: dict[str, Any] = {}
     model = config.actor_rollout_ref.model
@@ -276,7 +275,7 @@ def _set_engine(config: RunConfig, gpus: int, services: RunServices) -> None:
     if config.trackway.float32_head and server:
         args["float32_head"] = True
     elif config.trackway.float32_head:
-        services.decide("trackway.float32_head", True, "in the learner alone", f"the {services.engine} engine has none")
+        services.decide("trackway.float32_head", True, "only in the learner", f"{services.engine} lacks it")
     if server and model.lora_rank and not model.lora.merge:
         args["max_lora_rank"] = model.lora_rank
     if config.trackway.weights_transport != "store":
@@ -419,7 +418,7 @@ def _set_reward_model(config: RunConfig, gpus: int, base: dict[str, Any], servic
         args |= {"tensor_parallel_size": needed} if gpus else {"device": "cpu"}
         args.setdefault("max_num_seqs", _SERVER_SEQS)
     longest = config.data.max_prompt_length + config.data.max_response_length
-    if longest > _ENGINE_LEN and (scores or is_classifier(folder)):
+    if longest > DEFAULT_MAX_LEN and (scores or is_classifier(folder)):
         args.setdefault("max_model_len", longest)
     taken = config.trainer.n_gpus_per_node or int(config.trackway.device != "cpu")
     if gpus and taken + needed > gpus:

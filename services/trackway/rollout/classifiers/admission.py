@@ -7,17 +7,16 @@ from contextlib import contextmanager
 from trackway.rollout.classifiers.model_info import ClassifierInfo
 from trackway.rollout.engines.admission import check_prompt, overloaded
 from trackway.rollout.engines.backpressure import RetryAfterEstimator
-from trackway.rollout.settings import RolloutSettings
+from trackway.rollout.settings import DEFAULT_MAX_LEN, RolloutSettings
 
 _FIRST_GUESS_S = 1.0
-_DEFAULT_MAX_LEN = 4096
 
 
 class Admission:
     """Counts inputs in flight: up to `max_num_seqs` in work and `max_queue` that wait."""
 
     def __init__(self, settings: RolloutSettings, info: ClassifierInfo) -> None:
-        self.max_len = settings.max_model_len or min(info.max_positions, _DEFAULT_MAX_LEN)
+        self.max_len = settings.max_model_len or min(info.max_positions, DEFAULT_MAX_LEN)
         """Longest input in tokens."""
         self.in_flight = 0
         self.tokens = 0

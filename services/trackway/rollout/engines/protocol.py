@@ -1,4 +1,4 @@
-"""The engine protocol, implemented for torch, vLLM, SGLang and the simulator."""
+"""The engine protocol, implemented for torch, vLLM, SGLang and engines by `module:Class`."""
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext

@@ -1,8 +1,8 @@
 """Verifies that an engine holds the published weights, from digests and logprobs.
 
-Digests show for each tensor whether it is new, old, or neither, or only whether the load changed it. Where they do not
-decide, the engine's logprobs are compared with those of the new version and of the previous one, on tokens where the
-two differ. With d the difference between the versions and e that between the engine and the old version,
+Digests show for each tensor whether it is new, old, or neither, or only whether the load changed it. Otherwise the
+engine's logprobs are compared with the new and the previous version's, on tokens where the two differ. With d the
+difference between the versions, and e the difference between the engine and the old version,
 
     nearness = sum(d e) / sum(d d)
 

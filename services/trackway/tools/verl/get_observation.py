@@ -5,8 +5,8 @@ those of different trajectories concurrently, and a failure is reported in its o
 rejections by a tool become observations; errors of the server end that trajectory, as in verl-tool.
 
 Tool calls are read in the formats of verl-tool's models, and observations are marked up: Hermes' `<tool_call>`;
-`<python>` tags and Markdown fences for the tool `python`; `<search>` tags for `search`. The marks are those of verl-
-tool's tools: python_code for code, search_retrieval for searches.
+`<python>` tags and Markdown fences for the tool `python`, `<search>` tags for `search`. The marks follow verl-tool's
+python_code and search_retrieval.
 """
 
 import asyncio

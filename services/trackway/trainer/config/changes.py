@@ -9,10 +9,8 @@ from trackway.trainer.config.models import RunConfig
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 _ACTOR = "actor_rollout_ref.actor"
-LENGTH = ("trainer.total_training_steps", "trainer.total_epochs")
-"""Keys that extend a finished run."""
 CHANGEABLE = (
-    *LENGTH,
+    "trainer.total_training_steps",
     *("trackway.learner_ranks", "trainer.nnodes", "trainer.n_gpus_per_node"),
     *("trackway.rank_timeout_s", "trackway.placement_timeout_s"),
     f"{_ACTOR}.ulysses_sequence_parallel_size",

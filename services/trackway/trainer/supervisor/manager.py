@@ -18,7 +18,7 @@ from pydantic import JsonValue, SecretStr
 
 from trackway.tracing import TracingSettings
 from trackway.trainer.config import RunConfig, resolve
-from trackway.trainer.config.changes import LENGTH, changed
+from trackway.trainer.config.changes import changed
 from trackway.trainer.data.own_code import health_of, loaded_code, not_loaded
 from trackway.trainer.delivery import check_loggers
 from trackway.trainer.run_state.checkpoint import check_storage
@@ -98,7 +98,7 @@ class RunManager:
     ) -> RunInfo:
         """Resume a run from its last checkpoint, or its last intact one; CONFLICT while it is active.
 
-        A finished run is extended by `changes` with more steps or epochs, and is a CONFLICT without.
+        A finished run is extended by `changes` with more steps, and is a CONFLICT without.
 
         `by_itself` marks an automatic resume. It counts as a restart, and is a CONFLICT once a user has stopped the
         run. `changes` are new values of CHANGEABLE keys, INVALID_REQUEST for others; the run keeps them.
@@ -117,8 +117,7 @@ class RunManager:
                     message = f"expected an interrupted run to resume, got run {name!r}, which is {before.state}"
                     raise TrackwayError(ErrorCode.CONFLICT, message, run=name)
                 steps = config.trainer.total_training_steps
-                is_longer = changes.keys() & {*LENGTH} and (steps is None or steps > before.step)
-                if before.state is RunState.FINISHED and not is_longer:
+                if before.state is RunState.FINISHED and (steps is None or steps <= before.step):
                     message = (
                         f"run {name!r} finished after step {before.step}, so there is nothing to resume; extend it, "
                         f"for example with trainer.total_training_steps={2 * before.step}"

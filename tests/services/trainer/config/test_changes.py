@@ -27,10 +27,7 @@ def test_other_keys_are_refused_by_name():
 
     assert refused.value.code is ErrorCode.INVALID_REQUEST
     assert refused.value.message.startswith("data.train_batch_size, trackway.seed: expected no other value for a resum")
-    assert (
-        "may change trainer.total_training_steps, trainer.total_epochs, trackway.learner_ranks, "
-        in refused.value.message
-    )
+    assert "may change trainer.total_training_steps, trackway.learner_ranks, " in refused.value.message
 
 
 def test_a_key_that_no_configuration_has_is_refused_before_the_run_is_asked():

@@ -2,8 +2,8 @@
 
 vLLM's digests are sha256, so values are compared. It may fuse, pad, shard or quantise tensors: the digests of the base
 weights, which it loads itself, show which parameters have a known form on every rank. Only these are compared later.
-SGLang hashes on the GPU by a function of its own, so only changes are compared: a parameter whose digests a load left
-as they were, although it was published anew, is old. What digests do not decide is left to the server's logprobs.
+SGLang hashes on the GPU by a function of its own, so only changes are compared: a parameter is old if its published
+values changed and its digests did not. The server's logprobs decide what digests cannot.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class _Shard(NamedTuple):
-    """What a rank has of a parameter."""
+    """A parameter's share on one rank."""
 
     key: str
     """In `Checksums`."""
@@ -98,7 +98,7 @@ class DigestValues:
 
 
 class DigestChanges:
-    """Finds parameters whose digests a load left as they were on every rank, although they were published anew.
+    """Finds parameters with new published values whose digests did not change on any rank.
 
     The server must hold parameters in `dtype`: quantisation may hide a change.
     """
@@ -140,7 +140,7 @@ def parts_of(parameter: str) -> list[str]:
 
 
 def _shards(checksums: Checksums) -> dict[str, list[_Shard]]:
-    """What ranks have of each parameter, by its name without the rank."""
+    """Return the shares of all ranks by the parameter's name without the rank."""
     shards: dict[str, list[_Shard]] = {}
     for key in sorted(checksums):
         found = _RANK.match(key)

@@ -42,13 +42,12 @@ from trackway.rollout.engines.remote.server_process import SideProcess
 from trackway.rollout.engines.remote.shared import SharedAdapters, require_alone, require_untouched, whole_weights
 from trackway.rollout.engines.weight_folder import check_finite, tensors
 from trackway.rollout.engines.weight_proof import HeldDigests, Judgement
-from trackway.rollout.settings import RolloutSettings
+from trackway.rollout.settings import DEFAULT_MAX_LEN, RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.trajectory import WeightSpan, add_span
 from trackway.wire.weights import WeightProof
 
-_DEFAULT_MAX_LEN = 4096
 _GOODBYE_S = 2.0
 _CHECKSUMS_S = 60.0
 _SLOWEST_CHECKSUM = 2e8
@@ -71,7 +70,7 @@ class RemoteEngine(ABC):
         self.settings = settings
         self.shared = settings.engine_shared
         self.facts = ModelFacts.read(settings.model_path, settings.max_position_embeddings)
-        self.max_len = self._longest(settings.max_model_len or min(self.facts.max_positions, _DEFAULT_MAX_LEN))
+        self.max_len = self._longest(settings.max_model_len or min(self.facts.max_positions, DEFAULT_MAX_LEN))
         self.calls = Calls(settings, self.facts, self.max_len)
         self.control = ServerControl(self, self.calls, settings.model_path, self.dtype, self.max_len)
         check_server(settings)

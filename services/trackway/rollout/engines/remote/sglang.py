@@ -277,8 +277,8 @@ class SglangEngine(RemoteEngine):
             return
         self._whole_folder = None
         if self.takes_adapters or self._overlaps:
-            # They would go on with their adapter on other base weights, or with a token of unknown version: SGLang
-            # 0.5.23 counts tokens of each version without the batch that its overlap scheduler has not handled yet.
+            # Adapters must not continue on other base weights. With overlap SGLang 0.5.23 omits the pending batch when
+            # it counts the tokens of a version.
             await self.control.cut_short(self.calls.sent)
         body = {
             "model_path": str(folder),

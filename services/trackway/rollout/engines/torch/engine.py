@@ -34,7 +34,7 @@ from trackway.rollout.engines.torch.scheduler import Sequence
 from trackway.rollout.engines.torch.sleeping import SleepingWeights, release_cached_memory
 from trackway.rollout.engines.torch.thread import EngineThread
 from trackway.rollout.engines.weight_proof import Judgement, require_accepted
-from trackway.rollout.settings import RolloutSettings
+from trackway.rollout.settings import DEFAULT_MAX_LEN, RolloutSettings
 from trackway.system.cpu_threads import choose_threads, usable_cores
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
@@ -42,7 +42,6 @@ from trackway.wire.weights import WeightProof
 
 Pending = asyncio.Future[Generation | TrackwayError]
 
-_DEFAULT_MAX_LEN = 4096
 _FIRST_GUESS_S = 5.0
 
 
@@ -56,7 +55,7 @@ class TorchEngine:
         self._settings = settings
         self._config = DecoderConfig.read(settings.model_path)
         longest = settings.max_position_embeddings or self._config.max_positions
-        self._max_len = settings.max_model_len or min(longest, _DEFAULT_MAX_LEN)
+        self._max_len = settings.max_model_len or min(longest, DEFAULT_MAX_LEN)
         if problem := too_long(self._max_len, longest):
             raise TrackwayError(ErrorCode.INVALID_REQUEST, problem)
         device = device_of(settings)

@@ -33,7 +33,7 @@ _OF_A_NODE = ("CUDA_VISIBLE_DEVICES", *INTERFACES)
 def handed_over(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that ranks on other nodes take from the first rank, such as NCCL's.
 
-    Ranks that differ in `NCCL_P2P_DISABLE` or `NCCL_IB_DISABLE` wait for one another for ever.
+    Ranks with different values of `NCCL_P2P_DISABLE` or `NCCL_IB_DISABLE` deadlock.
     """
     return {
         name: value
