@@ -148,8 +148,8 @@ def test_passes_are_bounded_by_the_keys_that_limit_them(qwen3_8b: ModelSize):
     def activations(ranks: int = 1, **settings: object) -> float:
         """In tokens' worth."""
         config = learner_config("m", dtype="bfloat16", mini_batch_size=8, **lengths, **settings)
-        config = learner_config("m", dtype="bfloat16", mini_batch_size=1, **{**lengths, "data.max_prompt_length": 1})
-        each = forecast(config, qwen3_8b, ranks).parts["activations"] / 3001
+        row = learner_config("m", dtype="bfloat16", mini_batch_size=1, **{**lengths, "data.max_prompt_length": 1})
+        each = forecast(row, qwen3_8b, ranks).parts["activations"] / 3001
         return round(forecast(config, qwen3_8b, ranks).parts["activations"] / each)
 
     assert activations() == 8 * 4000

@@ -67,6 +67,7 @@ async def test_without_a_time_to_wait_there_is_no_process():
 async def test_it_is_out_of_reach_of_ctrl_c_and_has_no_secret(standby: Standby, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WANDB_API_KEY", "s3cret")
     process = psutil.Process(await prepared(standby))
+    await until(lambda: bool(process.environ()), 20)  # empty for an instant while the program replaces its parent's
 
     environment, command = process.environ(), process.cmdline()
 
