@@ -44,12 +44,12 @@ def folders(root: Path) -> dict[str, str]:
 
 
 def cell(arguments: list[str], count: int, paths: dict[str, str]) -> str:
-    """The plan of a script for one machine of `count` GPUs: replicas, peak of a rank in GiB, and sizes that hold it."""
+    """Forecast a script on `count` GPUs: the peak of a rank in GiB, and the GPU sizes in GB that hold it."""
     config = compose(arguments, None, "ppo_trainer", [])
     reward = config.reward.reward_model
     given = count - (reward.rollout.tensor_model_parallel_size or 1 if reward.enable else 0)
     if given < 1:
-        return "needs more GPUs"
+        return ""
     parallel = min(config.actor_rollout_ref.rollout.tensor_model_parallel_size or 1, given)
     own = {MODEL: paths[str(config.actor_rollout_ref.model.path)], GPUS: given, TP: parallel, "trainer.nnodes": 1}
     if reward.enable:
@@ -61,18 +61,20 @@ def cell(arguments: list[str], count: int, paths: dict[str, str]) -> str:
     assert plan is not None
     plans = {size: replace(plan, total=size * 10**9) for size in SIZES}
     fits = [str(size) for size, plan in plans.items() if not plan.missing and not plan.not_sure]
-    return f"{services.replicas} x {parallel}; {plan.learner.peak / 2**30:.0f} GiB; {', '.join(fits) or 'none'}"
+    return f"{plan.learner.peak / 2**30:.0f}: {', '.join(fits) or 'none'}"
 
 
 def table() -> str:
-    """The whole table."""
-    head = ["script", *(f"{count} GPU{'s' * (count > 1)}" for count in COUNTS)]
+    """Return the whole table; scripts with equal forecasts share a row."""
+    head = ["scripts", *(f"{count} GPU{'s' * (count > 1)}" for count in COUNTS)]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    scripts: dict[tuple[str, ...], list[str]] = {}
     with tempfile.TemporaryDirectory() as root:
         paths = folders(Path(root))
         for name, example in EXAMPLES.items():
-            cells = [cell(example["arguments"], count, paths) for count in COUNTS]
-            lines.append(f"| `{name.removeprefix('examples/')}` | {' | '.join(cells)} |")
+            cells = tuple(cell(example["arguments"], count, paths) for count in COUNTS)
+            scripts.setdefault(cells, []).append(f"`{name.removeprefix('examples/')}`")
+    lines += [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in scripts.items()]
     return "\n".join(lines) + "\n"
 
 
