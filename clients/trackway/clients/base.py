@@ -160,7 +160,7 @@ class ServiceClient:
         idempotency_key: str | None = None,
         deadline: Deadline | None = None,
     ) -> WholeResponse:
-        """Like `call`, without parsing the answer."""
+        """Do `call` without parsing the answer."""
         deadline = deadline or Deadline.after(self.policy.total_s)
         key = idempotency_key or (os.urandom(16).hex() if method == "POST" else None)
         request = _Request(method, path, _content(body), deadline)

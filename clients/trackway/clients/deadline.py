@@ -27,7 +27,7 @@ class Deadline:
 
     @property
     def expired(self) -> bool:
-        """Whether the moment has passed."""
+        """Return whether the moment has passed."""
         return self.remaining == 0.0
 
     def earlier(self, seconds: float) -> "Deadline":

@@ -97,7 +97,7 @@ class DirectRoutes:
         self._refreshed = False
         self._failed_refreshes = 0
         self.proxy_only = False
-        """Whether all further calls use the proxy, because no replica can be reached directly."""
+        """True if all further calls use the proxy, because no replica can be reached directly."""
         self.spilled = 0
         """Calls that a full replica passed on to the next one, since the start."""
 
@@ -225,7 +225,7 @@ class DirectRoutes:
         return self._may_use(address.url) and await self._is_there(address)
 
     async def _is_there(self, address: Address) -> bool:
-        """Whether the replica answers at its address under its own name."""
+        """Return whether the replica answers at its address under its own name."""
         try:
             async with asyncio.timeout(PROBE_S):
                 return await self._name_at(address) == address.replica
@@ -233,7 +233,7 @@ class DirectRoutes:
             return False
 
     def _may_use(self, url: str) -> bool:
-        """Whether the address is safe: never a pass over plain HTTP, and no loopback address of another host."""
+        """Return whether the address is safe: never a pass over plain HTTP, and no loopback address of another host."""
         base, target = urlsplit(self._base_url), urlsplit(url)
         if base.scheme == "https" and target.scheme != "https":
             return False

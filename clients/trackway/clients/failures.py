@@ -27,21 +27,22 @@ class ForeignServerError(Exception):
 
 
 def worth_retrying(error: BaseException) -> bool:
-    """Whether the same request may succeed on a retry."""
+    """Return whether the same request may succeed on a retry."""
     if isinstance(error, TrackwayError):
         return error.retryable
     return isinstance(error, httpx.TransportError | ForeignServerError)
 
 
 def unreached(error: BaseException | None) -> bool:
-    """Whether the request reached no service: nothing listens, or Serve's proxy has no route or replica for it."""
+    """Return whether the request reached no service: nothing listens, or Serve's proxy has no route or replica for
+    it."""
     if isinstance(error, ForeignServerError):
         return error.status in (404, 503)
     return unsent(error)
 
 
 def unsent(error: BaseException | None) -> bool:
-    """Whether no connection was made, so that the service has seen nothing of the request."""
+    """Return whether no connection was made, so that the service has seen nothing of the request."""
     return isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
 
 
@@ -54,7 +55,7 @@ def retry_after_of(error: BaseException | None) -> float | None:
 
 
 def is_backpressure(error: BaseException | None) -> bool:
-    """Whether the service answered that the call should be retried later, because it is full or busy."""
+    """Return whether the service answered that the call should be retried later, because it is full or busy."""
     full = isinstance(error, ForeignServerError) and error.status == 429
     full = full or (isinstance(error, TrackwayError) and error.code is ErrorCode.OVERLOADED)
     return full or retry_after_of(error) is not None

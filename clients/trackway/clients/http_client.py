@@ -50,7 +50,7 @@ class WholeResponse:
 
     @property
     def is_success(self) -> bool:
-        """Whether the status is 2xx."""
+        """Return whether the status is 2xx."""
         return 200 <= self.status_code < 300
 
     @property
@@ -138,7 +138,7 @@ class _PlainClient(httpx.AsyncClient):
         connect_s: float,
         read_s: float,
     ) -> WholeResponse:
-        """As the function `fetch`, past httpx's requests and responses."""
+        """Do `fetch` without httpx's requests and responses."""
         self._check_open()
         timeout = _timeout(connect_s, read_s)
         try:
@@ -215,7 +215,7 @@ async def close_shared_http() -> None:
 
 
 def run(work: Coroutine[object, object, T]) -> T:
-    """Like `asyncio.run`, and closes the shared HTTP client at the end."""
+    """Do `asyncio.run`, and close the shared HTTP client at the end."""
 
     async def main() -> T:
         try:

@@ -38,7 +38,7 @@ class RetryState:
         return max(asked_s, self._least_s) * random.uniform(1.0, 1.5)
 
     def stop(self, state: RetryCallState) -> bool:
-        """Whether no attempts are left, or the requested pause leaves no time for another one."""
+        """Return whether no attempts are left, or the requested pause leaves no time for another one."""
         if is_backpressure(_error(state)):
             elapsed_s = state.seconds_since_start or 0.0
             return elapsed_s + state.upcoming_sleep >= self._time_left_s
@@ -48,7 +48,7 @@ class RetryState:
         return self._failures_left <= 0
 
     def _is_outage(self, state: RetryCallState) -> bool:
-        """Whether the service has been unreachable, for less than `outage_s` seconds so far."""
+        """Return whether the service has been unreachable, for less than `outage_s` seconds so far."""
         if not unreached(_error(state)):
             self._unreached_since = None
             return False

@@ -66,7 +66,7 @@ class RolloutClient(ServiceClient):
     async def stream_generation(
         self, request: GenerateRequest, session_id: str | None = None, deadline: Deadline | None = None
     ) -> AsyncGenerator[GeneratePiece]:
-        """As `generate`, as the tokens come; closing the iterator aborts the generation.
+        """Stream `generate` as the tokens come. Closing the iterator aborts the generation.
 
         A stream that breaks after its first token ends with the reason `abort`; one that gave none is replaced by
         `generate`, with its retries, and so is that of a server without this route, such as a plain vLLM.
@@ -139,7 +139,7 @@ class RolloutClient(ServiceClient):
 
 
 def _is_final(error: TrackwayError, begun: bool) -> bool:
-    """Whether neither the same generation as a whole nor the rest of it can succeed."""
+    """Return whether neither the same generation as a whole nor the rest of it can succeed."""
     return not error.retryable and (begun or error.code not in _NO_SUCH_ROUTE)
 
 

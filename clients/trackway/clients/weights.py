@@ -88,7 +88,7 @@ class WeightStore:
         self._fs, root = fsspec.core.url_to_fs(url)
         self._root = root.rstrip("/")
         self.is_folder = isinstance(self._fs, LocalFileSystem)
-        """Whether versions that are published whole are read in place."""
+        """True if versions that are published whole are read in place."""
         self.fetched_bytes = 0
         """Bytes copied from another storage, or read of deltas in a folder."""
         self.fallbacks = 0
@@ -397,17 +397,17 @@ class OneWriter:
     """This process, as the one that publishes all files of a version."""
 
     def describe(self, folder: Path) -> list[FileDigest]:
-        """As of Writers."""
+        """Implement `Writers.describe`."""
         return digests(folder, weight_files(folder))
 
     def write_changes(
         self, folder: Path, files: Sequence[FileDigest], base: WholeWeights, scratch: Path
     ) -> list[FileDigest]:
-        """As of Writers."""
+        """Implement `Writers.write_changes`."""
         return write_changes(folder, files, base, scratch)
 
     def copy(self, store: WeightStore, version: int, folder: Path, names: Sequence[str]) -> None:
-        """As of Writers."""
+        """Implement `Writers.copy`."""
         store.put(version, folder, names)
 
 

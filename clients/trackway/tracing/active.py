@@ -49,7 +49,7 @@ def tracer() -> trace.Tracer:
 
 
 def token2text() -> bool:
-    """Whether spans of the current trace should carry decoded text."""
+    """Return whether spans of the current trace should carry decoded text."""
     wanted = current_target().token2text
     if wanted is not None:
         return wanted

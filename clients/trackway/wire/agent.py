@@ -196,7 +196,7 @@ class AgentInfo(WireReply):
     name: str
     description: str
     offers_tools: bool = False
-    """Whether it shows the model the tool server's tools."""
+    """True if it shows the model the tool server's tools."""
 
 
 class AgentList(WireReply):

@@ -250,7 +250,7 @@ class MessagesTool(EchoedBlock):
 
 
 class MessagesToolChoice(WireRequest):
-    """Whether the model calls a tool."""
+    """How the model chooses a tool."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None

@@ -57,7 +57,7 @@ class ErrorCode(StrEnum):
 
 
 class ModelSees(Enum):
-    """Whether the message of a failed tool call becomes the model's observation."""
+    """How the message of a failed tool call becomes the model's observation."""
 
     NO = "no"
     """An infrastructure error: it ends the trajectory, and the model never sees it."""
@@ -178,12 +178,12 @@ class TrackwayError(Exception):
 
     @property
     def retryable(self) -> bool:
-        """Whether the same request may succeed later."""
+        """Return whether the same request may succeed later."""
         return ERRORS[self.code].retryable
 
     @property
     def model_sees(self) -> ModelSees:
-        """Whether the model sees the message, when this error ends a tool call."""
+        """Return whether the model sees the message, when this error ends a tool call."""
         return ERRORS[self.code].model_sees
 
     def to_reply(self) -> ErrorReply:

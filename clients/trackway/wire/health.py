@@ -63,7 +63,7 @@ class Health(Installation):
 
 
 class Ready(WireReply):
-    """Whether the service is ready, and if not, why."""
+    """The readiness of a service, with the reason if it is not ready."""
 
     ready: bool
     reason: str = ""

@@ -84,7 +84,7 @@ Label = Annotated[str, AfterValidator(checked_label)]
 
 
 def _in_a_run_name(character: str) -> bool:
-    """Whether the character is a letter, a digit, a combining mark, `.`, `_` or `-`."""
+    """Return whether the character is a letter, a digit, a combining mark, `.`, `_` or `-`."""
     return character.isalnum() or character in "._-" or unicodedata.category(character) in ("Mn", "Mc")
 
 

@@ -31,9 +31,9 @@ class ObservationRequest(BaseModel):
     extra_fields: Annotated[list[dict[str, JsonValue]], _ENTRIES] | None = None
     """The dataset rows' `extra_info`; `tools_kwargs.<tool>.create_kwargs` and `.execute_kwargs` are used."""
     finish: Annotated[list[bool], _ENTRIES] | None = None
-    """Whether the trajectory is over: its tools are released and its action is ignored."""
+    """True if the trajectory is over: its tools are released and its action is ignored."""
     is_last_step: Annotated[list[bool], _ENTRIES] | None = None
-    """Whether the trajectory's tools are released after this action."""
+    """True if the trajectory's tools are released after this action."""
 
     @model_validator(mode="after")
     def _of_one_length(self) -> Self:
@@ -64,5 +64,5 @@ class ObservationReply(WireReply):
     observations: list[str | DetailedObservation]
     dones: list[bool]
     valids: list[bool]
-    """Whether the action contained a valid call, which was executed."""
+    """True if the action contained a valid call, which was executed."""
     processing_time_ms: float

@@ -350,7 +350,7 @@ class PauseRequest(WireRequest):
 
 
 class PauseReply(WireReply):
-    """Whether new requests are refused, and how many requests remain (frozen ones count as running)."""
+    """The pause state, and how many requests remain (frozen ones count as running)."""
 
     paused: bool
     running: int
@@ -369,7 +369,7 @@ class SleepReply(WireReply):
     is_sleeping: bool
     asleep: list[MemoryPart] = Field(default_factory=list[MemoryPart])
     can_sleep: bool = False
-    """Whether its engine can release memory."""
+    """True if its engine can release memory."""
     replica: str = ""
 
 

@@ -89,7 +89,7 @@ class BackendSummary(WireReply):
     feedback_waiting: int = 0
     """Feedback values, and links of traces to the run, waiting on disk."""
     end_waiting: bool = False
-    """Whether the end of the run still has to be sent."""
+    """True if the end of the run still has to be sent."""
     metrics_lost: int = 0
     """Metric values that the backend refused or that exceeded the queue's limit."""
     feedback_lost: int = 0
@@ -101,7 +101,7 @@ class BackendSummary(WireReply):
 
     @property
     def waiting(self) -> bool:
-        """Whether anything still has to be sent."""
+        """Return whether anything still has to be sent."""
         return self.end_waiting or self.rows_waiting > 0 or self.feedback_waiting > 0
 
     @property
@@ -122,7 +122,7 @@ class RunInfo(WireReply):
     restarts: int = 0
     """Automatic restarts, after the process died or was interrupted."""
     interrupted: bool = False
-    """Whether the run stopped or failed because its service or machine was lost, and not on request or by an error of
+    """True if the run stopped or failed because its service or machine was lost, and not on request or by an error of
     its own."""
     message: str = ""
     folder: str = ""

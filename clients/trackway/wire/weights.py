@@ -85,7 +85,7 @@ class Verdict(StrEnum):
 
     @property
     def accepted(self) -> bool:
-        """Whether weights with this verdict are accepted."""
+        """Return whether weights with this verdict are accepted."""
         return self not in (Verdict.STALE, Verdict.WRONG)
 
 

@@ -22,7 +22,7 @@ IS_INCIDENT = (
     f"incident IS DISTINCT FROM {_CODE} AND NOT list_contains({_CALL_CODES}, incident) AND NOT (incident = "
     f"'{Incident.TOOL_FAILED}' AND len([code FOR code IN {_CALL_CODES} IF code <> '{Incident.TOOL_TIMEOUT}']) > 0)"
 )
-"""Whether an `incident` of a row is no failure of one of its calls or of the rollout."""
+"""True if an `incident` of a row is no failure of one of its calls or of the rollout."""
 CALLED = "CAST(CAST(incident_services AS JSON) AS MAP(VARCHAR, VARCHAR[]))[incident]"
 """Services that were called at an `incident` of a row; null where the row does not say."""
 FAILURES = {
@@ -76,7 +76,7 @@ _INFRASTRUCTURE_INCIDENTS = frozenset(
 
 
 def is_infrastructure(kind: str, code: str) -> bool:
-    """Whether a service, a machine or the network failed."""
+    """Return whether a service, a machine or the network failed."""
     return code in (_INFRASTRUCTURE_INCIDENTS if kind == "incident" else INFRASTRUCTURE)
 
 

@@ -31,7 +31,7 @@ class Found:
     files_left: int
     """Files that a further request reads."""
     is_enough: bool
-    """Whether older files were left out, as those read have enough rows."""
+    """True if older files were left out, as those read have enough rows."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class RunSummary(WireReply):
     name: str
     state: RunState
     alive: bool | None = None
-    """Whether its process runs; None for a run that has ended."""
+    """True if its process runs; None for a run that has ended."""
     step: int = 0
     total_steps: int = 0
     restarts: int = 0
@@ -116,7 +116,7 @@ class StepPage(WireReply):
     """Number of problems from which the rollout recovered."""
     traced: list[bool]
     is_baseline: list[bool]
-    """Whether it is the greedy rollout of its group (ReMax), which no mean of the training counts."""
+    """True if it is the greedy rollout of its group (ReMax), which no mean of the training counts."""
     prompts: dict[str, str]
     """The beginning of the last user message, by sample index."""
 
@@ -138,7 +138,7 @@ class GroupMember(WireReply):
     error: str | None
     """Code of the error that ended it."""
     is_baseline: bool
-    """Whether it is the greedy rollout, the group's baseline."""
+    """True if it is the greedy rollout, the group's baseline."""
 
 
 class TrajectoryPage(WireReply):
@@ -177,7 +177,7 @@ class TrajectoryPage(WireReply):
     """Page of its trace in Weave; None when it was not traced there."""
     trace_id: str | None
     shortened: bool
-    """Whether a text was cut to the console's limit."""
+    """True if a text was cut to the console's limit."""
 
 
 class RankedToken(WireReply):
@@ -225,9 +225,9 @@ class LearnerTokens(WireReply):
     entropies: list[float | None]
     advantages: list[float | None]
     clipped: list[bool]
-    """Whether the probability ratio left the clip range where PPO's loss has no gradient."""
+    """True if the probability ratio left the clip range where PPO's loss has no gradient."""
     kept: list[bool]
-    """Whether the token is in the loss: a token of the model that no rejection left out."""
+    """True if the token is in the loss: a token of the model that no rejection left out."""
 
 
 class Hit(WireReply):
@@ -263,7 +263,7 @@ class PromptRollout(WireReply):
     rollout: int
     score: float | None
     is_baseline: bool
-    """Whether it is the greedy rollout of its group (ReMax), which no mean of the training counts."""
+    """True if it is the greedy rollout of its group (ReMax), which no mean of the training counts."""
     stop_reason: str
     error: str | None
     seconds: float | None
@@ -280,7 +280,7 @@ class PromptPage(WireReply):
     rollouts: list[PromptRollout]
     """In the order of steps and rollouts."""
     truncated: bool
-    """Whether there are too many: the list has the newest, and older files were not read."""
+    """True if there are too many: the list has the newest, and older files were not read."""
     unreadable: list[str]
     """Files that could not be read."""
     files: int
@@ -302,7 +302,7 @@ class Failure(WireReply):
     pattern: str
     """Common beginning of its messages, N for numbers, which search takes as `message`."""
     infrastructure: bool
-    """Whether a service, a machine or the network failed, and not the row, the agent loop or the tool itself."""
+    """True if a service, a machine or the network failed, and not the row, the agent loop or the tool itself."""
     service: str
     """Services where it failed, as its row, code or message says; several where none says which, empty for none."""
     called: str

@@ -43,7 +43,7 @@ class Query:
     text: str = ""
     """Text of a message, a tool call or an error, in any case."""
     is_regex: bool = False
-    """Whether `text` is a regular expression (RE2) over each of these texts; `(?-i)` in it minds the case."""
+    """True if `text` is a regular expression (RE2) over each of these texts; `(?-i)` in it minds the case."""
     tool: str = ""
     """Name of a called tool; with `error`, of a call that failed so."""
     error: str = ""
@@ -350,7 +350,7 @@ def _right_answers(reader: ParquetReader, file: File, part: int, count: int) -> 
 
 
 def _tool_was_right(row: dict[str, Any], answers: list[tuple[float, set[str]]]) -> bool:
-    """Whether a call of the row got a reward, or its result is a word of a better answer."""
+    """Return whether a call of the row got a reward, or its result is a word of a better answer."""
     score = -math.inf if row["score"] is None else row["score"]
     better = [words for other, words in answers if other > score]
     for turn in json.loads(row["turns"]):

@@ -115,7 +115,7 @@ class _Watch:
 
 
 def _busy(node: str) -> bool:
-    """Whether the node has a request in flight, a replica that starts or stops, or a rank of a run elsewhere."""
+    """Return whether the node has a request in flight, a replica that starts or stops, or a rank of a run elsewhere."""
     if _processes(node, _RANK) and not _processes(node, _RUN):
         return True
     in_flight, end = list[int](), time.monotonic() + _ANSWER_S

@@ -1,4 +1,4 @@
-"""Whether the replicas on this machine are ready: `python -m trackway.deploy.probe`, readiness of a worker pod.
+"""Readiness of the replicas on this machine, for a worker pod: `python -m trackway.deploy.probe`.
 
 Each replica answers at a Unix socket in `$TRACKWAY_PROBE_DIR`. All of them must say that they are ready, and each
 service named on the command line must have one here; without names, one replica of any service is enough. A replica

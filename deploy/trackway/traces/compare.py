@@ -24,7 +24,7 @@ class DiffPiece(NamedTuple):
 
     text: str
     changed: bool
-    """Whether another text lacks this part of the first, or the first lacks this part of another."""
+    """True if another text lacks this part of the first, or the first lacks this part of another."""
 
 
 class Diff(BaseModel):
@@ -34,12 +34,12 @@ class Diff(BaseModel):
 
     @property
     def equal(self) -> bool:
-        """Whether all texts are equal."""
+        """Return whether all texts are equal."""
         return all(side == self.sides[0] for side in self.sides)
 
     @property
     def empty(self) -> bool:
-        """Whether all texts are empty."""
+        """Return whether all texts are empty."""
         return not any(self.sides)
 
 
@@ -127,7 +127,7 @@ class Field(BaseModel):
 
     @property
     def differs(self) -> bool:
-        """Whether the values differ."""
+        """Return whether the values differ."""
         return len(set(self.values)) > 1
 
 
@@ -151,7 +151,7 @@ class ComparedTurn(BaseModel):
 
     @property
     def equal(self) -> bool:
-        """Whether the texts of model and tools are equal in all trajectories."""
+        """Return whether the texts of model and tools are equal in all trajectories."""
         parts = [self.text, *(part for call in self.calls for part in (call.name, call.arguments, call.observation))]
         return all(part.equal for part in parts)
 

@@ -61,7 +61,7 @@ class TraceFilter:
     reward_max: float | None = None
 
     def matches(self, tree: TraceTree) -> bool:
-        """Whether a trace matches; backends may filter beforehand."""
+        """Return whether a trace matches; backends may filter beforehand."""
         step = number(tree.tags.get(self.kind.step_tag))
         if step is None or (self.steps is not None and step not in self.steps):
             return False

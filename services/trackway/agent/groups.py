@@ -134,7 +134,7 @@ class Groups:
 
 
 def _is_cancelled() -> bool:
-    """Whether the current task itself was cancelled, rather than one that it awaits."""
+    """Return whether the current task itself was cancelled, rather than one that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

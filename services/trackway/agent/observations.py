@@ -29,7 +29,7 @@ class CallFailed(Exception):
 
     @property
     def too_slow(self) -> bool:
-        """Whether the call exceeded the tool's time limit."""
+        """Return whether the call exceeded the tool's time limit."""
         return self.error.code is ErrorCode.TOOL_TIMEOUT
 
     @property

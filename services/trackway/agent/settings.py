@@ -56,7 +56,7 @@ class ExternalSettings(BaseModel):
     """Names of the service's own variables that the program gets, beside PATH, HOME, locale, proxies, certificates and
     such."""
     hides_processes: bool = True
-    """Whether a command sees its own processes only, in a PID namespace, where the host allows it (else a warning says
+    """True if a command sees its own processes only, in a PID namespace, where the host allows it (else a warning says
     so); an ordinary user's then has a user namespace too, in which setuid programs have no effect."""
     bounds: SessionBounds = Field(default_factory=SessionBounds)
     """Bounds of each rollout's session."""
@@ -85,7 +85,8 @@ class ExternalSettings(BaseModel):
 
     @property
     def is_on_this_host(self) -> bool:
-        """Whether it reaches the addresses of this host: all but a URL, and a container in a network of its own."""
+        """Return whether it reaches the addresses of this host: all but a URL, and a container in a network of its
+        own."""
         return self.url is None and (self.container is None or self.container.network == "host")
 
 

@@ -172,7 +172,7 @@ class StatefulTool(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether a call has ended the trajectory."""
+        """Return whether a call has ended the trajectory."""
         ...
 
     async def execute(self, request: ExecuteRequest) -> ToolResult:
@@ -208,7 +208,7 @@ class Toolbox:
 
     @property
     def done(self) -> bool:
-        """Whether a call has ended the trajectory."""
+        """Return whether a call has ended the trajectory."""
         return any(tool.done for tool in self._instances.values())
 
     async def answer(

@@ -35,7 +35,7 @@ class ToolCallReader:
         self._begin = ""
         """Beginning of the open call."""
         self._no_more = False
-        """Whether no call can begin any more."""
+        """True if no call can begin any more."""
         self._space = ""
         """White space before the open call."""
         self._searched: list[str] = []

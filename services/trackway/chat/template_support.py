@@ -78,7 +78,7 @@ class WrittenCall(NamedTuple):
     arguments: dict[str, JsonValue]
 
     def is_read_by(self, tool_format: ToolFormat) -> bool:
-        """Whether the format reads back this one call."""
+        """Return whether the format reads back this one call."""
         return [(call.name, call.arguments) for call in tool_format.parse(self.text).calls] == [
             (self.name, self.arguments)
         ]

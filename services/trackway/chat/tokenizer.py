@@ -144,5 +144,5 @@ def _template_alone(tokenizer: "PreTrainedTokenizerBase") -> "Template | None":
 
 
 def _is_plain(message: dict[str, JsonValue]) -> bool:
-    """Whether transformers passes this message, of JSON's types, to the template unchanged."""
+    """Return whether transformers passes this message, of JSON's types, to the template unchanged."""
     return None not in message.values() and _ALIASED.isdisjoint(message)

@@ -34,7 +34,7 @@ class JsonPrefix(NamedTuple):
     error: str = ""
     """Why it is no JSON."""
     is_cut: bool = False
-    """Whether the text ended within it."""
+    """True if the text ended within it."""
 
 
 def json_prefix(text: str) -> JsonPrefix:

@@ -36,9 +36,9 @@ class ToolFormat(ABC):
     end: ClassVar[str] = ""
     """Text that ends a call; without it, calls last until the end of the message."""
     at_start: ClassVar[bool] = False
-    """Whether calls begin only at the start of a message."""
+    """True if calls begin only at the start of a message."""
     special: ClassVar[bool] = False
-    """Whether `begins` are special tokens, which streams decode only when asked."""
+    """True if `begins` are special tokens, which streams decode only when asked."""
 
     @abstractmethod
     def parse(self, text: str, parameters: Parameters | None = None) -> Parsed:

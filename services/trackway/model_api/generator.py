@@ -45,5 +45,5 @@ class Generates(Protocol):
         ...
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[StreamedTokens]:
-        """As `generate`, as the tokens come; closing the iterator aborts the generation."""
+        """Stream `generate` as the tokens come. Closing the iterator aborts the generation."""
         ...

@@ -147,8 +147,8 @@ def routes(service: RolloutService) -> ServiceRouter:
         "/generate_stream", response_class=StreamingResponse, responses={200: {"content": {"application/x-ndjson": {}}}}
     )
     async def generate_stream(request: Annotated[GenerateRequest, Body(examples=[PROMPT])]) -> StreamingResponse:
-        """As `/generate`, a GeneratePiece per line of NDJSON as the tokens come; an error is a line too. Closing the
-        connection aborts the generation."""
+        """Stream `/generate`, a GeneratePiece per line of NDJSON as the tokens come. An error is a line too.
+        Closing the connection aborts the generation."""
         return NdjsonStream(piece_lines(service, request))
 
     @router.get("/weights")
@@ -182,7 +182,7 @@ def control_routes(service: RolloutService) -> ServiceRouter:
 
     @router.get("/is_paused")
     async def is_paused() -> PausedReply:
-        """Whether new requests are refused."""
+        """Return whether new requests are refused."""
         return service.is_paused()
 
     @router.post("/inference/v1/abort_requests", include_in_schema=False, dependencies=operator)

@@ -77,7 +77,7 @@ class ClassifierService:
         self._started = True
 
     async def ready(self) -> Ready:
-        """Whether the replica is ready; `broken` when only a restart can help."""
+        """Return whether the replica is ready; `broken` when only a restart can help."""
         stuck = self._classifier.stuck_for()
         if stuck > self._settings.stuck_s:
             reason = f"the classifier has made no progress on its work for {stuck:.0f} s"

@@ -43,7 +43,7 @@ class ResumableGeneration:
         self._released.set()
 
     async def generate(self, request: GenerateRequest, request_id: str) -> Generation:
-        """As `Engine.generate`; waits while a weight update or a retraction holds requests back."""
+        """Implement `Engine.generate`. Waits while a weight update or a retraction holds requests back."""
         collector = Collector()
         with self._call(request_id) as call:
             while True:
@@ -56,7 +56,7 @@ class ResumableGeneration:
                     return collector.generation()
 
     async def stream(self, request: GenerateRequest, request_id: str) -> AsyncGenerator[Piece]:
-        """As `Engine.stream`; waits while a weight update or a retraction holds requests back."""
+        """Implement `Engine.stream`. Waits while a weight update or a retraction holds requests back."""
         token_ids: list[int] = []
         with self._call(request_id) as call:
             while True:

@@ -93,7 +93,7 @@ class WeightWatcher:
             raise TrackwayError(ErrorCode.PAUSED, message) from None
 
     def behind(self, want: int) -> bool:
-        """Whether a request for `want` would have to wait."""
+        """Return whether a request for `want` would have to wait."""
         return self._engine.version < want
 
     async def catch_up(self, want: int, within_s: float | None = None) -> None:

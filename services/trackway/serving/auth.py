@@ -165,7 +165,7 @@ def _on_this_machine(scope: Scope) -> bool:
 
 
 def _may_be_ours(host: str) -> bool:
-    """Whether the host is not a public name, which could be made to resolve to this machine (DNS rebinding)."""
+    """Return whether the host is not a public name, which could be made to resolve to this machine (DNS rebinding)."""
     return _is_local_name(host) or ("." not in host and ":" not in host)
 
 

@@ -107,7 +107,7 @@ def unforeseen(error: Exception) -> TrackwayError:
 
 
 def _is_cancelled() -> bool:
-    """Whether the current task was cancelled, rather than one that it awaits."""
+    """Return whether the current task was cancelled, rather than one that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

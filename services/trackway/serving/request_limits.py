@@ -38,7 +38,7 @@ class JsonSize(NamedTuple):
     """Lists, objects and object members."""
 
     def exceeds(self, limit: "JsonSize") -> bool:
-        """Whether either exceeds the limit."""
+        """Return whether either exceeds the limit."""
         return self.items > limit.items or self.nodes > limit.nodes
 
 
@@ -108,7 +108,7 @@ class RequestBounds:
 
 
 def json_exceeds(limit: JsonSize, body: bytes) -> bool:
-    """Whether JSON in UTF-8 exceeds `limit`, without parsing it; for other bytes the result is a guess.
+    """Return whether JSON in UTF-8 exceeds `limit`, without parsing it; for other bytes the result is a guess.
 
     Most bodies have few commas, colons and brackets; otherwise those within strings are excluded.
     """
@@ -116,7 +116,7 @@ def json_exceeds(limit: JsonSize, body: bytes) -> bool:
 
 
 def has_long_number(body: bytes) -> bool:
-    """Whether JSON has a number of more than _MOST_DIGITS digits, whose conversion takes quadratic time."""
+    """Return whether JSON has a number of more than _MOST_DIGITS digits, whose conversion takes quadratic time."""
     long = b"0" * (_MOST_DIGITS + 1)
     return len(body) > _MOST_DIGITS and long in body.translate(_AS_ZEROS) and long in _strings_removed(body)
 

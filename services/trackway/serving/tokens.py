@@ -109,12 +109,12 @@ class AuthSettings(BaseModel):
     """JSON file of further tokens by name, e.g. a mounted secret: `{"agents": {"secret": "..."}}`; read again when it
     changes."""
     trust_loopback: bool = True
-    """Whether a caller with a loopback address is on this machine; set it to false behind a local proxy that hides its
+    """True if a caller with a loopback address is on this machine; set it to false behind a local proxy that hides its
     clients' addresses."""
 
     @property
     def given(self) -> bool:
-        """Whether callers need a token."""
+        """Return whether callers need a token."""
         return bool(self.tokens) or self.tokens_file is not None
 
 

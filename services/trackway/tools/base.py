@@ -64,7 +64,7 @@ class BaseTool(ABC):
     path_keys: ClassVar[Sequence[str]] = ()
     """Keys of the config that hold local paths; those of a tool_config file are relative to the file's folder."""
     stateless: bool = False
-    """Whether calls are independent, so that no instance is needed between them."""
+    """True if calls are independent, so that no instance is needed between them."""
 
     def __init__(self, config: ToolConfig, tool_schema: ToolSchema) -> None:
         self.config = config

@@ -46,7 +46,7 @@ class Answer:
     reason: str = ""
     retry_after_s: float = 0.0
     answered: bool = True
-    """Whether the backend answered at all."""
+    """True if the backend answered at all."""
 
 
 class Endpoint:

@@ -72,7 +72,7 @@ def check(uri: str) -> None:
 
 
 def answers(uri: str) -> bool:
-    """Whether spans can be sent to this URI without waiting for a local server to start."""
+    """Return whether spans can be sent to this URI without waiting for a local server to start."""
     database = local_database(uri)
     return database is None or _address(ServerFiles(database)) is not None
 
@@ -121,7 +121,7 @@ class _LocalServer:
         self._seen: tuple[int, int] | None = None
 
     def uri(self, deadline_s: float, linger_s: float) -> str:
-        """Like `server_uri`."""
+        """Do `server_uri`."""
         with self._guard:
             if self._seen is None or self._seen != _identity(self._files) or not _is_held(self._files):
                 self._seen = None
@@ -207,7 +207,7 @@ def _start(files: ServerFiles, lock: int, linger_s: float) -> None:
 
 
 def _is_held(files: ServerFiles) -> bool:
-    """Whether a supervisor holds the lock."""
+    """Return whether a supervisor holds the lock."""
     try:
         lock = flocked(files.lock, exclusive=False)
     except OSError:
@@ -240,7 +240,7 @@ def _healthy(address: str) -> bool:
 
 
 def _is_our_process(pid: object) -> bool:
-    """Whether the process is a supervisor; assumed where there is no /proc."""
+    """Return whether the process is a supervisor; assumed where there is no /proc."""
     if not isinstance(pid, int):
         return False
     command = Path(f"/proc/{pid}/cmdline")

@@ -26,7 +26,7 @@ def local_database(uri: str) -> Path | None:
 
 
 def _sqlite_file(uri: str) -> Path:
-    """As SQLAlchemy reads it: three slashes and a path, which is absolute when it begins with a fourth."""
+    """Parse a URI as SQLAlchemy does: three slashes and a path, which is absolute when it begins with a fourth."""
     path = uri.removeprefix("sqlite:///").partition("?")[0]
     if path in ("", ":memory:") or not uri.startswith("sqlite:///"):
         raise ValueError(f"MLFLOW_TRACKING_URI: expected sqlite:///file.db, got {uri!r}: workers share a file only")

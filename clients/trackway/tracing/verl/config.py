@@ -111,7 +111,7 @@ class RolloutTraceConfig:
 
     @classmethod
     def enable_token2text(cls) -> bool:
-        """Whether traced operations carry decoded text."""
+        """Return whether traced operations carry decoded text."""
         return cls.get_instance().token2text
 
     @classmethod

@@ -160,7 +160,7 @@ class SampledRequest(OpenAIRequest):
 
     @property
     def with_offsets(self) -> bool:
-        """Whether to find where each token begins in the text."""
+        """Return whether to find where each token begins in the text."""
         return False
 
     @model_validator(mode="after")
@@ -189,7 +189,7 @@ class CompletionRequest(SampledRequest):
     logprobs: Int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     """0 returns the logprob of each sampled token; more, those of the most likely tokens too."""
     add_special_tokens: bool = True
-    """Whether the tokenizer adds its special tokens (a BOS) to a text prompt."""
+    """True if the tokenizer adds its special tokens (a BOS) to a text prompt."""
 
     @property
     def most_likely(self) -> int:
@@ -198,7 +198,7 @@ class CompletionRequest(SampledRequest):
 
     @property
     def with_offsets(self) -> bool:
-        """Whether to find where each token begins in the text."""
+        """Return whether to find where each token begins in the text."""
         return self.logprobs is not None
 
     @property
@@ -341,18 +341,18 @@ class ChatRequest(SampledRequest):
 
     @property
     def is_guided(self) -> bool:
-        """Whether the answer's text has a format."""
+        """Return whether the answer's text has a format."""
         has_text = not self.offers_tools or self.tool_choice == "auto"
         return has_text and self.response_format is not None and self.response_format.type != "text"
 
     @property
     def offers_tools(self) -> bool:
-        """Whether the model may call tools."""
+        """Return whether the model may call tools."""
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
     def with_offsets(self) -> bool:
-        """Whether to find where each token begins in the text: responses have logprobs of text, not of calls."""
+        """Return whether to find where each token begins in the text: responses have logprobs of text, not of calls."""
         return self.logprobs and self.offers_tools
 
     @model_validator(mode="after")

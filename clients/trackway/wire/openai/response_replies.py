@@ -79,7 +79,7 @@ class ResponseText(WireReply):
     """Options of the text."""
 
     format: dict[str, JsonValue]
-    """As in the request."""
+    """The format of the request."""
 
 
 class ResponsesReply(WireReply):

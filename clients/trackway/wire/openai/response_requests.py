@@ -184,7 +184,7 @@ class ResponsesRequest(OpenAIRequest):
     }
 
     keeps_items: ClassVar[bool] = False
-    """Whether the route knows the items of its earlier responses."""
+    """True if the route knows the items of its earlier responses."""
 
     model: str
     input: Annotated[
@@ -222,7 +222,7 @@ class ResponsesRequest(OpenAIRequest):
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether to return the logprobs of the text."""
+        """Return whether to return the logprobs of the text."""
         return _LOGPROBS in self.include
 
     @model_validator(mode="after")

@@ -30,7 +30,7 @@ class Findings(BaseModel):
 
     @property
     def starts_here(self) -> bool:
-        """Whether no check found a problem that prevents the run from starting on this machine."""
+        """Return whether no check found a problem that prevents the run from starting on this machine."""
         return not (self.wrong or self.unsupported or self.missing_here)
 
     @contextmanager

@@ -40,7 +40,7 @@ def tokenizer_here(path: str, fetch: bool, findings: Findings) -> "PreTrainedTok
 
 
 def _is_cached(path: str) -> bool | None:
-    """Whether the Hub's cache has the model; None when `path` is not a valid id."""
+    """Return whether the Hub's cache has the model; None when `path` is not a valid id."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.utils import HFValidationError
 

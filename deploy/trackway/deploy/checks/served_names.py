@@ -70,7 +70,7 @@ def _reason(error: Exception) -> str:
 
 
 def _is_missing(error: BaseException) -> bool:
-    """Whether the error, or one of its causes, is a missing package or file."""
+    """Return whether the error, or one of its causes, is a missing package or file."""
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__) is not None:
         causes.append(cause)

@@ -14,7 +14,7 @@ _ANSWER_S = 60.0
 
 
 def runs_already(rollout_args: dict[str, Any]) -> bool:
-    """Whether the rollout service connects to an existing server instead of starting one."""
+    """Return whether the rollout service connects to an existing server instead of starting one."""
     return bool(_setting(rollout_args, "engine_url"))
 
 

@@ -84,7 +84,7 @@ class Replicas(NamedTuple):
 
     @property
     def fixed(self) -> bool:
-        """Whether the number is fixed, without autoscaling."""
+        """Return whether the number is fixed, without autoscaling."""
         return self.least == self.most
 
     def __str__(self) -> str:

@@ -86,7 +86,7 @@ class RunServices:
     """How the number of replicas follows from the number of GPUs."""
     decisions: list[Decision] = field(default_factory=list)
     has_tool_files: bool = True
-    """Whether the tool files named by the run exist on this machine."""
+    """True if the tool files named by the run exist on this machine."""
     missing: list[str] = field(default_factory=list)
     """Requirements of the run that this machine lacks; the run cannot start here."""
 
@@ -186,7 +186,7 @@ def _without(config: RunConfig, *, free_cache: bool, gpus: bool) -> RunConfig:
 
 
 def _keeps_memory(engine: str, gpus: int, args: dict[str, Any]) -> bool:
-    """Whether the engine's server is started on a CPU: vLLM's worker there ignores calls to sleep."""
+    """Return whether the engine's server is started on a CPU: vLLM's worker there ignores calls to sleep."""
     return engine in SERVERS and not gpus and not runs_already(args)
 
 

@@ -13,7 +13,7 @@ def tls() -> ssl.SSLContext:
 
 
 def answers(url: str, headers: dict[str, str] | None = None) -> bool:
-    """Whether a GET is answered with 200."""
+    """Return whether a GET is answered with 200."""
     try:
         return httpx.get(url, headers=headers, timeout=5.0, trust_env=False, verify=tls()).status_code == 200
     except httpx.TransportError:

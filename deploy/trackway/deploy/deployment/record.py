@@ -27,7 +27,7 @@ class Deployment(BaseModel):
     processes: list[ProcessRecord] = Field(default_factory=list)
     serve_config: dict[str, object] = Field(default_factory=dict)
     attached: bool = False
-    """Whether the services run elsewhere: nothing was started here, and the record contains no secret."""
+    """True if the services run elsewhere: nothing was started here, and the record contains no secret."""
 
     @property
     def services(self) -> list[str]:
@@ -50,7 +50,7 @@ class Deployment(BaseModel):
 
     @property
     def started_here(self) -> bool:
-        """Whether a process that `up` started is still running."""
+        """Return whether a process that `up` started is still running."""
         return any(process.find() for process in self.processes)
 
     @staticmethod

@@ -97,7 +97,7 @@ class ServeApi:
             raise UserError(f"no list of Ray's nodes from {self._nodes_url} ({error!r})") from error
 
     def answers(self) -> bool:
-        """Whether the REST API is up."""
+        """Return whether the REST API is up."""
         try:
             return self._request("GET").status_code == 200
         except httpx.TransportError:

@@ -15,7 +15,7 @@ START_DEADLINE_S = 180.0
 
 
 def start(folder: Path, port: int) -> ProcessRecord:
-    """Like `start_for`, for `<folder>/mlflow.db`."""
+    """Do `start_for` for `<folder>/mlflow.db`."""
     return start_for(folder.resolve() / "mlflow.db", port)
 
 
@@ -34,7 +34,7 @@ def start_for(database: Path, port: int) -> ProcessRecord:
 
 
 def answers(url: str) -> bool:
-    """Whether an MLflow server answers at this URL."""
+    """Return whether an MLflow server answers at this URL."""
     return http_poll.answers(f"{url}/health")
 
 

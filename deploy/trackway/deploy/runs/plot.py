@@ -30,5 +30,5 @@ def reward_curve(rows: Sequence[MetricsRow], image: Path, title: str) -> None:
 
 
 def is_accuracy(metric: str) -> bool:
-    """Whether a metric is a validation accuracy in verl's naming."""
+    """Return whether a metric is a validation accuracy in verl's naming."""
     return metric.startswith("val-core/") and "/acc/" in metric

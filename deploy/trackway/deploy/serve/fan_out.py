@@ -62,7 +62,7 @@ def to_replicas_of(service: ServiceName) -> Broadcast:
 
 
 def to_each_replica_of(service: ServiceName) -> Broadcast:
-    """Like `to_replicas_of`, but a late replica adds a TimeoutError to the answers of the others."""
+    """Do `to_replicas_of`, with a TimeoutError as the answer of a late replica."""
 
     async def broadcast(method: str, *args: object, within_s: float) -> Sequence[object]:
         end = time.monotonic() + within_s

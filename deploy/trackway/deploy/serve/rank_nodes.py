@@ -75,7 +75,7 @@ class Node:
 
 
 class NodeProcess:
-    """As of RankProcess: a rank on another node."""
+    """A `RankProcess` on another node."""
 
     def __init__(self, node: Node, rank: int) -> None:
         self._node = node
@@ -83,13 +83,13 @@ class NodeProcess:
         self._status: int | None = None
 
     def poll(self) -> int | None:
-        """As of RankProcess."""
+        """Implement `RankProcess.poll`."""
         if self._status is None:
             self._status = self._node.poll(self._rank)
         return self._status
 
     def wait(self, timeout: float) -> int:
-        """As of RankProcess."""
+        """Implement `RankProcess.wait`."""
         end = time.monotonic() + timeout
         while (status := self.poll()) is None:
             if time.monotonic() > end:
@@ -98,13 +98,13 @@ class NodeProcess:
         return status
 
     def kill(self) -> None:
-        """As of RankProcess."""
+        """Implement `RankProcess.kill`."""
         if self._status is None and not self._node.is_lost:
             self._node.actor.kill.remote(self._rank)
 
 
 class RayNodes:
-    """As of RankLauncher: nodes of the Ray cluster that this machine belongs to."""
+    """A `RankLauncher` on nodes of the Ray cluster that this machine belongs to."""
 
     def __init__(self, placement: Placement, *, with_gpus: bool, deadline_s: float) -> None:
         """Reserves the nodes. Raises ValueError when they are not there within `deadline_s`, RankError when one dies.
@@ -141,7 +141,7 @@ class RayNodes:
         return cast("ActorHandle[Any]", ray.remote(NodeRanks).options(**options).remote())
 
     def start(self, rank: int, arguments: Sequence[str]) -> NodeProcess:
-        """As of RankLauncher."""
+        """Implement `RankLauncher.start`."""
         node = self._nodes[self._placement.node(rank) - 1]
         handed = handed_over(os.environ)
         try:
@@ -152,7 +152,7 @@ class RayNodes:
         return NodeProcess(node, rank)
 
     def close(self) -> None:
-        """As of RankLauncher."""
+        """Implement `RankLauncher.close`."""
         try:
             for node in self._nodes:
                 ray.kill(node.actor)

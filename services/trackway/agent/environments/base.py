@@ -44,7 +44,7 @@ class Environment(ABC):
         self.tools: list[ToolSchema] = []
         """Tools that the model may call, once the episode has begun."""
         self.done = False
-        """Whether a step has ended the episode."""
+        """True if a step has ended the episode."""
         self._http: aiohttp.ClientSession | None = None
 
     @abstractmethod

@@ -108,7 +108,7 @@ class EnvironmentTool:
 
     @property
     def done(self) -> bool:
-        """Whether a call has ended the episode."""
+        """Return whether a call has ended the episode."""
         return self._environment.done
 
     async def reward(self) -> float:

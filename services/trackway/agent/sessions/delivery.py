@@ -46,7 +46,7 @@ class CallAnswer:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is complete, and the connection broke before its client was sent the end."""
+        """Return whether it is complete, and the connection broke before its client was sent the end."""
         recorded = self.recorded.result() if self.recorded.done() and not self.clients else None
         return recorded is not None and not all(node.delivered for node in recorded.nodes)
 

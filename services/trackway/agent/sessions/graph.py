@@ -67,7 +67,7 @@ class Conversations:
     def of(
         self, messages: Sequence[ChatMessage], tools: Sequence[ChatTool], template: Mapping[str, JsonValue]
     ) -> Conversation:
-        """As `Conversation.of`."""
+        """Implement `Conversation.of`."""
         if tools != self._tools or template != self._template:
             self._last, self._messages = Conversation.of((), tools, template), ()
         same = same_objects(messages, self._messages)
@@ -98,7 +98,7 @@ class Sampled(NamedTuple):
     finish_reason: str
     """`abort` when the client left, or the generation failed."""
     guided: bool = False
-    """Whether a grammar guided it."""
+    """True if a grammar guided it."""
 
 
 @dataclass
@@ -120,7 +120,7 @@ class TokenGraph:
     calls: int = 0
     """Calls so far."""
     has_task: bool = False
-    """Whether a call was about the task; without one, the calls that look auxiliary are the task."""
+    """True if a call was about the task; without one, the calls that look auxiliary are the task."""
 
     def place(self, conversation: Conversation) -> Place:
         """Place of a call with this conversation; adds nothing."""

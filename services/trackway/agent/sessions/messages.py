@@ -103,7 +103,8 @@ def plain_message(message: ChatMessage) -> Message:
 
 
 def is_auxiliary(chat: ChatRequest) -> bool:
-    """Whether the call looks as if beside the task: its first message asks for a title, and it offers no tools."""
+    """Return whether the call looks as if beside the task: its first message asks for a title, and it offers no
+    tools."""
     first = chat.messages[0]
     return (
         not chat.tools
@@ -159,7 +160,7 @@ def _unflattened(text: str) -> tuple[str, tuple[CallMeaning, ...]]:
 
 
 def _is_quoted(arguments: str, text: str) -> bool:
-    """Whether the arguments are code of the text, and no JSON object."""
+    """Return whether the arguments are code of the text, and no JSON object."""
     code = _words(arguments)
     return bool(code) and not code.startswith("{") and code in _words(text)
 

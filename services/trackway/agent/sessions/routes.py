@@ -208,7 +208,7 @@ def _session(sessions: Sessions, running: RunningSessions) -> APIRouter:
     @router.head("", include_in_schema=False)
     @router.head("/v1", include_in_schema=False)
     async def exists(session_id: str) -> None:
-        """Whether the session is known: Claude Code asks its base URL before it begins."""
+        """Return whether the session is known: Claude Code asks its base URL before it begins."""
         sessions.find(session_id)
 
     @router.post("/reward")

@@ -12,7 +12,7 @@ class TokenBudget:
         self._changed = asyncio.Event()
 
     def must_wait(self, wanted: int, choices: int) -> bool:
-        """Whether other calls hold some of what a call wants: `wanted` tokens for each of its choices."""
+        """Return whether other calls hold some of what a call wants: `wanted` tokens for each of its choices."""
         return self._left is not None and self._reserved > 0 and (self._left - self._reserved) // choices < wanted
 
     async def freed(self, wanted: int, choices: int, ended: asyncio.Event) -> None:

@@ -80,7 +80,7 @@ class ResponsesBuilder(ResponseBuilder):
 
     @property
     def items(self) -> Mapping[str, InputItem]:
-        """As in ResponseBuilder."""
+        """Implement `ResponseBuilder.items`."""
         return {item.id: _sent_back(item) for item in self._output}
 
     def whole(self, deltas: Sequence[Delta]) -> str:

@@ -34,7 +34,7 @@ class _ConfigFile(BaseModel):
 
 
 def is_classifier(folder: Path) -> bool:
-    """Whether the folder's model is a `*ForSequenceClassification`; False for a folder without `config.json`."""
+    """Return whether the folder's model is a `*ForSequenceClassification`; False for a folder without `config.json`."""
     try:
         file = _ConfigFile.model_validate_json((folder / "config.json").read_text())
     except (OSError, ValidationError):
@@ -51,7 +51,7 @@ class ClassifierInfo:
     """Longest input in tokens that the model reads."""
     label: str
     is_regression: bool
-    """Whether the score is the logit itself, without a sigmoid."""
+    """True if the score is the logit itself, without a sigmoid."""
 
     @classmethod
     def read(cls, folder: Path, max_positions: int | None = None) -> Self:

@@ -42,7 +42,7 @@ def warn_of_experiments(settings: RolloutSettings) -> None:
 
 
 def _on_gpu(settings: RolloutSettings) -> bool:
-    """Whether the model is on a GPU, which the servers need with `auto`."""
+    """Return whether the model is on a GPU, which the servers need with `auto`."""
     if settings.device != "auto" or settings.engine != "torch":
         return settings.device != "cpu"
     import torch

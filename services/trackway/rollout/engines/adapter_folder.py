@@ -33,7 +33,7 @@ class AdapterInfo(NamedTuple):
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether the folder has an adapter instead of whole weights."""
+    """Return whether the folder has an adapter instead of whole weights."""
     return (folder / CONFIG).is_file()
 
 

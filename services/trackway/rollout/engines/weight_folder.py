@@ -99,7 +99,7 @@ def not_finite(names: Sequence[str], folder: Path) -> TrackwayError:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Whether all values are finite: NaN and infinities have the largest bit patterns, sign aside."""
+    """Return whether all values are finite: NaN and infinities have the largest bit patterns, sign aside."""
     if tensor.dtype not in _FLOATS or tensor.start == tensor.end:
         return True
     kind, first = _FLOATS[tensor.dtype]
@@ -111,7 +111,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def lacks_head(folder: Path, base: Path) -> bool:
-    """Whether the folder omits the output head because the base ties it to the embedding."""
+    """Return whether the folder omits the output head because the base ties it to the embedding."""
     config = json.loads((base / "config.json").read_text())
     tied = {**config, **config.get("text_config", {})}.get("tie_word_embeddings", False)
     return bool(tied) and HEAD not in tensors(folder)

@@ -78,7 +78,7 @@ class HeldDigests:
 
     @property
     def complete(self) -> bool:
-        """Whether every published tensor is right."""
+        """Return whether every published tensor is right."""
         return self.published > 0 and len(self.right) == self.published
 
 
@@ -233,7 +233,7 @@ def _unchanged(
     scored: Sequence[Sequence[float]],
     before: Sequence[Sequence[float]] | None,
 ) -> bool:
-    """Whether the logprobs are bitwise unchanged although the versions differ in the engine's type."""
+    """Return whether the logprobs are bitwise unchanged although the versions differ in the engine's type."""
     if before is None or proof.dtype != dtype or not answers.old or answers.old == answers.new:
         return False
     return [*map(list, before)] == [*map(list, scored)]

@@ -20,7 +20,7 @@ class PythonSettings(SandboxSettings):
     """Time limit of a call in seconds, including the interpreter's start; then the interpreter is killed. Keep it below
     `call_timeout_s`, after which the call is an error and not an observation."""
     stateful: bool = True
-    """Whether variables persist between the calls of an instance; otherwise each call has a new interpreter."""
+    """True if variables persist between the calls of an instance; otherwise each call has a new interpreter."""
 
 
 class PythonTool(BaseTool):

@@ -102,7 +102,7 @@ class InstanceTable:
 
     @property
     def full(self) -> bool:
-        """Whether the maximum is reached."""
+        """Return whether the maximum is reached."""
         return len(self._instances) >= self._max_instances
 
     def add(self, tool: BaseTool, session_id: str | None) -> Instance:

@@ -90,7 +90,7 @@ class LimitedTool:
             raise self._error_of("coerce", error) from error
 
     def _inherits(self, method: str) -> bool:
-        """Whether the tool inherits the method from BaseTool, where it does nothing."""
+        """Return whether the tool inherits the method from BaseTool, where it does nothing."""
         return getattr(type(self.tool), method) is getattr(BaseTool, method)
 
     async def _run(self, method: str, instance_id: str, call: Callable[[], Awaitable[R]]) -> R:
@@ -147,7 +147,7 @@ class LimitedTool:
 
 
 async def ended_within(seconds: float, work: asyncio.Task[R]) -> bool:
-    """Whether the task ends in time; it is not cancelled. (`asyncio.wait` costs more.)"""
+    """Return whether the task ends in time; it is not cancelled. (`asyncio.wait` costs more.)"""
     loop = asyncio.get_running_loop()
     over = loop.create_future()
 

@@ -107,7 +107,7 @@ class ToolServer:
         return self._registry.stateless()
 
     def lives(self, instance_id: str) -> bool:
-        """Whether the instance can still be called."""
+        """Return whether the instance can still be called."""
         try:
             self._instances.get(instance_id)
         except TrackwayError:

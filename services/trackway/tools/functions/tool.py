@@ -268,7 +268,7 @@ class FunctionTool(BaseTool):
 
 
 def is_function_tool(value: object) -> bool:
-    """Whether the value is decorated with `@function_tool`."""
+    """Return whether the value is decorated with `@function_tool`."""
     return isinstance(getattr(value, _MARK, None), _Noted)
 
 

@@ -36,7 +36,7 @@ class ConnectionLost(Exception):
     """The server is gone, or has forgotten the session; the message says which."""
 
     no_handshake = False
-    """Whether the server responds and supports only protocols without sessions."""
+    """True if the server responds and supports only protocols without sessions."""
 
 
 class McpConnection:
@@ -58,11 +58,11 @@ class McpConnection:
         self._keeper: asyncio.Task[None] | None = None
         self._status = 200
         self.keeps_session = server.command is not None
-        """Whether the server keeps a session for us: it is our own process, or it returned a session id."""
+        """True if the server keeps a session for us: it is our own process, or it returned a session id."""
 
     @property
     def alive(self) -> bool:
-        """Whether calls can be made."""
+        """Return whether calls can be made."""
         return self._client is not None and self._keeper is not None and not self._keeper.done()
 
     async def open(self, timeout_s: float) -> None:

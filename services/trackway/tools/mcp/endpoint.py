@@ -174,7 +174,7 @@ def _answer(result: ToolResult, instance_id: str | None, instance_reward: float 
 
 
 def _opens(request: Request) -> bool:
-    """Whether the SDK starts a session for this request. The 2026 protocol has no sessions."""
+    """Return whether the SDK starts a session for this request. The 2026 protocol has no sessions."""
     return request.headers.get(MCP_PROTOCOL_VERSION_HEADER) in (None, *HANDSHAKE_PROTOCOL_VERSIONS)
 
 

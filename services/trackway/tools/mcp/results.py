@@ -32,7 +32,7 @@ class RequestMeta(_Meta):
     """For the tool's state, created at the session's first call of the tool."""
     execute_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     want_reward: bool = False
-    """Whether to return the instance's reward so far."""
+    """True to return the instance's reward so far."""
 
 
 class ResultMeta(_Meta):

@@ -54,7 +54,7 @@ class McpSessions:
         # Only the handshake opens a session; "auto" uses the newest protocol, which has none.
         self._mode: Literal["legacy", "auto"] = "auto" if limits.sessions == "shared" else "legacy"
         self.by_trajectory = limits.sessions == "trajectory"
-        """Whether each trajectory has its own session; "auto" is resolved by `discover`."""
+        """True if each trajectory has its own session; "auto" is resolved by `discover`."""
 
     async def discover(self) -> list[Tool]:
         """Connect once and list the tools. ConnectionLost when the server cannot be reached."""

@@ -49,7 +49,7 @@ class InterpreterProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether it has exited; `popen` then has its exit status."""
+        """Return whether it has exited; `popen` then has its exit status."""
         return self.popen.poll() is not None
 
     def ready(self) -> None:
@@ -97,7 +97,8 @@ class SandboxedProcess(InterpreterProcess):
 
     @property
     def ended(self) -> bool:
-        """Whether all processes of the sandbox have exited: its first process exits last, maybe after bubblewrap."""
+        """Return whether all processes of the sandbox have exited: its first process exits last, maybe after
+        bubblewrap."""
         if self.popen.poll() is None:
             return False
         return self._first is None or _is_readable(self._first[1])

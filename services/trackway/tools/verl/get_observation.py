@@ -81,7 +81,7 @@ def _tag_of(text: str) -> Wrap:
 
 
 def _fence_of(text: str) -> Wrap:
-    """As `_tag_of`, for a Markdown fence."""
+    """Do `_tag_of` for a Markdown fence."""
     if text.count("```") % 2:
         return lambda answer: f"\n{_bare(answer)}\n```\n"
     return lambda answer: f"\n```result\n{_bare(answer)}\n```\n"

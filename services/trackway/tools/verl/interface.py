@@ -14,11 +14,11 @@ class ToolResponse(BaseModel):
     video: list[Any] | None = None
 
     def is_empty(self) -> bool:
-        """Whether it has nothing."""
+        """Return whether it has nothing."""
         return not (self.text or self.image or self.video)
 
     def is_text_only(self) -> bool:
-        """Whether it has text and nothing else."""
+        """Return whether it has text and nothing else."""
         return bool(self.text) and not (self.image or self.video)
 
 

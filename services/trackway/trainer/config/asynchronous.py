@@ -33,7 +33,7 @@ class AsyncTrainingConfig(Section):
     trigger_parameter_sync_step: int = Field(default=1, ge=1)
     """Steps between two publications of the weights (verl's default is 4)."""
     partial_rollout: bool | None = None
-    """Whether a generation in flight goes on under new weights. True: with the tokens that it has, whose cache is
+    """True if a generation in flight goes on under new weights. True: with the tokens that it has, whose cache is
     computed again; false: replicas load new weights once their generations have ended. Null leaves it to the rollout
     service's `update_mode`, which by default continues them with their cache (verl's default is true)."""
     require_batches: int | None = Field(default=None, ge=1)

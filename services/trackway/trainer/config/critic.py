@@ -81,5 +81,5 @@ class CriticConfig(Section):
     """Bound on the gradient's norm."""
 
     def is_used(self, estimator: str) -> bool:
-        """Whether a run with this estimator has a value model."""
+        """Return whether a run with this estimator has a value model."""
         return estimator == "gae" if self.enable is None else self.enable

@@ -671,7 +671,7 @@ class RunConfig(Section):
 
     @property
     def learner_needs_gpus(self) -> bool:
-        """Whether each rank is given a GPU, as far as the keys say: `auto` depends on the trainer's machine."""
+        """Return whether each rank is given a GPU, as far as the keys say: `auto` depends on the trainer's machine."""
         return self.trackway.device == "cuda" or (self.trackway.device == "auto" and bool(self.trainer.n_gpus_per_node))
 
     @property
@@ -688,14 +688,14 @@ class RunConfig(Section):
 
     @property
     def has_bfloat16_weights(self) -> bool:
-        """Whether the weights of a model of the learner are bfloat16."""
+        """Return whether the weights of a model of the learner are bfloat16."""
         policy = self.actor_rollout_ref
         sections = (policy.actor.fsdp_config, policy.ref.fsdp_config, self.critic.fsdp)
         return any(section.is_bfloat16 for section in sections)
 
     @property
     def may_be_stale(self) -> bool:
-        """Whether a step may train on rollouts of older weights than those it updates."""
+        """Return whether a step may train on rollouts of older weights than those it updates."""
         return self.async_training.staleness_threshold > 0 or self.async_training.trigger_parameter_sync_step > 1
 
     @property

@@ -107,7 +107,7 @@ class ModelConfig(LoraConfig):
 
     @property
     def lacks_rank(self) -> bool:
-        """Whether training starts from an adapter of unknown rank."""
+        """Return whether training starts from an adapter of unknown rank."""
         return self.lora_adapter_path is not None and not self.lora_rank
 
 
@@ -212,12 +212,12 @@ class WeightsConfig(Section):
 
     @property
     def is_bfloat16(self) -> bool:
-        """Whether the weights are bfloat16."""
+        """Return whether the weights are bfloat16."""
         return self.model_dtype in ("bf16", "bfloat16")
 
     @property
     def is_gathered_in_bfloat16(self) -> bool:
-        """Whether ranks that compute in bfloat16 gather the weights in it."""
+        """Return whether ranks that compute in bfloat16 gather the weights in it."""
         return self.mixed_precision.param_dtype in ("bf16", "bfloat16")
 
 

@@ -260,7 +260,7 @@ class Only(NamedTuple):
         return " or ".join(map(str, self.values)) or "null"
 
     def is_verls(self, value: JsonValue) -> bool:
-        """Whether verl may take a value that is not allowed here: one of its others, or one of the same kind."""
+        """Return whether verl may take a value that is not allowed here: one of its others, or one of the same kind."""
         if self.others:
             return value in self.others
         kinds = {kind for allowed in self.values for kind in _KINDS if _is_of(allowed, kind)}
@@ -271,7 +271,7 @@ _KINDS: tuple[tuple[type, ...], ...] = ((bool,), (int, float), (str,))
 
 
 def _is_of(value: JsonValue, kind: tuple[type, ...]) -> bool:
-    """Whether a value is of this kind; true and false are no numbers."""
+    """Return whether a value is of this kind; true and false are no numbers."""
     return isinstance(value, kind) and (bool in kind or not isinstance(value, bool))
 
 

@@ -47,7 +47,7 @@ class ExtraInfo(WireReply):
     question: str
     """The question, as in the source."""
     need_tools_kwargs: bool = False
-    """Whether the tools cannot work without `tools_kwargs`."""
+    """True if the tools cannot work without `tools_kwargs`."""
     tools_kwargs: dict[str, ToolKwargs] = Field(default_factory=dict)
     """Arguments by tool name."""
     tool_selection: list[str] | None = None

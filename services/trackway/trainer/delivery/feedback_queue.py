@@ -36,7 +36,7 @@ class Assessment:
     """16 hex digits, of the trace's root span."""
     values: Mapping[str, Value]
     link: bool = False
-    """Whether the trace is to be linked to the run."""
+    """True if the trace is to be linked to the run."""
 
     @property
     def size(self) -> int:
@@ -66,7 +66,7 @@ class Sent:
     reason: str = ""
     """Why values are left or lost."""
     is_away: bool = False
-    """Whether the backend currently accepts nothing at all."""
+    """True if the backend currently accepts nothing at all."""
 
 
 Send = Callable[[list[Assessment]], Sent]

@@ -124,7 +124,7 @@ class MlflowFeedback:
         sent.left.remove(assessment)
 
     def _still_waits(self, assessment: Assessment, sent: Sent, why: str) -> bool:
-        """Whether to wait for a missing trace; after the deadline its values are lost."""
+        """Return whether to wait for a missing trace; after the deadline its values are lost."""
         if not self._is_overdue(assessment.trace_id):
             sent.reason = "the traces of some feedback have not arrived"
             return True

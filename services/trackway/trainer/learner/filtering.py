@@ -32,7 +32,7 @@ INFRASTRUCTURE = frozenset(
 
 
 class TrainStatus(StrEnum):
-    """Whether a trajectory is trained on, or the first reason why not."""
+    """The training status of a trajectory: trained, or the first reason why not."""
 
     USED = "used"
     INFRASTRUCTURE = "infrastructure"

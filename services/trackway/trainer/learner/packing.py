@@ -31,7 +31,7 @@ class SequenceLengths:
     ranks: SequenceRanks | None = None
     """The ranks over which the tokens of the row are divided; None for a whole row."""
     seen: bool = False
-    """Whether an attention layer has used it."""
+    """True if an attention layer has used it."""
     _offsets: Tensor | None = None
 
     def offsets(self, device: torch.device) -> Tensor:
@@ -92,7 +92,7 @@ class PackedRow:
 
 
 def can_pack(model: PreTrainedModel) -> bool:
-    """Whether every layer of a model is full causal attention, the only kind that can be split by sequence here.
+    """Return whether every layer of a model is full causal attention, the only kind that can be split by sequence here.
 
     A sliding window would need its own mask, and a recurrent layer would carry its state into the next sequence.
     """
@@ -168,7 +168,7 @@ def _attend_in_one_call(query: Tensor, key: Tensor, value: Tensor, lengths: Sequ
 
 
 def _takes_grouped_heads(query: Tensor) -> bool:
-    """Whether a kernel that keeps no S x S scores takes fewer heads of keys than of queries.
+    """Return whether a kernel that keeps no S x S scores takes fewer heads of keys than of queries.
 
     On GPUs only flash attention does, in half precision; the memory-efficient kernel wants equal heads (PyTorch's
     `sdp_utils.cpp`).
@@ -177,7 +177,7 @@ def _takes_grouped_heads(query: Tensor) -> bool:
 
 
 def _takes_all_sequences(query: Tensor, value: Tensor) -> bool:
-    """Whether flash attention takes these tensors: half precision, on Ampere or newer, in heads of up to 256."""
+    """Return whether flash attention takes these tensors: half precision, on Ampere or newer, in heads of up to 256."""
     width = query.shape[-1]
     fits = width == value.shape[-1] <= 256 and width % 8 == 0
     return fits and _on_gpu(query) and _dtype_of(query) in _HALF and _is_ampere(query.device)

@@ -32,7 +32,7 @@ _KEY = "actor_rollout_ref.rollout.free_cache_engine"
 
 @dataclass(frozen=True)
 class Sharing:
-    """Whether and how engines give their GPU memory to the learner."""
+    """How engines give their GPU memory to the learner, if they do."""
 
     wanted: bool | None = None
     """None: when every engine supports it."""
@@ -41,7 +41,7 @@ class Sharing:
     timeout_s: float = 600.0
     """Deadline for each call to sleep or wake up."""
     runs_ahead: bool = False
-    """Whether rollouts of later steps are in flight when the learner computes."""
+    """True if rollouts of later steps are in flight when the learner computes."""
 
 
 class Engines:

@@ -231,7 +231,7 @@ def session_limits(config: RunConfig) -> SessionLimits:
 
 
 def sharing(config: RunConfig) -> Sharing:
-    """Whether and how rollout engines give their GPU memory to the learner."""
+    """Return how rollout engines give their GPU memory to the learner, if they do."""
     rollout = config.actor_rollout_ref.rollout
     staged = rollout.multi_stage_wake_up is not False
     return Sharing(rollout.free_cache_engine, staged, config.trackway.sleep_timeout_s, pacing(config).runs_ahead)

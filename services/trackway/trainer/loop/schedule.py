@@ -55,7 +55,7 @@ class Schedule:
     copies_url: str | None = None
     """fsspec URL of the folder that gets a copy of each checkpoint; None for no copies."""
     async_save: bool = True
-    """Whether steps go on while a checkpoint is written."""
+    """True if steps go on while a checkpoint is written."""
     traced_prompts: int = 0
     traced_validation: int = 0
     rollouts: int = 1

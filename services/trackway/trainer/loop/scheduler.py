@@ -53,7 +53,7 @@ class Pacing:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether rollouts may go on while the learner computes."""
+        """Return whether rollouts may go on while the learner computes."""
         return self.depth > 0 or self.sync_every > 1
 
     def version(self, steps: int) -> int:
@@ -131,7 +131,7 @@ class _Outstanding:
     group: SubmittedGroup
     rollouts: asyncio.Future[list[Trajectory]]
     kept: bool = False
-    """Whether the filter has seen it, and keeps it."""
+    """True if the filter has seen it, and keeps it."""
 
     @property
     def state(self) -> Literal["running", "finished", "cancelled"]:
@@ -142,7 +142,7 @@ class _Outstanding:
 
     @property
     def finished(self) -> bool:
-        """Whether all its rollouts have ended; not when they were cancelled."""
+        """Return whether all its rollouts have ended; not when they were cancelled."""
         return self.state == "finished"
 
 
@@ -417,7 +417,7 @@ class GroupScheduler:
         self.state.account.dropped_stale += len(stale) * self.rollouts.n
 
     def _leaves_none_late(self, steps: int, position: Position, size: int) -> bool:
-        """Whether the other groups can still be trained in time if the oldest finished ones are trained now.
+        """Return whether the other groups can still be trained in time if the oldest finished ones are trained now.
 
         They can if, for every later update, the groups that must be trained by then fit the batches up to then.
         """

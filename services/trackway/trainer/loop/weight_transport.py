@@ -47,10 +47,10 @@ class StoreSender:
     """The store alone."""
 
     def withdraw(self) -> None:
-        """As of WeightSender."""
+        """Implement `WeightSender.withdraw`."""
 
     def offer(self, version: int, folder: Path) -> None:
-        """As of WeightSender."""
+        """Implement `WeightSender.offer`."""
 
 
 def cuda_memory(buffer: Tensor) -> SharedMemory:
@@ -101,11 +101,11 @@ class IpcSender:
         self._failure = ""
 
     def withdraw(self) -> None:
-        """As of WeightSender."""
+        """Implement `WeightSender.withdraw`."""
         self._store.withdraw()
 
     def offer(self, version: int, folder: Path) -> None:
-        """As of WeightSender; a failure is logged once."""
+        """Implement `WeightSender.offer`. A failure is logged once."""
         try:
             self._fill(_published(folder))
             chunks = [_offered(chunk) for chunk in self._chunks or []]

@@ -92,7 +92,7 @@ class RunFolder:
 
     @property
     def exists(self) -> bool:
-        """Whether a run was ever started here, even if its state file is missing."""
+        """Return whether a run was ever started here, even if its state file is missing."""
         if os.path.lexists(self.path / STATE):
             return True
         with suppress(OSError):
@@ -278,7 +278,7 @@ class RunFolder:
         (self.path / "worker.json").unlink(missing_ok=True)
 
     def ended(self) -> bool:
-        """Whether the run has ended, so that nothing more is written."""
+        """Return whether the run has ended, so that nothing more is written."""
         return self.info().state in ENDED - {RunState.UNREADABLE}
 
     def _required(self, name: str, model: type[Model]) -> Model:

@@ -42,7 +42,8 @@ class LivenessMonitor:
         self._last_beats: dict[str, _LastBeat] = {}
 
     def alive(self, folder: RunFolder) -> bool:
-        """Whether the run's process is alive. A process on another machine counts as alive on the first check."""
+        """Return whether the run's process is alive. A process on another machine counts as alive on the first
+        check."""
         now = self._clock()  # before the read, so that a stalled file server does not count against the process
         owner = folder.owner()
         if owner is None:

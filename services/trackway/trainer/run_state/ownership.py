@@ -47,7 +47,7 @@ class Owner(BaseModel):
 
     @property
     def lives_here(self) -> bool:
-        """Whether the process is running; only for an owner on this machine."""
+        """Return whether the process is running; only for an owner on this machine."""
         return _started(self.pid) == self.started
 
 

@@ -49,7 +49,7 @@ class Supervised:
         standby: Standby | None = None,
     ) -> None:
         self.stopping = False
-        """Whether a stop was requested."""
+        """True if a stop was requested."""
         self._is_interrupted = False
         self._folder = folder
         self._config = config

@@ -73,11 +73,11 @@ class ServerCalls(Protocol):
     """Abilities of a server, and whether it runs requests or holds their memory."""
 
     loses_weights_asleep: bool
-    """Whether weights must be loaded again after sleep."""
+    """True if weights must be loaded again after sleep."""
     answers_frozen: bool
-    """Whether a request aborted while frozen returns at once."""
+    """True if a request aborted while frozen returns at once."""
     shared: bool
-    """Whether other runs use the server, which is then never frozen: requests keep the adapter that they began with."""
+    """True if other runs use the server, which is then never frozen: requests keep the adapter that they began with."""
 
     async def freeze(self) -> None:
         """Pause and keep the KV cache. Idempotent."""
@@ -138,7 +138,7 @@ class ServerControl:
 
     @property
     def changing(self) -> bool:
-        """Whether a change of weights, memory or the pause is in progress."""
+        """Return whether a change of weights, memory or the pause is in progress."""
         return self._lock.locked()
 
     def version_of(self, name: str) -> int:

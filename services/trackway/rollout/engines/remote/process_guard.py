@@ -74,7 +74,7 @@ def _end_group(group: int) -> None:
 
 
 def _signal_group(group: int, number: int) -> bool:
-    """Whether the process group still exists."""
+    """Return whether the process group still exists."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:

@@ -50,7 +50,7 @@ class Call:
     limit: int
     """Maximum number of generated tokens."""
     streamed: bool = True
-    """Whether the caller streams the tokens."""
+    """True if the caller streams the tokens."""
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
     """The id on the server: unique and no prefix of another, since SGLang aborts by prefix."""
     began: float = field(default_factory=time.monotonic)
@@ -69,7 +69,7 @@ class Call:
 
     @property
     def cut(self) -> bool:
-        """Whether it was aborted."""
+        """Return whether it was aborted."""
         return self.ends_at is not None
 
     def end_within(self, seconds: float) -> None:

@@ -50,7 +50,7 @@ class SideProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the server is running."""
+        """Return whether the server is running."""
         return self._guard is not None and not self._ended(self._guard)
 
     def check(self) -> None:
@@ -59,7 +59,7 @@ class SideProcess:
             raise TrackwayError(ErrorCode.UNAVAILABLE, self._story("expected a running server, got its exit"))
 
     async def settle(self, within_s: float = 1.0) -> None:
-        """As `check`, after a moment: a dying server closes its connections before its exit is visible."""
+        """Do `check` after a moment: a dying server closes its connections before its exit is visible."""
         end = time.monotonic() + within_s
         while self.alive and time.monotonic() < end:
             await asyncio.sleep(_POLL_S)

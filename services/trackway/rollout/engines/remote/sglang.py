@@ -110,7 +110,7 @@ class SglangEngine(RemoteEngine):
         self._whole_folder: Path | None = None
         """Folder of the whole weights on the server; None if unknown."""
         self._overlaps = False
-        """Whether the server samples a token before it has handled the one before."""
+        """True if the server samples a token before it has handled the one before."""
 
     @property
     def guides(self) -> bool:

@@ -97,7 +97,7 @@ class VllmEngine(RemoteEngine):
         return super().guides and _NO_TOKENIZER not in self.settings.engine_args
 
     async def stop(self) -> None:
-        """As `Engine.stop`."""
+        """Implement `Engine.stop`."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait([self._watch])
@@ -106,7 +106,7 @@ class VllmEngine(RemoteEngine):
     async def load_weights(
         self, folder: Path, version: int, proof: WeightProof, swapping: Swapping = nullcontext
     ) -> None:
-        """As `Engine.load_weights`; rejects in advance what would crash vLLM or be misread silently."""
+        """Implement `Engine.load_weights`. Rejects in advance what would crash vLLM or be misread silently."""
         if not is_adapter(folder):
             # A reload that raises in a worker terminates the whole server.
             await asyncio.to_thread(check_same_model, folder, self.settings.model_path)
@@ -114,11 +114,11 @@ class VllmEngine(RemoteEngine):
         await self._or_from_store(super().load_weights(folder, version, proof, swapping), swapping)
 
     async def wake_up(self, parts: Sequence[MemoryPart]) -> None:
-        """As `Engine.wake_up`."""
+        """Implement `Engine.wake_up`."""
         await self._or_from_store(super().wake_up(parts))
 
     def stats(self) -> EngineStats:
-        """As `Engine.stats`."""
+        """Implement `Engine.stats`."""
         stats, ipc = super().stats(), self._ipc
         return stats if ipc is None else stats._replace(transferred_weights=ipc.loads, weight_fallbacks=ipc.fallbacks)
 

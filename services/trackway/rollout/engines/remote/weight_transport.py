@@ -44,7 +44,7 @@ class StoreReceiver:
         self._read = read
 
     async def load(self, folder: Path, version: int) -> bool:
-        """As of WeightReceiver."""
+        """Implement `WeightReceiver.load`."""
         await self._read(folder)
         return True
 
@@ -63,7 +63,7 @@ class IpcReceiver:
         self._said = ""
 
     async def load(self, folder: Path, version: int) -> bool:
-        """As of WeightReceiver."""
+        """Implement `WeightReceiver.load`."""
         offer = await asyncio.to_thread(self._store.offered)
         if offer is None or offer.version != version or version == self._given_up:
             return False
@@ -80,7 +80,7 @@ class IpcReceiver:
         return True
 
     def was_used(self, version: int) -> bool:
-        """Whether the version was transferred, so that the store is still to be tried."""
+        """Return whether the version was transferred, so that the store is still to be tried."""
         return self._loaded == version != self._given_up
 
     def give_up(self, version: int, error: TrackwayError) -> None:

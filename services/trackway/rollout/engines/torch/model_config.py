@@ -81,9 +81,9 @@ class DecoderConfig:
     o_bias: bool
     qk_norm: bool
     fused: bool
-    """Whether checkpoints hold q/k/v, and gate and up, as one matrix each."""
+    """True if checkpoints hold q/k/v, and gate and up, as one matrix each."""
     gemma: bool
-    """Whether it has Gemma's activation, scaled embedding, and norms whose weights are offsets from 1."""
+    """True if it has Gemma's activation, scaled embedding, and norms whose weights are offsets from 1."""
     tied: bool
     eos_token_ids: frozenset[int]
 

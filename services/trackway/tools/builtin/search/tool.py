@@ -106,7 +106,7 @@ class SearchConfig(CorpusLimits):
     rate_limit: int = Field(default=120, ge=1)
     """Concurrent requests to the retriever if this is less than `num_workers`; verl's name."""
     enable_global_rate_limit: bool = True
-    """Whether `rate_limit` applies, to this replica; verl's name."""
+    """True if `rate_limit` applies, to this replica; verl's name."""
 
     @property
     def max_in_flight(self) -> int:
@@ -161,7 +161,7 @@ class SearchTool(BaseTool):
 
     @property
     def embedded(self) -> bool:
-        """Whether the documents are local, so that `/retrieve` can offer them."""
+        """Return whether the documents are local, so that `/retrieve` can offer them."""
         return isinstance(self._retriever, EmbeddedRetriever)
 
     async def start(self) -> None:

@@ -74,12 +74,12 @@ def full_kl(tokens: TokenLogits) -> Tensor:
 
 @dataclass(frozen=True)
 class HeadChunks:
-    """Whether logits are computed in chunks, and of how many tokens."""
+    """How logits are computed: whole, or in chunks of some tokens."""
 
     size: int
     """Most tokens of a chunk."""
     are_possible: bool
-    """Whether the model's logits are what its head computes; some models scale them, or bound them, afterwards."""
+    """True if the model's logits are what its head computes; some models scale them, or bound them, afterwards."""
     largest_whole: float
     """Tokens whose logits are computed whole, at most, if that is more than `size`."""
 
@@ -99,7 +99,7 @@ class HeadChunks:
         return cls(size, are_possible, {True: 0, False: math.inf, None: by_default}[wanted])
 
     def splits(self, tokens: int) -> bool:
-        """Whether the logits of so many tokens are computed in chunks."""
+        """Return whether the logits of so many tokens are computed in chunks."""
         return tokens > max(self.size, self.largest_whole)
 
 
@@ -187,7 +187,7 @@ class _BaseOutput:
 
 
 def _probed(model: PreTrainedModel) -> tuple[bool, int]:
-    """Whether the model's logits are what its head computes, and how many there are of a token.
+    """Return whether the model's logits are what its head computes, and how many there are of a token.
 
     The layers below the head are not computed: the head gets zeros for their hidden states.
     """

@@ -290,48 +290,48 @@ class LeadingLearner(Learner):
     def update(
         self, used: Sequence[Trajectory], version: float | None = None, observe: StepObserver = unobserved
     ) -> UpdateResult:
-        """As of one process; steps are observed in this one."""
+        """Run `Learner.update` on every rank. Steps are observed in this one."""
         with self._group.command("update", list(used), version):
             return super().update(used, version, observe)
 
     def log_probs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
-        """As of one process."""
+        """Run `Learner.log_probs` on every rank."""
         with self._group.command("log_probs", list(trajectories)):
             return super().log_probs(trajectories)
 
     def save(self, folder: Path) -> None:
-        """As of one process."""
+        """Run `Learner.save` on every rank."""
         with self._group.command("save", folder):
             super().save(folder)
 
     def snapshot(self) -> Snapshot:
-        """As of one process. Its write is an error when a rank is lost."""
+        """Run `Learner.snapshot` on every rank. Its write is an error when a rank is lost."""
         with self._group.command("snapshot"):
             copied = super().snapshot()
         return replace(copied, naming=partial(self._group.naming, "write of a checkpoint"))
 
     def load(self, folder: Path) -> None:
-        """As of one process; the checkpoint may come from any number of ranks."""
+        """Run `Learner.load` on every rank. The checkpoint may come from any number of ranks."""
         with self._group.command("load", folder):
             super().load(folder)
 
     def export(self, folder: Path) -> None:
-        """As of one process."""
+        """Run `Learner.export` on every rank."""
         with self._group.command("export", folder):
             super().export(folder)
 
     def export_to_engines(self, folder: Path) -> None:
-        """As of one process."""
+        """Run `Learner.export_to_engines` on every rank."""
         with self._group.command("export_to_engines", folder):
             super().export_to_engines(folder)
 
     def publish_share(self, work: Work[T]) -> list[T]:
-        """As of one process."""
+        """Run `Learner.publish_share` on every rank."""
         with self._group.command("publish_share", work):
             return super().publish_share(work)
 
     def proof(self, folder: Path, previous_version: int | None) -> WeightProof:
-        """As of one process."""
+        """Run `Learner.proof` on every rank."""
         with self._group.command("proof", folder, previous_version):
             return super().proof(folder, previous_version)
 
@@ -341,7 +341,7 @@ class LeadingLearner(Learner):
             super().release_memory()
 
     def free_memory(self) -> list[int]:
-        """As of one process."""
+        """Run `Learner.free_memory` on every rank."""
         with self._group.command("free_memory"):
             return super().free_memory()
 
@@ -393,7 +393,7 @@ def serve(index: int, host: str, port: int, settings: GroupSettings) -> None:
 
 
 def is_of_group(error: Exception) -> bool:
-    """Whether a collective or the store failed, not this rank's own work or GPU; both raise RuntimeErrors.
+    """Return whether a collective or the store failed, not this rank's own work or GPU; both raise RuntimeErrors.
 
     gloo's errors have no class of their own, and name its source file.
     """

@@ -85,11 +85,11 @@ class LocalLauncher:
     hosts = ("127.0.0.1",)
 
     def start(self, rank: int, arguments: Sequence[str]) -> "subprocess.Popen[bytes]":
-        """As of RankLauncher."""
+        """Implement `RankLauncher.start`."""
         return start_here(arguments)
 
     def close(self) -> None:
-        """As of RankLauncher; nothing is held."""
+        """Implement `RankLauncher.close`. Nothing is held."""
 
 
 def start_here(

@@ -87,7 +87,7 @@ class Describe(Work[list[FileDigest]]):
     result = _FILES
 
     def run(self, ranks: Ranks) -> list[FileDigest]:
-        """As of Work."""
+        """Implement `Work.run`."""
         return digests(self.folder, own_files(weight_files(self.folder), ranks))
 
 
@@ -102,7 +102,7 @@ class WriteChanges(Work[list[FileDigest]]):
     result = _FILES
 
     def run(self, ranks: Ranks) -> list[FileDigest]:
-        """As of Work."""
+        """Implement `Work.run`."""
         own = [file for file in self.files if _owner(file.name, ranks.count) == ranks.index]
         return write_changes(self.folder, own, self.base, self.scratch)
 
@@ -118,7 +118,7 @@ class Copy(Work[None]):
     result = NOTHING
 
     def run(self, ranks: Ranks) -> None:
-        """As of Work."""
+        """Implement `Work.run`."""
         own = [name for name in self.names if _owner(name, ranks.count) == ranks.index]
         WeightStore(self.url).put(self.version, self.folder, own)
 
@@ -158,17 +158,17 @@ class RankWriters:
         self._learner = learner
 
     def describe(self, folder: Path) -> list[FileDigest]:
-        """As of Writers."""
+        """Implement `Writers.describe`."""
         return self._together(Describe(folder=folder))
 
     def write_changes(
         self, folder: Path, files: Sequence[FileDigest], base: WholeWeights, scratch: Path
     ) -> list[FileDigest]:
-        """As of Writers."""
+        """Implement `Writers.write_changes`."""
         return self._together(WriteChanges(folder=folder, files=list(files), base=base, scratch=scratch))
 
     def copy(self, store: WeightStore, version: int, folder: Path, names: Sequence[str]) -> None:
-        """As of Writers."""
+        """Implement `Writers.copy`."""
         self._learner.publish_share(Copy(url=store.url, version=version, folder=folder, names=list(names)))
 
     def _together(self, work: Work[list[FileDigest]]) -> list[FileDigest]:

@@ -67,12 +67,12 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes files and gives answers."""
+        """Return whether this rank writes files and gives answers."""
         return self.index == 0
 
     @property
     def reports(self) -> bool:
-        """Whether this rank's results count, of those with the same rows."""
+        """Return whether this rank's results count, of those with the same rows."""
         return self.sequences is None or self.sequences.index == 0
 
     def dividing_sequences(self, size: int) -> "Ranks":

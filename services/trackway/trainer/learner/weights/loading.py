@@ -57,7 +57,7 @@ class ShareLoader:
         self.model = _without_weights(folder, dtype, max_positions)
         """On the meta device, until `load`; what is added to it before that, elsewhere, is kept."""
         self.writes_whole = False
-        """Whether transformers writes the weights by other names, or several as one, so that no rank can write its own.
+        """True if transformers writes the weights by other names, or several as one, so that no rank can write its own.
         Known after `load`."""
         self._folder = folder
         self._max_positions = max_positions

@@ -28,7 +28,7 @@ class CpuOffload:
         frozen: bool = False,
     ) -> None:
         self.is_on_device = not offload
-        """Whether the tensors are on their device now."""
+        """True if the tensors are on their device now."""
         self._tensors = tensors
         self._device = device
         self._enabled = offload

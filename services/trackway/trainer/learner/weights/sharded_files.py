@@ -68,7 +68,7 @@ def read_shards(stem: Path, targets: Mapping[str, Tensor]) -> None:
 
 
 def read_files(files: Sequence[Path], targets: Mapping[str, Tensor]) -> None:
-    """As `read_shards`, from these safetensors files; of each tensor, memory holds only what is copied of it."""
+    """Do `read_shards` on these safetensors files. Memory holds only the copied parts of each tensor."""
     reader, planner = _Reader(files), DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, is_coordinator=True)
@@ -96,7 +96,7 @@ def tensors_in(files: Sequence[Path]) -> dict[str, TensorStorageMetadata]:
 
 
 def is_saved(stem: Path) -> bool:
-    """Whether there is a file of `stem`."""
+    """Return whether there is a file of `stem`."""
     return bool(_files(stem))
 
 
