@@ -55,12 +55,13 @@ def described(error: BaseException) -> str:
 
 
 def located(error: BaseException) -> str:
-    """Type and message, and the file and line of the user's code that raised it, if any did."""
+    """Return type and message, with the file and line of the user's code that raised it, if any did."""
     if isinstance(error, UserCodeExit):
         return described(error)
     files = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     own = [f"{file}:{line}" for file, line in files if not file.startswith((*_NOT_OWN, "<"))]
-    return f"{described(error)} ({own[-1]})" if own else described(error)
+    hint = ": is an `await` missing?" if isinstance(error, AttributeError) and "'coroutine'" in str(error) else ""
+    return f"{described(error)} ({own[-1]}{hint})" if own else described(error)
 
 
 @contextmanager

@@ -70,7 +70,12 @@ def test_the_address_of_a_service_is_one_json_document(tmp_path: Path) -> None:
     [
         ("TRACKWAY_TOOLS_ULR", "x", "got TRACKWAY_TOOLS_ULR; did you mean TRACKWAY_TOOLS_URL?"),
         ("TRACKWAY_QQQQQQQQ_XXXX", "x", "got TRACKWAY_QQQQQQQQ_XXXX; remove it"),
-        ("TRACKWAY_MAX_BODY_BYTES", "abc", "reward: max_body_bytes: Input should be a valid integer"),
+        (
+            "TRACKWAY_MAX_BODY_BYTES",
+            "abc",
+            r"reward: max_body_bytes \(TRACKWAY_MAX_BODY_BYTES\): Input should be",
+        ),
+        ("TRACKWAY_AUTH__TOKENS", "3", r"reward: auth\.tokens \(TRACKWAY_AUTH__TOKENS\): Input should be"),
         ("TRACKWAY_EXTRA_SCORERS", '["nowhere:Scorer"]', "reward: .*nowhere"),
     ],
 )

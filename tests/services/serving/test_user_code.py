@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from trackway.serving.user_code import UserCodeExit, contain_tasks, importing, own_context, run_user_code, user_code
+from trackway.serving.user_code import (
+    UserCodeExit,
+    contain_tasks,
+    importing,
+    located,
+    own_context,
+    run_user_code,
+    user_code,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -114,3 +122,16 @@ def test_synchronous_code_is_named_and_an_exception_passes() -> None:
 def enter_and_raise(around: AbstractContextManager[None], error: BaseException) -> None:
     with around:
         raise error
+
+
+async def test_a_forgotten_await_is_suggested() -> None:
+    async def turn() -> str:
+        return "text"
+
+    unawaited = turn()
+    with pytest.raises(AttributeError) as caught:
+        unawaited.upper()  # type: ignore[attr-defined]
+    unawaited.close()
+
+    assert located(caught.value).endswith(": is an `await` missing?)")
+    assert "await" not in located(AttributeError("'str' object has no attribute 'x'"))

@@ -2,8 +2,9 @@
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, get_args
 
@@ -82,6 +83,14 @@ def _variables(settings: type[BaseModel], prefix: str = "") -> Iterable[str]:
 
 
 def _problems(error: ValidationError) -> str:
-    """Each problem with its setting, in one line."""
+    """Return each problem with its setting and environment variable, in one line."""
     problems = error.errors(include_url=False, include_input=False)
-    return "; ".join(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in problems)
+    return "; ".join(
+        f"{'.'.join(map(str, problem['loc']))} ({_variable(problem['loc'])}): {problem['msg']}" for problem in problems
+    )
+
+
+def _variable(location: Sequence[int | str]) -> str:
+    """Return the variable that sets the field at this location, or the list or dict around it."""
+    names = takewhile(lambda part: isinstance(part, str), location)
+    return f"{_PREFIX}{'__'.join(map(str, names))}".upper()

@@ -20,6 +20,7 @@ REQUIRED_COLUMNS = ("data_source", "prompt", "reward_model")
 OTHER_MEDIA = ("images", "videos", "audios")
 RAW_GSM8K = {"question", "answer"}
 SHAPES = {
+    "data_source": "data_source as the name of a scorer",
     "prompt": 'prompt as [{"role": "user", "content": "..."}]',
     "reward_model": 'reward_model as {"style": "rule", "ground_truth": "<text>"}',
     "extra_info": 'extra_info as {"index": <number or text>, "tools_kwargs": {"<tool>": {"create_kwargs": {...}}}}',
@@ -44,30 +45,31 @@ def write_rows(path: Path, rows: list[Sample]) -> None:
 
 
 def read_rows(path: Path, columns: Mapping[str, str] | None = None) -> list[Sample]:
-    """The rows of a parquet or JSONL file in verl's schema; all invalid records are reported in one error.
+    """Return the rows of a parquet or JSONL file in verl's schema. One error reports all invalid records.
 
     `columns` names the file's column for a column of the schema, `{"prompt": "question"}`.
     """
     path = path.expanduser()
     rows: list[Sample] = []
-    first_errors: list[TrackwayError] = []
+    first_errors: dict[str, TrackwayError] = {}
     invalid = 0
     for record in counted(read_records(path), f"{path}: rows read"):
         try:
             rows.append(_to_row(record, columns or {}))
         except TrackwayError as error:
             invalid += 1
-            if invalid <= _ERRORS_SHOWN:
-                first_errors.append(error)
+            _, _, reason = error.message.partition(": ")
+            if len(first_errors) < _ERRORS_SHOWN:
+                first_errors.setdefault(reason, error)
     if invalid:
-        raise _combined(first_errors, invalid, len(rows) + invalid)
+        raise _combined([*first_errors.values()], invalid, len(rows) + invalid)
     if not rows:
         raise TrackwayError(ErrorCode.INVALID_REQUEST, f"expected rows in {path}, got none; write the file again")
     return rows
 
 
 _ERRORS_SHOWN = 3
-"""Most invalid records reported with their reason; the others are counted."""
+"""Most reasons that are reported, each at its first record. The other records are counted."""
 
 
 def _combined(first_errors: Sequence[TrackwayError], invalid: int, records: int) -> TrackwayError:
@@ -133,7 +135,7 @@ def _require_columns(record: Record) -> None:
     if not missing:
         return
     is_raw_gsm8k = record.data.keys() >= RAW_GSM8K
-    remedy = "add them as docs/guides/data.md shows"
+    remedy = f"write {', '.join(SHAPES[name] for name in missing)}"
     if is_raw_gsm8k:
         remedy = "build the file with `trackway data gsm8k --local-dataset-path <its folder>`"
     raise TrackwayError(
