@@ -1,4 +1,4 @@
-"""`python -m trackway.main_ppo`: verl's entry point on this machine; the work is in `trackway.deploy`."""
+"""`python -m trackway.main_ppo`: verl's entry point on this machine. The work is in `trackway.deploy`."""
 
 from trackway.deploy.commands.main_ppo import main
 

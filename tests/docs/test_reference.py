@@ -57,7 +57,7 @@ def test_every_error_code_has_a_row(error: ErrorCode) -> None:
 def test_a_setting_has_its_variable_its_default_and_its_sentence() -> None:
     assert row(settings_page(), "`body_timeout_s`<br>`TRACKWAY_BODY_TIMEOUT_S`")[1:] == [
         "`60.0`",
-        "Seconds for a request's body to be complete; a slower one is answered 408.",
+        "Seconds for a request's body to be complete. A slower one is answered 408.",
     ]
 
 

@@ -13,7 +13,7 @@ _WAITS = '{"waits":'
 
 
 _SKEW_MS = 5000
-"""Difference of two clocks that is worth telling; a line is on its way for less."""
+"""Difference of two clocks that is worth telling. A line is on its way for less."""
 
 
 class AgentClient(ServiceClient):
@@ -30,7 +30,7 @@ class AgentClient(ServiceClient):
         """Yields each trajectory of a group as it ends; after a broken stream, request the missing `rollouts`.
 
         `on_waits` is called with what the rollouts wait for, as often as the request asks for it. Its times are by the
-        clock of this machine; a wait names a difference of the clocks.
+        clock of this machine. A wait names a difference of the clocks.
         """
         async with self.stream("POST", "/groups", body=request, deadline=deadline) as lines:
             async for line in lines:

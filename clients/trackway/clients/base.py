@@ -51,7 +51,7 @@ class CallPolicy:
     total_s: float = 300.0
     """Seconds for the whole call when the caller gives no deadline."""
     attempts: int = 5
-    """Attempts of one call, the first included; a 429 answer does not count."""
+    """Attempts of one call, the first included. A 429 answer does not count."""
     outage_s: float = 0.0
     """Seconds during which attempts that reach no service (nothing listens, or Serve has no replica) do not count."""
     backoff_s: float = 0.2
@@ -59,7 +59,7 @@ class CallPolicy:
     max_backoff_s: float = 5.0
     """Longest pause before a retry."""
     max_in_flight: int = 256
-    """Concurrent requests of one client; others wait in the client until their deadline."""
+    """Concurrent requests of one client. Others wait in the client until their deadline."""
 
     @classmethod
     def question(cls, total_s: float, attempts: int = 1) -> Self:
@@ -222,7 +222,7 @@ class ServiceClient:
     def _batches(
         self, path: str, request: type[RequestT], reply: type[ReplyT], size: Callable[[RequestT], int]
     ) -> Batches[RequestT, ReplyT] | None:
-        """Batches for a route, if this client sends any; `size` is that of a request, as in `Batches`."""
+        """Batches for a route, if this client sends any. `size` is that of a request, as in `Batches`."""
 
         def open_batch(
             body: BatchRequest[RequestT], session_id: str, deadline: Deadline

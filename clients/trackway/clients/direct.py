@@ -6,7 +6,7 @@ in its id, calls of a session to the same replica each time, and other calls rou
 call on to the next one in its session's order. Replicas without an address are called through the proxy.
 
 A call that breaks off is repeated under its idempotency key at the same replica if that still answers, which finishes
-the work that it has begun; a second break, or no answer, sends it elsewhere.
+the work that it has begun. A second break, or no answer, sends it elsewhere.
 
 The token is never sent to such an address, because another process may have taken it over. A pass, which is valid for
 that replica only, is sent instead.
@@ -48,7 +48,7 @@ _MAX_BREAKS = 2
 _HURRY_S = 1.0
 """Time between refreshes for replicas that say they are leaving or not ready."""
 _NO_SUCH_LIST = (ErrorCode.NOT_FOUND, ErrorCode.UNAUTHORIZED, ErrorCode.FORBIDDEN, ErrorCode.INVALID_REQUEST)
-"""Errors of a service without `/replicas`; the last one is that of another program, such as a plain vLLM."""
+"""Errors of a service without `/replicas`. The last one is that of another program, such as a plain vLLM."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class DirectRoutes:
             send: sends it.
             headers: with the caller's own token; `x-session-id` chooses the replica.
             holder: the only replica that can answer, because it created the call's instance.
-            broken: replicas at which earlier attempts of this call broke off; this attempt may add one.
+            broken: replicas at which earlier attempts of this call broke off. This attempt may add one.
 
         Raises:
             httpx.TransportError: the request may have been sent, and no answer came.
@@ -156,7 +156,7 @@ class DirectRoutes:
         return self._ring[turn:] + self._ring[:turn]
 
     def failed(self, address: Address) -> None:
-        """Stop using the address; the next call refreshes the list of replicas."""
+        """Stop using the address. The next call refreshes the list of replicas."""
         if self._known.get(address.replica) == address:
             del self._known[address.replica]
             self._ring = [known for known in self._ring if known != address]

@@ -208,7 +208,7 @@ def _watched(address: _AddrInfo) -> socket.socket:
 
 
 async def close_shared_http() -> None:
-    """Close this event loop's shared client; a later call creates a new one."""
+    """Close this event loop's shared client. A later call creates a new one."""
     client = _shared.pop(asyncio.get_running_loop(), None)
     if client is not None:
         await client.aclose()

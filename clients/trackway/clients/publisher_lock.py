@@ -35,7 +35,7 @@ class PublisherLock(Protocol):
 
 
 class FlockPublisherLock:
-    """A file lock on `<store>/publisher.lock`; the file's text names the holder."""
+    """A file lock on `<store>/publisher.lock`. The file's text names the holder."""
 
     def __init__(self, folder: Path, owner: str) -> None:
         holder = f"{owner} (process {os.getpid()})"

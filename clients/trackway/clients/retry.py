@@ -14,7 +14,7 @@ from tenacity import RetryCallState, wait_random_exponential
 from trackway.clients.failures import is_backpressure, retry_after_of, unreached
 
 _LAST_ATTEMPT_S = 1.0
-"""Time that an attempt after a refusal must have; a fifth of the call's time if that is less."""
+"""Time that an attempt after a refusal must have. A fifth of the call's time if that is less."""
 
 
 class RetryState:

@@ -31,7 +31,7 @@ class RewardClient(ServiceClient):
         return await self.call("POST", "/score", reply=Reward, body=request, session_id=session_id, deadline=deadline)
 
     async def score_batch(self, requests: Sequence[ScoreRequest], deadline: Deadline | None = None) -> list[Reward]:
-        """Score several solutions; the rewards keep the order of the requests."""
+        """Score several solutions. The rewards keep the order of the requests."""
         body = BatchScoreRequest(requests=list(requests))
         return (await self.call("POST", "/score/batch", reply=BatchScore, body=body, deadline=deadline)).rewards
 

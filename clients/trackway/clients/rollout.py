@@ -30,7 +30,7 @@ _NO_SUCH_ROUTE = (ErrorCode.NOT_FOUND, ErrorCode.INVALID_REQUEST)
 
 
 class RolloutClient(ServiceClient):
-    """Token ids in, token ids and logprobs out; every method raises TrackwayError."""
+    """Token ids in, token ids and logprobs out. Every method raises TrackwayError."""
 
     service = "rollout"
 
@@ -46,7 +46,7 @@ class RolloutClient(ServiceClient):
         *,
         alone: bool = False,
     ) -> GenerateReply:
-        """Continue one prompt; `alone` sends it in no batch, as calls that do not come together."""
+        """Continue one prompt. `alone` sends it in no batch, as calls that do not come together."""
         deadline = deadline or Deadline.after(self.policy.total_s)
         if request.request_id is None:  # vLLM takes no null here
             request = request.model_copy(update={"request_id": uuid.uuid4().hex})
@@ -118,7 +118,7 @@ class RolloutClient(ServiceClient):
         return await self._each("GET", "/is_sleeping", deadline)
 
     async def sleep(self, mode: SleepMode = "wait", deadline: Deadline | None = None) -> SleepReplies:
-        """Pause every replica and release its memory; the error names those that did not."""
+        """Pause every replica and release its memory. The error names those that did not."""
         return await self._each("POST", f"/sleep?mode={mode}", deadline)
 
     async def wake_up(
@@ -129,7 +129,7 @@ class RolloutClient(ServiceClient):
         return await self._each("POST", f"/wake_up?min_weight_version={min_weight_version}{tags}", deadline)
 
     async def _each(self, method: str, path: str, deadline: Deadline | None) -> SleepReplies:
-        """The answers of all replicas behind the URL; a service without Ray Serve is a single replica."""
+        """The answers of all replicas behind the URL. A service without Ray Serve is a single replica."""
         try:
             return await self.call(method, f"/replicas{path}", reply=SleepReplies, deadline=deadline)
         except TrackwayError as error:

@@ -16,7 +16,7 @@ TOKEN_FILE = "TRACKWAY_TOKEN_FILE"
 
 
 def resolve_token(explicit: SecretStr | None = None) -> SecretStr | None:
-    """The token to send, or None; an empty explicit token means none. Raises TrackwayError for an invalid token."""
+    """The token to send, or None. An empty explicit token means none. Raises TrackwayError for an invalid token."""
     token = (os.environ.get(TOKEN, "") if explicit is None else explicit.get_secret_value()).strip()
     path = os.environ.get(TOKEN_FILE)
     if path and not token and explicit is None:

@@ -24,7 +24,7 @@ from trackway.wire.tools import (
 
 
 class ToolsClient(ServiceClient):
-    """Create, execute, reward, release; every method raises TrackwayError."""
+    """Create, execute, reward, release. Every method raises TrackwayError."""
 
     service = "tools"
 

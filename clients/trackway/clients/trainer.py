@@ -11,7 +11,7 @@ from trackway.wire.trainer import MetricsRow, ResumeRequest, RunInfo, RunList, R
 
 
 class TrainerClient(ServiceClient):
-    """Starts, watches and stops runs; every method raises TrackwayError."""
+    """Starts, watches and stops runs. Every method raises TrackwayError."""
 
     service = "trainer"
 

@@ -20,7 +20,7 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 ENCODING = "words16"
 SUFFIX = ".delta"
 LARGEST_SHARE = 0.5
-"""Share of a file's bytes; a larger delta is not worth the work of applying it."""
+"""Share of a file's bytes. A larger delta is not worth the work of applying it."""
 _DENSEST = 0.25
 """Share of changed words in a part that a delta cannot be small with: float32, or a large step."""
 _PART = 1 << 22

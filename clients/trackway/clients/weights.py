@@ -167,7 +167,7 @@ class WeightStore:
     def fetch(self, version: int, into: Path) -> Path:
         """A local folder with the version's files, each verified by size and sha256.
 
-        For a version that is published whole in a folder it is that one; others are copied or assembled in
+        For a version that is published whole in a folder it is that one. Others are copied or assembled in
         `into/<version>`, and a damaged copy there is replaced. Raises NOT_FOUND without a manifest, WEIGHTS_CORRUPT
         when a file is missing or differs, and LockTaken when another replica of the host fetches for too long.
         """

@@ -25,7 +25,7 @@ ABANDONED_S = 3600.0
 def replacing(path: Path, what: str | None = None) -> Iterator[Path]:
     """Replace `path` with the file that the block writes: `with replacing(path) as draft:`.
 
-    If the block raises, the draft is removed and `path` stays unchanged. `what` describes the file in messages; its
+    If the block raises, the draft is removed and `path` stays unchanged. `what` describes the file in messages. Its
     name by default. Raises StorageError if the disk is full or not writable.
     """
     draft = _draft(path)
@@ -40,7 +40,7 @@ def replacing(path: Path, what: str | None = None) -> Iterator[Path]:
 
 
 def atomic_write(path: Path, content: str | bytes, *, what: str | None = None, mode: int = 0o666) -> None:
-    """Replace a file with this content; `mode` is that of a new file, less the umask. Raises StorageError."""
+    """Replace a file with this content. `mode` is that of a new file, less the umask. Raises StorageError."""
     data = content.encode() if isinstance(content, str) else content
     with replacing(path, what) as draft:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)

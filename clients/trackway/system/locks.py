@@ -27,7 +27,7 @@ class LockTaken(BlockingIOError):
 def acquire_lock(path: Path, *, holder: str = "", wait_s: float = 0.0, mode: int | None = 0o600) -> FileLock:
     """The acquired lock of a file, which is created with its folder if needed and stays after `release`.
 
-    `holder` is written into the file, for `LockTaken.holder`. `mode` is that of a new file; None leaves it to the
+    `holder` is written into the file, for `LockTaken.holder`. `mode` is that of a new file. None leaves it to the
     umask. Raises LockTaken when the lock is not free within `wait_s` seconds, and OSError when the file cannot be
     locked.
     """

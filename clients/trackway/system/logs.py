@@ -27,7 +27,7 @@ def _escaped(character: str) -> str:
 
 
 MAX_CHARS = 16_384
-"""Longest message and longest traceback of a record in characters; a longer one loses its middle."""
+"""Longest message and longest traceback of a record in characters. A longer one loses its middle."""
 _INDENT = "  "
 """Indentation of tracebacks, whose last lines are the exception's text and may look like log lines."""
 

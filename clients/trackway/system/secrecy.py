@@ -15,7 +15,7 @@ _PR_SET_DUMPABLE = 4
 _SECRETS = re.compile(
     r"TRACKWAY_\w+|RAY_AUTH_TOKEN|WANDB_API_KEY|MLFLOW_TRACKING_\w+|OTEL_EXPORTER_OTLP_(TRACES_)?HEADERS"
 )
-"""Variables in which Trackway takes secrets; any of its settings may hold one."""
+"""Variables in which Trackway takes secrets. Any of its settings may hold one."""
 
 
 def refuse_inspection() -> None:

@@ -15,7 +15,7 @@ NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, err
 
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _ROOM = 16 * 1024
-"""Bytes for a state file and its replacement; a disk with less free space counts as full."""
+"""Bytes for a state file and its replacement. A disk with less free space counts as full."""
 
 
 class StorageError(TrackwayError, OSError):

@@ -2,4 +2,4 @@
 
 
 class UserError(Exception):
-    """An error that the user can fix; the message says what was expected, what was found, and the remedy."""
+    """An error that the user can fix. The message says what was expected, what was found, and the remedy."""

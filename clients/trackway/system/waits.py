@@ -18,7 +18,7 @@ Now = Callable[[], float]
 
 @dataclass(eq=False)
 class Waiting:
-    """A wait in progress; its fields may change meanwhile."""
+    """A wait in progress. Its fields may change meanwhile."""
 
     who: str
     waits_for: str

@@ -29,7 +29,7 @@ from trackway.tracing.settings import TracingSettings
 from trackway.wire.tracing import TraceBackend
 
 MAX_LINKS = 8192
-"""Most trajectories that a step's span links to; OpenTelemetry's default is 128."""
+"""Most trajectories that a step's span links to. OpenTelemetry's default is 128."""
 MAX_EVENTS = 1024
 
 

@@ -1,6 +1,6 @@
 """Trace stats: the bytes of spans that a piece of work adds to its trace, and the problems it recovered from.
 
-A service collects them for each request and returns them in a header of the answer; the caller adds them to its own.
+A service collects them for each request and returns them in a header of the answer. The caller adds them to its own.
 When a trajectory ends, the agent therefore has the size of its trace and its incidents in all processes.
 """
 

@@ -26,7 +26,7 @@ class RewardModel(WireReply):
 
 
 class Sample(WireReply):
-    """A dataset row in verl's schema; `extra_info` is passed through, except for the keys used here."""
+    """A dataset row in verl's schema. `extra_info` is passed through, except for the keys used here."""
 
     data_source: str = Field(max_length=1024)
     agent_name: str | None = Field(default=None, max_length=1024)
@@ -69,7 +69,7 @@ class Sample(WireReply):
 
 
 def _object(value: JsonValue, place: str) -> dict[str, JsonValue]:
-    """A JSON object; null and an empty value become an empty object."""
+    """A JSON object. null and an empty value become an empty object."""
     if not value:
         return {}
     if not isinstance(value, dict):
@@ -88,21 +88,21 @@ class Limits(WireRequest):
     max_prompt_length: Int = Field(default=512, ge=1)
     """Most tokens of the prompt."""
     prompt_truncation: Literal["left", "right", "middle", "error"] = "error"
-    """Which tokens of a longer prompt are removed, as in verl's `data.truncation`: the first, last or middle ones;
+    """Which tokens of a longer prompt are removed, as in verl's `data.truncation`: the first, last or middle ones.
     `error` removes none and ends the trajectory."""
     max_response_length: Int = Field(default=512, ge=1)
     """Most tokens of the whole multi-turn response, observations included."""
     max_assistant_turns: Int | None = Field(default=None, ge=1)
     max_user_turns: Int | None = Field(default=None, ge=1)
-    """Most rounds of observations; the model's next turn is the last, as in verl."""
+    """Most rounds of observations. The model's next turn is the last, as in verl."""
     max_parallel_calls: Int = Field(default=1, ge=1)
-    """Most tool calls of one turn that run; the observation of each further call says that it did not run."""
+    """Most tool calls of one turn that run. The observation of each further call says that it did not run."""
     on_bad_call: Literal["observe", "end"] = "observe"
     """Treatment of a call that cannot be parsed or names no offered tool: tell the model, or end with `bad_call`."""
     max_tool_response_length: Int | None = Field(default=256, ge=1)
-    """Most characters of one observation, as in verl; None means no limit."""
+    """Most characters of one observation, as in verl. None means no limit."""
     max_tool_response_tokens: Int | None = Field(default=None, ge=1)
-    """Most tokens of one observation, in addition to the limit in characters; None means no limit."""
+    """Most tokens of one observation, in addition to the limit in characters. None means no limit."""
     tool_response_truncate_side: str = Field(default="middle", pattern="^(left|right|middle)$")
     """Side on which a longer observation is truncated; a marker, which does not count, replaces what was removed."""
     timeout_s: Float = Field(default=600.0, gt=0)
@@ -132,7 +132,7 @@ def _of_a_run(params: SamplingParams) -> SamplingParams:
 
 
 RunSampling = Annotated[SamplingParams, AfterValidator(_of_a_run)]
-"""Sampling parameters of a whole run or session; a grammar and top logprobs belong to a single call."""
+"""Sampling parameters of a whole run or session. A grammar and top logprobs belong to a single call."""
 
 
 class GroupRequest(WireRequest):
@@ -146,16 +146,16 @@ class GroupRequest(WireRequest):
     sample: Sample
     n: Int = Field(default=1, ge=1, le=MAX_ROLLOUTS)
     rollouts: Annotated[list[Int], Field(max_length=MAX_ROLLOUTS, fail_fast=True)] | None = None
-    """Only these `rollout_n`, to complete a broken stream; None asks for 0..n-1."""
+    """Only these `rollout_n`, to complete a broken stream. None asks for 0..n-1."""
     sampling_params: RunSampling = Field(default_factory=SamplingParams)
     limits: Limits = Field(default_factory=Limits)
     min_weight_version: Int = Field(default=0, ge=0)
     trace: bool | None = None
-    """Record the traces of this group, each a trace of its own; None continues the caller's `traceparent`, if any."""
+    """Record the traces of this group, each a trace of its own. None continues the caller's `traceparent`, if any."""
     trace_target: TraceTarget = Field(default_factory=TraceTarget)
     """Destination of these traces."""
     is_baseline: bool = False
-    """Greedy rollouts whose score is the baseline of their group (ReMax); their traces have the tag `is_baseline`."""
+    """Greedy rollouts whose score is the baseline of their group (ReMax). Their traces have the tag `is_baseline`."""
     tools: Annotated[list[str], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     """Names of the tools offered to the model; None offers every tool of the server."""
     report_waits_s: Annotated[Float, Field(ge=0.1)] | None = None

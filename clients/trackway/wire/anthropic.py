@@ -241,7 +241,7 @@ class MessageParam(WireRequest):
 
 
 class MessagesTool(EchoedBlock):
-    """A tool that the model may call; Anthropic's server tools are refused."""
+    """A tool that the model may call. Anthropic's server tools are refused."""
 
     type: Literal["custom"] | None = None
     name: str

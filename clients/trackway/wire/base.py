@@ -1,6 +1,6 @@
 """The two bases of every wire model: requests refuse unknown fields, replies ignore them.
 
-A caller's typo must be an error; a reply from a newer service must still be readable by an older client.
+A caller's typo must be an error. A reply from a newer service must still be readable by an older client.
 
 JSON has no NaN and no infinity. They are written as in proto3's JSON mapping, as the strings "NaN", "Infinity" and
 "-Infinity", which a float field parses. pydantic's default, null, loses the value and fails validation on reading; bare
@@ -41,13 +41,13 @@ def _no_bool(value: object) -> object:
 
 
 Int = Annotated[int, BeforeValidator(_no_bool)]
-"""A whole number in a request; true and false are refused."""
+"""A whole number in a request. true and false are refused."""
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 """A number that is neither NaN nor infinite."""
 
 Float = Annotated[Finite, BeforeValidator(_no_bool)]
-"""A number in a request; true, false, NaN and the infinities are refused."""
+"""A number in a request. true, false, NaN and the infinities are refused."""
 
 FLOAT32_MAX = 3.4028234663852886e38
 

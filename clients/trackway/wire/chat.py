@@ -40,7 +40,7 @@ class Message(WireReply):
 
 
 class FunctionSchema(WireReply):
-    """A function that the model may call; `parameters` is a JSON schema."""
+    """A function that the model may call. `parameters` is a JSON schema."""
 
     name: str
     description: str = ""

@@ -30,7 +30,7 @@ class EnvObservation(WireReply):
 
     observation: dict[str, JsonValue]
     reward: Finite | None = None
-    """Reward of this step; null counts as 0."""
+    """Reward of this step. null counts as 0."""
     done: bool = False
 
 

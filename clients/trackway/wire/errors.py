@@ -23,7 +23,7 @@ _SHORT_CHARS = 256
 
 
 class ErrorCode(StrEnum):
-    """The closed list of codes; a client may match on them."""
+    """The closed list of codes. A client may match on them."""
 
     INVALID_REQUEST = "invalid_request"
     UNAUTHORIZED = "unauthorized"
@@ -163,7 +163,7 @@ class ErrorReply(WireReply):
 
 
 class TrackwayError(Exception):
-    """An error with a code; the message says what was expected, what came, and the remedy."""
+    """An error with a code. The message says what was expected, what came, and the remedy."""
 
     def __init__(self, code: ErrorCode, message: str, **detail: JsonValue) -> None:
         self.message = well_formed(shortened(message, MAX_MESSAGE_CHARS))

@@ -11,7 +11,7 @@ ServiceName = Literal["rollout", "agent", "tools", "reward", "trainer"]
 
 
 class SpanCounts(WireReply):
-    """Span counts of one process since its start; a span for two backends counts twice."""
+    """Span counts of one process since its start. A span for two backends counts twice."""
 
     ended: int = 0
     exported: int = 0
@@ -68,7 +68,7 @@ class Ready(WireReply):
     ready: bool
     reason: str = ""
     broken: bool = False
-    """The service cannot recover by itself; a health check should restart the process."""
+    """The service cannot recover by itself. A health check should restart the process."""
 
 
 class ReplicaInfo(WireReply):

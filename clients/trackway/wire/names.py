@@ -22,7 +22,7 @@ _INT64 = range(-(2**63), 2**63)
 
 
 def sample_index(value: object) -> int | str:
-    """The index given by a row or a user; None (a row without an index) is 0, as in verl.
+    """The index given by a row or a user. None (a row without an index) is 0, as in verl.
 
     Raises ValueError for anything else: a boolean, a fraction, a list, or text that is empty, too long or unprintable.
     """
@@ -79,7 +79,7 @@ def checked_label(label: str) -> str:
 
 RunName = Annotated[str, AfterValidator(checked_run_name)]
 RunNameInPath = Annotated[str, StringConstraints(min_length=1, max_length=LONGEST_RUN_NAME, pattern=r"^\w[\w.-]*$")]
-"""Shows a pattern in OpenAPI; the complete rule, with a better message, is checked after it."""
+"""Shows a pattern in OpenAPI. The complete rule, with a better message, is checked after it."""
 Label = Annotated[str, AfterValidator(checked_label)]
 
 

@@ -21,7 +21,7 @@ TrajectoryId = Annotated[str, BeforeValidator(_as_text), Field(max_length=MAX_SE
 
 
 class ObservationRequest(BaseModel):
-    """One action for each trajectory; all lists given have the same length. Unknown fields are ignored."""
+    """One action for each trajectory. All lists given have the same length. Unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -29,7 +29,7 @@ class ObservationRequest(BaseModel):
     actions: list[str] = Field(max_length=MAX_ACTIONS, fail_fast=True)
     """The model's output, which contains the tool call."""
     extra_fields: Annotated[list[dict[str, JsonValue]], _ENTRIES] | None = None
-    """The dataset rows' `extra_info`; `tools_kwargs.<tool>.create_kwargs` and `.execute_kwargs` are used."""
+    """The dataset rows' `extra_info`. `tools_kwargs.<tool>.create_kwargs` and `.execute_kwargs` are used."""
     finish: Annotated[list[bool], _ENTRIES] | None = None
     """True if the trajectory is over: its tools are released and its action is ignored."""
     is_last_step: Annotated[list[bool], _ENTRIES] | None = None
@@ -54,7 +54,7 @@ class DetailedObservation(WireReply):
     invalid_reason: str | None = None
     available_tools: str | None = None
     error: str | None = None
-    """An error of the server; the trajectory cannot continue."""
+    """An error of the server. The trajectory cannot continue."""
     tool_type: str | None = None
 
 

@@ -11,20 +11,20 @@ ANY_DATA_SOURCE = "*"
 
 
 class ScoreRequest(WireRequest):
-    """One solution to score; `solution_str` holds the model's own text only (response_mask 1)."""
+    """One solution to score. `solution_str` holds the model's own text only (response_mask 1)."""
 
     data_source: str = Field(max_length=1024)
     solution_str: str
     ground_truth: str
     method: str | None = None
-    """The scorer's method (`strict` or `flexible` for GSM8K); None takes the scorer's default."""
+    """The scorer's method (`strict` or `flexible` for GSM8K). None takes the scorer's default."""
     trajectory_id: str | None = None
     messages: list[Message] = Field(default_factory=list[Message], max_length=2 * MAX_MESSAGES, fail_fast=True)
     """The conversation with the solution in it, which a reward model scores; scorers of the text need none."""
     extra_info: dict[str, JsonValue] = Field(default_factory=dict)
-    """The row's `extra_info` and, from the agent, `num_turns`; `turns`, the text of each turn of the model, which
-    `turn_scores` of the answer follow; `tool_rewards`, a step reward per call (verl's);
-    `tool_calls`, a ToolCallRecord per call that was sent; `tool_metrics`, sums over the calls by tool and metric;
+    """The row's `extra_info` and, from the agent, `num_turns`. `turns`, the text of each turn of the model, which
+    `turn_scores` of the answer follow. `tool_rewards`, a step reward per call (verl's).
+    `tool_calls`, a ToolCallRecord per call that was sent. `tool_metrics`, sums over the calls by tool and metric;
     `tool_calc_rewards`, the reward of the instance by tool."""
 
 
@@ -41,7 +41,7 @@ class BatchScore(WireReply):
 
 
 class ScorerInfo(WireReply):
-    """A scorer, the data sources it serves, and its methods; the first method is the default."""
+    """A scorer, the data sources it serves, and its methods. The first method is the default."""
 
     name: str
     data_sources: list[str]

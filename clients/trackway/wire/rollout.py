@@ -169,7 +169,7 @@ class SamplingParams(WireRequest):
     """-1 or 0 keeps the whole vocabulary."""
     max_tokens: Int = Field(default=256, ge=1)
     stop_token_ids: list[TokenId] = Field(default_factory=list[TokenId], max_length=1024, fail_fast=True)
-    """Stop tokens in addition to the model's end-of-sequence token; a stop token is part of the output."""
+    """Stop tokens in addition to the model's end-of-sequence token. A stop token is part of the output."""
     ignore_eos: bool = False
     logprobs: Int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
     """Most likely tokens to return at each position, the sampled one among them; needs an engine that returns them."""
@@ -186,11 +186,11 @@ class GenerateRequest(WireRequest):
 
     request_id: str | None = None
     model: str | None = None
-    """Name of the served model; any other name is answered 404 `model_not_found`."""
+    """Name of the served model. Any other name is answered 404 `model_not_found`."""
     token_ids: list[TokenId] = Field(min_length=1, fail_fast=True)
     sampling_params: SamplingParams = Field(default_factory=SamplingParams)
     min_weight_version: Int = Field(default=0, ge=0)
-    """Oldest weight version that may answer; a replica with an older one loads it first, or answers 409
+    """Oldest weight version that may answer. A replica with an older one loads it first, or answers 409
     `weights_behind`."""
     context_start: Int = Field(default=0, ge=0)
     """Index of the first prompt token that is new in this trajectory; for the text of the trace."""
@@ -219,7 +219,7 @@ class ChoiceLogprobs(WireReply):
 def choice_logprobs(
     token_ids: Iterable[int], logprobs: Iterable[float], top_logprobs: Sequence[TopLogprobs] = ()
 ) -> ChoiceLogprobs:
-    """The logprobs of a choice; `top_logprobs` has an entry for each token, or none."""
+    """The logprobs of a choice. `top_logprobs` has an entry for each token, or none."""
     pairs = zip(token_ids, logprobs, strict=True)
     content = [TokenLogprob(token_id=token, logprob=logprob) for token, logprob in pairs]
     if top_logprobs:
@@ -337,7 +337,7 @@ class AbortRequest(WireRequest):
 
 
 class AbortReply(WireReply):
-    """Number of aborted generations; each returns its tokens so far with `finish_reason` `abort`."""
+    """Number of aborted generations. Each returns its tokens so far with `finish_reason` `abort`."""
 
     status: str = "aborted"
     aborted: int

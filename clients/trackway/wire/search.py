@@ -23,7 +23,7 @@ class RetrieveRequest(WireRequest):
 
     queries: list[Annotated[str, Field(max_length=MAX_QUERY_CHARS)]] = Field(max_length=MAX_QUERIES, fail_fast=True)
     topk: Annotated[int, Field(ge=1, le=MAX_TOPK), BeforeValidator(_no_bool_or_text)] | None = None
-    """Documents per query; None takes the server's default."""
+    """Documents per query. None takes the server's default."""
     return_scores: StrictBool = False
     """Return each document with its score: `{"document": ..., "score": ...}`."""
 

@@ -33,7 +33,7 @@ class NodeKind(StrEnum):
     OBSERVATION = "observation"
     """Tokens that a call added after sampled ones: end of turn, messages, generation prompt."""
     RETRY = "retry"
-    """A call that was repeated and answered from the record; it has no tokens."""
+    """A call that was repeated and answered from the record. It has no tokens."""
     AUXILIARY = "auxiliary"
     """A call beside the task, such as a token count or a title; never trained. Titles of a session without another call
     are its task."""
@@ -98,7 +98,7 @@ class TrainedSession(WireRequest):
     run: RunName | None = None
     """None: the run in progress."""
     group: SampleIndex | None = None
-    """Sessions of one group had the same task; None takes the sample's `extra_info.index`."""
+    """Sessions of one group had the same task. None takes the sample's `extra_info.index`."""
 
 
 class SessionRun(WireReply):
@@ -231,7 +231,7 @@ class SessionBounds(WireRequest):
     """Bounds of one session beside its `limits`, which bound its time and each row of its tokens."""
 
     max_calls: Int = Field(default=256, ge=1)
-    """Most calls of the model; the session then ends with `max_turns`. A call that failed before the model wrote
+    """Most calls of the model. The session then ends with `max_turns`. A call that failed before the model wrote
     anything does not count, nor do retries answered from the record and token counts, of which there may be eight times
     as many."""
     max_tokens: Int | None = Field(default=None, ge=1)
@@ -253,19 +253,19 @@ class SessionRequest(WireRequest):
     step: Int = 0
     rollout_n: Int = Field(default=0, ge=0, lt=MAX_ROLLOUTS)
     sampling_params: RunSampling = Field(default_factory=SamplingParams)
-    """The sampling of every call, whatever the agent asks for; an agent may ask for fewer tokens."""
+    """The sampling of every call, whatever the agent asks for. An agent may ask for fewer tokens."""
     limits: Limits = Field(default_factory=Limits)
     bounds: SessionBounds = Field(default_factory=SessionBounds)
     formats: FormatUse = "guide"
     """Use of `response_format`, `text.format` and `output_config.format`: `guide` has the engine guide the
-    answer, whose tokens are then not trained; `note` names them in `ignored_fields`, and trains what the model writes
+    answer, whose tokens are then not trained. `note` names them in `ignored_fields`, and trains what the model writes
     by itself."""
     min_weight_version: Int = Field(default=0, ge=0)
     trace: bool | None = None
     """Format and content of the trace; see GroupRequest."""
     trace_target: TraceTarget = Field(default_factory=TraceTarget)
     train: TrainedSession | None = None
-    """Train on the session once `/end` is called; the run then sets `run`, `experiment_name`, `step`, the sampling, the
+    """Train on the session once `/end` is called. The run then sets `run`, `experiment_name`, `step`, the sampling, the
     limits, `min_weight_version` and `trace_target`."""
 
     def group(self) -> GroupRequest:
@@ -280,7 +280,7 @@ class SessionAccess(WireReply):
 
     session_id: str
     base_url: str
-    """OpenAI's base URL; Anthropic's is the same without `/v1`."""
+    """OpenAI's base URL. Anthropic's is the same without `/v1`."""
     direct_url: str | None = None
     """The same at the replica's own port, where a call costs a fraction of one through Ray Serve's proxy; for agents
     that reach it. None without such a port."""
@@ -297,7 +297,7 @@ class ExternalRollout(SessionAccess):
 
 
 class ExternalReply(WireRequest):
-    """Its answer once its agent has ended; an empty body is the same as `{}`."""
+    """Its answer once its agent has ended. An empty body is the same as `{}`."""
 
     score: Score | None = None
     """The score of the session, instead of the reward service's."""

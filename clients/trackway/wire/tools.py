@@ -92,7 +92,7 @@ class InstanceInfo(WireReply):
     """`stuck`: its cancelled call has not stopped. The instance cannot be used, and is released when that call ends."""
     age_s: float
     idle_s: float
-    """Seconds since its last call ended; 0 while one runs."""
+    """Seconds since its last call ended. 0 while one runs."""
 
 
 class InstanceList(WireReply):

@@ -26,7 +26,7 @@ class TraceTarget(WireRequest):
     model_config = ConfigDict(frozen=True)
 
     backends: tuple[TraceBackend, ...] = Field(default=(), max_length=16, fail_fast=True)
-    """One or several backends; an empty list takes the service's setting."""
+    """One or several backends. An empty list takes the service's setting."""
     mlflow_experiment_id: HeaderText | None = None
     """MLflow experiment; None takes the service's setting."""
     mlflow_run_id: HeaderText | None = None
@@ -36,11 +36,11 @@ class TraceTarget(WireRequest):
     wandb_run_id: str | None = Field(default=None, pattern="^[^/:]+$")
     """W&B run to which Weave traces are linked: the bare id of a run in the same project."""
     token2text: bool | None = None
-    """Put decoded text on spans; None takes the service's setting."""
+    """Put decoded text on spans. None takes the service's setting."""
 
 
 class Incident(StrEnum):
-    """A problem from which a trajectory recovered; the members are in order of severity."""
+    """A problem from which a trajectory recovered. The members are in order of severity."""
 
     RETRIED = "retried"
     """A call was sent again and answered."""

@@ -22,7 +22,7 @@ class RunState(StrEnum):
     FINISHED = "finished"
     FAILED = "failed"
     UNREADABLE = "unreadable"
-    """The state file is unreadable and no process owns the run; `message` has reason and remedy. Never stored."""
+    """The state file is unreadable and no process owns the run. `message` has reason and remedy. Never stored."""
 
 
 RUN_TRANSITIONS: dict[RunState, frozenset[RunState]] = {
@@ -133,7 +133,7 @@ class RunInfo(WireReply):
     weave_url: str | None = None
     """Page of the Weave project of its traces, `https://wandb.ai/<entity>/<project>`; None without traces there."""
     threads: int | None = None
-    """CPU threads of the learner, kept when the run is resumed; None until it has loaded its model."""
+    """CPU threads of the learner, kept when the run is resumed. None until it has loaded its model."""
     engine_threads: int | None = None
     """CPU threads of the rollout engine when the run was started or resumed; None without torch there."""
     metrics: dict[str, float] = Field(default_factory=dict)

@@ -96,7 +96,7 @@ class WeightDelta(WireReply):
     """The version whose files are changed, which may be a delta too."""
     encoding: str
     files: list[FileDigest]
-    """Published files: changes, as `<file>.delta`, and whole files; the others are the base's."""
+    """Published files: changes, as `<file>.delta`, and whole files. The others are the base's."""
 
 
 class WeightManifest(WireReply):

@@ -64,7 +64,7 @@ def create_app(
     services: Mapping[str, str] | None = None,
     http: httpx.AsyncClient | None = None,
 ) -> FastAPI:
-    """The console of an outputs folder. Its page is open to callers; the data needs a token if there are tokens.
+    """The console of an outputs folder. Its page is open to callers. The data needs a token if there are tokens.
 
     `services`: addresses of running services by name; without them there are no pages over them. `http` reaches them.
     """

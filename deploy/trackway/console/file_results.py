@@ -12,7 +12,7 @@ from trackway.console.trajectory_files import TOGETHER, File
 BUDGET_S = 0.3
 """Seconds after which a request answers with what it has."""
 FIRST_TOGETHER = 4
-"""Files of the first query of a request, so that something is shown soon; each further one has twice as many."""
+"""Files of the first query of a request, so that something is shown soon. Each further one has twice as many."""
 _MOST_KEPT = 16
 """Queries whose results are kept."""
 
@@ -48,7 +48,7 @@ class FileResults:
         self._kept = OrderedDict[Hashable, dict[File, _Result]]()
 
     def of(self, query: Hashable, files: Sequence[File], read: Read, enough: int | None = None) -> Found:
-        """The rows of the files, the newest read first, within BUDGET_S; `enough` rows of the newest end it too."""
+        """The rows of the files, the newest read first, within BUDGET_S. `enough` rows of the newest end it too."""
         with self._lock:
             before = self._kept.get(query, {})
         kept = {file: before[file] for file in files if file in before}

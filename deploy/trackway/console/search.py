@@ -33,12 +33,12 @@ _EVERY = 2**62
 _AROUND = 60
 """Characters of a snippet before and after a match."""
 _MOST_MATCH = 200
-"""Characters of a match; a longer one loses its end."""
+"""Characters of a match. A longer one loses its end."""
 
 
 @dataclass(frozen=True)
 class Query:
-    """Conditions on a trajectory; None and the empty text allow any."""
+    """Conditions on a trajectory. None and the empty text allow any."""
 
     text: str = ""
     """Text of a message, a tool call or an error, in any case."""
@@ -217,13 +217,13 @@ _TEXTS = (
 )
 _SIZE = "strlen(turns) + strlen(prompt_messages) + coalesce(strlen(error), 0) + coalesce(strlen(log), 0)"
 _MATCHING = f"[text FOR text IN {_TEXTS} IF regexp_matches(text, $regex)]"
-"""The texts of a row that match. DuckDB's RE2 takes linear time; Python's `re` need not end."""
+"""The texts of a row that match. DuckDB's RE2 takes linear time. Python's `re` need not end."""
 _MESSAGE = "json_extract_string(error, '$.message')"
 _CALLS = "json_extract(turns, '$[*].calls[*]')"
 
 
 def _conditions(query: Query) -> tuple[str, dict[str, object]]:
-    """SQL that leaves at least the matching rows, and its values; `_hit` checks the text of these."""
+    """SQL that leaves at least the matching rows, and its values. `_hit` checks the text of these."""
     conditions: list[str] = []
     values: dict[str, object] = {}
 

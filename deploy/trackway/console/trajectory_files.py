@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"(val_)?step_(\d+)\.parquet")
 MEMORY = "512MB"
-"""Most memory of all queries together; DuckDB fails a query that needs more."""
+"""Most memory of all queries together. DuckDB fails a query that needs more."""
 THREADS = 2
 TOGETHER = 64
 """Files of one query over many."""

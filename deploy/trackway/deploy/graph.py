@@ -127,7 +127,7 @@ class Replica:
         """Raise RuntimeError when the replica must be replaced, for example when the engine is stuck. A replica that
         is loading or paused is healthy.
 
-        Runs on the event loop that answers requests, so a blocked loop fails the check; Serve's default would pass.
+        Runs on the event loop that answers requests, so a blocked loop fails the check. Serve's default would pass.
         """
         ready = await self._ready()
         if ready.broken:

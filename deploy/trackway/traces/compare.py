@@ -44,7 +44,7 @@ class Diff(BaseModel):
 
 
 def diff(*texts: str | None) -> Diff:
-    """The diff of each text against the first; all of a text without a counterpart is changed."""
+    """The diff of each text against the first. All of a text without a counterpart is changed."""
     first, *others = texts
     if first is None:
         return Diff(sides=[None, *map(_whole, others)])

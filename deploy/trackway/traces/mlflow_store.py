@@ -34,7 +34,7 @@ from trackway.tracing.export.mlflow import credentials, mlflow_http
 from trackway.tracing.local_mlflow import client as local_mlflow
 
 TIMEOUT_S = 30.0
-"""Timeout of one request; MLflow itself waits 20 s for a locked SQLite database."""
+"""Timeout of one request. MLflow itself waits 20 s for a locked SQLite database."""
 _ATTEMPTS = 3
 _PAGE = 100
 _SPANS_PER_QUERY = 50

@@ -24,7 +24,7 @@ def write(path: Path, comparison: Comparison) -> None:
 
 
 def render(comparison: Comparison) -> str:
-    """The page's HTML; every text of the traces is escaped."""
+    """The page's HTML. Every text of the traces is escaped."""
     # Autoescaping keeps a model's text from becoming markup.
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"visible": visible, "ms": milliseconds, "shown": shown}

@@ -55,7 +55,7 @@ class TraceFilter:
 
     kind: TraceKind = TraceKind.TRAJECTORY
     tags: Mapping[str, str] = field(default_factory=dict)
-    """Required values by tag; `*` matches any text."""
+    """Required values by tag. `*` matches any text."""
     steps: Steps | None = None
     reward_min: float | None = None
     reward_max: float | None = None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trackway.traces.verify import Verification
 
 _ROOM_FOR_IDS = 130
-"""Width below which ids are shortened; `trackway traces show` takes their first digits."""
+"""Width below which ids are shortened. `trackway traces show` takes their first digits."""
 
 _SHOWN_GAPS = 50
 _GAP = 2

@@ -22,7 +22,7 @@ OF_AGENTS = frozenset({"reward"})
 """Kinds that the agent creates where the reward service is not asked."""
 
 KINDS = (*SERVICE_OF_SPAN, "train", "optimizer_step")
-"""First words of our span names; any other span is an `operation` of a user's agent loop."""
+"""First words of our span names. Any other span is an `operation` of a user's agent loop."""
 
 Status = Literal["OK", "ERROR", "UNSET"]
 State = Literal["OK", "ERROR", "IN_PROGRESS"]

@@ -177,7 +177,7 @@ def _link(link: Mapping[str, Any]) -> SpanLink:
 
 
 def _flat(nested: Mapping[str, Any], keep: tuple[str, ...] = (), prefix: str = "") -> dict[str, JsonValue]:
-    """Attributes with dotted names restored; the values of `keep` stay nested."""
+    """Attributes with dotted names restored. The values of `keep` stay nested."""
     flat: dict[str, JsonValue] = {}
     for key, value in nested.items():
         name = f"{prefix}{key}"
@@ -189,7 +189,7 @@ def _flat(nested: Mapping[str, Any], keep: tuple[str, ...] = (), prefix: str = "
 
 
 def _when(text: str) -> datetime:
-    """A time in UTC; Weave's times have no time zone."""
+    """A time in UTC. Weave's times have no time zone."""
     moment = datetime.fromisoformat(text)
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
@@ -200,7 +200,7 @@ def _ms(moment: datetime, start: datetime) -> float:
 
 @contextlib.contextmanager
 def _answering() -> Iterator[None]:
-    """Turn weave's errors into UserError; they have no common class except those of HTTP and the login."""
+    """Turn weave's errors into UserError. They have no common class except those of HTTP and the login."""
     try:
         yield
     except Exception as error:

@@ -34,7 +34,7 @@ def create_app(
     http: httpx.AsyncClient | None = None,
     tracing: Tracing | None = None,
 ) -> FastAPI:
-    """The agent service; `http` replaces the process's shared client, e.g. to reach the other services in-process.
+    """The agent service. `http` replaces the process's shared client, e.g. to reach the other services in-process.
 
     Raises:
         OSError: `model_path` holds no tokenizer.

@@ -88,7 +88,7 @@ class Groups:
     def launch(self, loop: MakeLoop, request: GroupRequest) -> asyncio.Task[Trajectory]:
         """Run the one rollout of a request with this loop, in a task of its own; raises TrackwayError as `start`.
 
-        It does not use a rollout slot; the caller limits how many run.
+        It does not use a rollout slot. The caller limits how many run.
         """
         if self._closed:
             raise stopping()

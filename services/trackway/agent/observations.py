@@ -21,7 +21,7 @@ _MARKERS = {"left": "(truncated)...", "right": "...(truncated)", "middle": "...(
 
 
 class CallFailed(Exception):
-    """The tool could not run this call; the message becomes an observation."""
+    """The tool could not run this call. The message becomes an observation."""
 
     def __init__(self, error: TrackwayError) -> None:
         super().__init__(error.message)

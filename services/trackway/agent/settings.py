@@ -38,12 +38,12 @@ class ExternalSettings(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     command: list[str] = Field(default_factory=list)
-    """Program and arguments; it calls the model at OPENAI_BASE_URL with OPENAI_API_KEY and reads the row from its
+    """Program and arguments. It calls the model at OPENAI_BASE_URL with OPENAI_API_KEY and reads the row from its
     standard input."""
     container: ContainerSettings | None = None
     """Instead of a command: a container, which is given what a command is; Linux only."""
     function: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
-    """Instead of a command: `module:name` of a function of the session's access and the row; it may return a score."""
+    """Instead of a command: `module:name` of a function of the session's access and the row. It may return a score."""
     url: str | None = Field(default=None, pattern=r"^https?://")
     """Instead of a command: a URL that gets an ExternalRollout by POST and answers with an ExternalReply at the end."""
     headers: dict[str, SecretStr] = Field(default_factory=dict[str, SecretStr])
@@ -57,12 +57,12 @@ class ExternalSettings(BaseModel):
     such."""
     hides_processes: bool = True
     """True if a command sees its own processes only, in a PID namespace, where the host allows it (else a warning says
-    so); an ordinary user's then has a user namespace too, in which setuid programs have no effect."""
+    so). An ordinary user's then has a user namespace too, in which setuid programs have no effect."""
     bounds: SessionBounds = Field(default_factory=SessionBounds)
     """Bounds of each rollout's session."""
     formats: FormatUse = "guide"
     """Use of `response_format`, `text.format` and `output_config.format` of its calls: `guide` has the engine
-    guide the answer, whose tokens are then not trained; `note` names them in the session's `ignored_fields`, and trains
+    guide the answer, whose tokens are then not trained. `note` names them in the session's `ignored_fields`, and trains
     what the model writes by itself."""
     max_running: int = Field(default=64, ge=1)
     """Rollouts of it at once on this replica; others wait."""
@@ -111,9 +111,9 @@ class EnvironmentSettings(BaseModel):
     open_timeout_s: float = Field(default=120.0, gt=0)
     """Longest time until an episode has begun, in seconds; a server that is full or starting is asked again."""
     call_timeout_s: float = Field(default=60.0, gt=0)
-    """Time limit of one call and of the reward, in seconds; a slower one ends the trajectory with an error."""
+    """Time limit of one call and of the reward, in seconds. A slower one ends the trajectory with an error."""
     max_reply_bytes: int = Field(default=1_048_576, ge=1024)
-    """Bytes of one answer; a longer one ends the trajectory with an error."""
+    """Bytes of one answer. A longer one ends the trajectory with an error."""
 
 
 AgentName = Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
@@ -123,7 +123,7 @@ class AgentSettings(OwnCodeSettings):
     """Settings of an agent replica, beside the URLs of the other services."""
 
     model_path: str
-    """Folder or Hugging Face id of the tokenizer; it must be that of the rollout service's model."""
+    """Folder or Hugging Face id of the tokenizer. It must be that of the rollout service's model."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Variables of the chat template, e.g. `{"enable_thinking": false}`; verl's `data.apply_chat_template_kwargs`."""
     tool_parser: str | None = None
@@ -132,7 +132,7 @@ class AgentSettings(OwnCodeSettings):
     agent_loop_config_path: Path | None = None
     """verl's YAML list of own agent loops, each with `name`, `_target_` and arguments of its class."""
     max_concurrent_trajectories: int = Field(default=1024, ge=1)
-    """Concurrent trajectories on this replica; others wait, and their time limit starts when they run."""
+    """Concurrent trajectories on this replica. Others wait, and their time limit starts when they run."""
     tools_refresh_s: float = Field(default=30.0, ge=0)
     """Seconds for which the tool server's schemas are cached."""
     release_timeout_s: float = Field(default=5.0, gt=0)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CACHE_CHARS = 16 * 1024 * 1024
-"""Cache size in characters, for prompts and for observations; an id counts as four."""
+"""Cache size in characters, for prompts and for observations. An id counts as four."""
 _NEXT_QUESTION = to_json([{"role": "user", "content": "question"}])
 
 
@@ -125,7 +125,7 @@ class ChatTokens:
         written: Sequence[int],
         template_kwargs: Mapping[str, JsonValue] | None = None,
     ) -> list[int]:
-        """The same for messages of any role, in the form of chat templates; `template_kwargs` replace the tokenizer's.
+        """The same for messages of any role, in the form of chat templates. `template_kwargs` replace the tokenizer's.
 
         Raises:
             TrackwayError: `invalid_request` when the chat template rejects them, or leaves out the results of tools.
@@ -158,7 +158,7 @@ class ChatTokens:
         return await self.text(ids[:-1] if ended else ids)
 
     async def plain_text(self, ids: Sequence[int]) -> str:
-        """The decoded text without special tokens; `<tool_call>` is not a special token."""
+        """The decoded text without special tokens. `<tool_call>` is not a special token."""
         return await offload(len(ids), self._decode, list(ids), True)
 
     @property

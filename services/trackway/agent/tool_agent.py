@@ -73,7 +73,7 @@ class ToolAgent(AgentLoop):
     async def answer_calls(self, episode: Episode, toolbox: Toolbox, parsed: Parsed, tools: ToolSet) -> bool:
         """Run the calls of the last turn and append an observation for each; False when the response is full.
 
-        Raises TrackwayError for a fault of the infrastructure; a call that fails becomes its observation.
+        Raises TrackwayError for a fault of the infrastructure. A call that fails becomes its observation.
         """
         calls = _with_ids(parsed, episode.turns[-1].index)
         observations = await self._run_tools(episode, toolbox, calls, tools)

@@ -1,6 +1,6 @@
 """The tools of a trajectory: runs the calls of a turn concurrently and records each.
 
-Calls of the same stateful tool run in the order of the text; all others run concurrently.
+Calls of the same stateful tool run in the order of the text. All others run concurrently.
 
 A tool's state on the tool server is created at the first call, kept for later calls, and always released. A lost
 instance is recreated once and its earlier calls are replayed, except those that timed out and would do so again. If the
@@ -156,7 +156,7 @@ class ToolInstance:
 logger = logging.getLogger("trackway.agent")
 
 _releasing: set[asyncio.Task[None]] = set()
-"""The event loop keeps only weak references to tasks; a release must survive its cancelled trajectory."""
+"""The event loop keeps only weak references to tasks. A release must survive its cancelled trajectory."""
 
 
 class StatefulTool(Protocol):
@@ -189,7 +189,7 @@ class StatefulTool(Protocol):
 
 
 class Toolbox:
-    """Runs the calls of one trajectory; every method but `release` raises TrackwayError."""
+    """Runs the calls of one trajectory. Every method but `release` raises TrackwayError."""
 
     def __init__(
         self, client: ToolsClient, sample: Sample, session_id: str, deadline: Deadline, release_timeout_s: float
@@ -263,7 +263,7 @@ class Toolbox:
 
     @contextmanager
     def _recorded(self, tool: str, call_id: str, sent: dict[str, ToolCallRecord]) -> Iterator[ToolCallRecord]:
-        """Record a call; a call cancelled before the trajectory's deadline leaves no record."""
+        """Record a call. A call cancelled before the trajectory's deadline leaves no record."""
         record = sent[call_id] = ToolCallRecord(tool=tool, tool_call_id=call_id)
         started = time.perf_counter()
         try:

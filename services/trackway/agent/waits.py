@@ -1,4 +1,4 @@
-"""Waits of each rollout; its own are in the context of the task that runs it."""
+"""Waits of each rollout. Its own are in the context of the task that runs it."""
 
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar

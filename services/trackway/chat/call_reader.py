@@ -1,6 +1,6 @@
 """Splits the streamed text of a message into plain text and tool calls.
 
-A call becomes one at its end; a malformed or unclosed one stays text. White space around calls is dropped.
+A call becomes one at its end. A malformed or unclosed one stays text. White space around calls is dropped.
 """
 
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ class ToolCallReader:
         return [part for part in parts if part != ""]
 
     def rest(self) -> list[str | FunctionCall]:
-        """The rest of the choice; an unclosed call becomes text."""
+        """The rest of the choice. An unclosed call becomes text."""
         parts: list[str | FunctionCall] = []
         self._searched.append(self._edge)
         if self._in_call:

@@ -1,4 +1,4 @@
-"""Text to token ids within a limit; a text far over the limit is not encoded in full.
+"""Text to token ids within a limit. A text far over the limit is not encoded in full.
 
 Encoding costs more than a microsecond and 100 bytes per character, so 16 MB of text take 20 seconds and 2 GB.
 """

@@ -57,7 +57,7 @@ class TemplateSupport(NamedTuple):
 
 
 def template_support(tokenizer: Renders, variables: Mapping[str, JsonValue] | None = None) -> TemplateSupport:
-    """Render a tool's schema and its result; a template may reject them, or leave them out without a word."""
+    """Render a tool's schema and its result. A template may reject them, or leave them out without a word."""
 
     def render(messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None) -> str:
         options = {"add_generation_prompt": True, "tokenize": False, **(variables or {})}

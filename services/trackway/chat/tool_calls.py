@@ -17,7 +17,7 @@ _NAME = re.compile(r'"name"\s*:\s*"([^"\\]{1,256})"')
 
 @dataclass(frozen=True)
 class ParsedCall:
-    """A call as the model wrote it; a call with `error` cannot run, and `error` is its observation."""
+    """A call as the model wrote it. A call with `error` cannot run, and `error` is its observation."""
 
     name: str
     arguments: dict[str, JsonValue] = field(default_factory=dict)

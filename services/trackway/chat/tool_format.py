@@ -23,7 +23,7 @@ class Parsed(NamedTuple):
     content: str
     calls: list[ParsedCall]
     unclosed: ParsedCall | None = None
-    """A last call that does not end, which is none of the calls; `raw` is its text."""
+    """A last call that does not end, which is none of the calls. `raw` is its text."""
 
 
 class ToolFormat(ABC):

@@ -77,7 +77,7 @@ class Llama3Json(ToolFormat):
     begins, at_start = ("{", "<|python_tag|>"), True
 
     def parse(self, text: str, parameters: Parameters | None = None) -> Parsed:
-        """The calls, if the message is nothing else; JSON without a name and parameters is content."""
+        """The calls, if the message is nothing else. JSON without a name and parameters is content."""
         body = text.strip().removeprefix("<|python_tag|>").removesuffix("<|eom_id|>").strip()
         if not body.startswith("{"):
             return Parsed(text.strip(), [])
@@ -138,7 +138,7 @@ class Pythonic(ToolFormat):
     begins, at_start = ("[", "<|python_start|>", "<|python_tag|>"), True
 
     def parse(self, text: str, parameters: Parameters | None = None) -> Parsed:
-        """The calls, if the message is such a list; their arguments are literals, by keyword."""
+        """The calls, if the message is such a list. Their arguments are literals, by keyword."""
         body = text.strip().removeprefix("<|python_start|>").removeprefix("<|python_tag|>")
         body = body.removesuffix("<|eom_id|>").removesuffix("<|python_end|>").strip()
         if not _PYTHONIC.match(body):

@@ -95,7 +95,7 @@ def _keywords(schema: JsonValue) -> Iterator[str]:
 T = TypeVar("T")
 
 WATCH_AFTER_S = 0.1
-"""Seconds before a client's connection is watched; a call that ends sooner needs no watching."""
+"""Seconds before a client's connection is watched. A call that ends sooner needs no watching."""
 
 
 @dataclass(frozen=True)

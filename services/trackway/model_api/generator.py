@@ -10,7 +10,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class StreamedTokens(Protocol):
-    """The next tokens of a stream; `finish_reason` is None except in the last, which may be empty."""
+    """The next tokens of a stream. `finish_reason` is None except in the last, which may be empty."""
 
     @property
     def token_ids(self) -> list[int]: ...

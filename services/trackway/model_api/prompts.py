@@ -144,7 +144,7 @@ def _text_of(
 
 
 def template_variables(request: ChatRequest) -> dict[str, JsonValue]:
-    """Variables of the chat template; a template uses those that it knows."""
+    """Variables of the chat template. A template uses those that it knows."""
     effort = request.reasoning_effort
     return {**({} if effort is None else {"reasoning_effort": effort}), **request.chat_template_kwargs}
 

@@ -69,7 +69,7 @@ class ResponseBuilder(ABC):
     async def events(
         self, arriving: AsyncGenerator[tuple[int, Delta] | None], record: Record | None = None
     ) -> AsyncGenerator[str]:
-        """The response as events, each with its blank line; the first comes with the first delta.
+        """The response as events, each with its blank line. The first comes with the first delta.
 
         None instead of a delta makes an event that keeps the connection open.
         """

@@ -12,7 +12,7 @@ from trackway.wire.trajectory import WeightSpan
 
 
 class StopStrings:
-    """Passes text up to the first stop string; a possible start of one is held back."""
+    """Passes text up to the first stop string. A possible start of one is held back."""
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
         self._stops, self._include = stops, include
@@ -45,7 +45,7 @@ _BROKEN = "\ufffd"
 
 @dataclass(frozen=True)
 class Delta:
-    """The new part of a choice; `finish_reason` is None except in the last."""
+    """The new part of a choice. `finish_reason` is None except in the last."""
 
     text: str
     token_ids: list[int]
@@ -80,7 +80,7 @@ def joined(deltas: Sequence[Delta]) -> Delta:
 
 
 def by_token(delta: Delta, begun: int) -> list[Delta]:
-    """The text and logprobs of each token of a delta with offsets; `begun` is the length of the text before it.
+    """The text and logprobs of each token of a delta with offsets. `begun` is the length of the text before it.
 
     Text that was held back comes with the token that completed it.
     """
@@ -162,7 +162,7 @@ class Reader:
         top_logprobs: Sequence[TopLogprobs] = (),
         spans: Sequence[WeightSpan] = (),
     ) -> Delta:
-        """Decode the next tokens; a stop string ends the choice with the token that completes it."""
+        """Decode the next tokens. A stop string ends the choice with the token that completes it."""
         token_by_token = self.has_stops or self._with_offsets
         text, count, offsets = "", 0, list[int]()
         for batch in [[token] for token in token_ids] if token_by_token else [list(token_ids)]:

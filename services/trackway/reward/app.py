@@ -71,7 +71,7 @@ def routes(service: RewardService) -> ServiceRouter:
 
     @router.get("/scorers", responses=_answer({"scorers": [SCORER]}))
     async def scorers() -> ScorerList:
-        """The scorers with their data sources and methods; the first method is the default."""
+        """The scorers with their data sources and methods. The first method is the default."""
         return ScorerList(scorers=service.infos())
 
     return router

@@ -31,17 +31,17 @@ class JudgeSettings(BaseModel):
     name: str = "judge"
     """Name of the scorer."""
     data_sources: list[str] = Field(default_factory=lambda: [ANY_DATA_SOURCE])
-    """Data sources that it scores; `*` is every one that has no other scorer."""
+    """Data sources that it scores. `*` is every one that has no other scorer."""
     base_url: HttpUrl
     """URL of the API to its version: `https://host/v1`, or `http://127.0.0.1:8000/rollout/v1` for a rollout service."""
     model: str
     """Name of the model, as the server knows it."""
     token: SecretStr = SecretStr("")
-    """Bearer token for that server; TRACKWAY_TOKEN is not sent there."""
+    """Bearer token for that server. TRACKWAY_TOKEN is not sent there."""
     prompt: str = _PROMPT
     """The user message. `{solution_str}`, `{ground_truth}`, `{data_source}` and `{extra_info.KEY}` are filled in."""
     score_pattern: str = r"(?i)score[^\w.-]*(-?\d+(?:\.\d+)?)"
-    """Regular expression whose first group is the number in the answer; the last match counts."""
+    """Regular expression whose first group is the number in the answer. The last match counts."""
     lowest: float = 0.0
     """The number that becomes the score 0."""
     highest: float = 10.0
@@ -55,7 +55,7 @@ class JudgeSettings(BaseModel):
     attempts: int = Field(default=3, ge=1)
     """Attempts when the server fails or cannot be reached; until the limit when it is full (429)."""
     max_in_flight: int = Field(default=16, ge=1)
-    """Concurrent requests of one replica; others wait until their limit."""
+    """Concurrent requests of one replica. Others wait until their limit."""
 
     @field_validator("prompt")
     @classmethod

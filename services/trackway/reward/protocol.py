@@ -12,7 +12,7 @@ class Scorer(Protocol):
 
     @property
     def info(self) -> ScorerInfo:
-        """Name, data sources and methods; the first method is the default."""
+        """Name, data sources and methods. The first method is the default."""
         ...
 
     async def score(self, request: ScoreRequest, method: str) -> Reward:

@@ -41,7 +41,7 @@ class RewardModelSettings(BaseModel):
     attempts: int = Field(default=5, ge=1)
     """Attempts at a classifier when the server fails or cannot be reached; until the limit when it is full (429)."""
     max_in_flight: int = Field(default=64, ge=1)
-    """Concurrent requests of one replica to a classifier; others wait until their limit."""
+    """Concurrent requests of one replica to a classifier. Others wait until their limit."""
 
 
 class RewardModelAccess:

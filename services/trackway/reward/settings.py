@@ -27,7 +27,7 @@ class RewardSettings(OwnCodeSettings):
     """Weighted sums of scorers: `name`, `data_sources`, and `weights` by the name of each scorer, which then scores
     through its sums only."""
     score_timeout_s: float = Field(default=60.0, gt=0)
-    """Time limit of one score in seconds; a slower one is answered 504."""
+    """Time limit of one score in seconds. A slower one is answered 504."""
     batch_concurrency: int = Field(default=64, ge=1)
     """Concurrent scores of a batch."""
 

@@ -19,14 +19,14 @@ class WeightedScorers(BaseModel):
     name: str = "weighted"
     """Name of the sum."""
     data_sources: list[str] = Field(default_factory=lambda: [ANY_DATA_SOURCE])
-    """Data sources that it scores; `*` is every one that has no other scorer."""
+    """Data sources that it scores. `*` is every one that has no other scorer."""
     weights: dict[str, Finite] = Field(min_length=1)
     """Weight of each scorer by its name (`gsm8k`, `judge`, `module.function`, `file.py:function`). The score is the sum
     of the weights times the scores; weights need not add up to 1."""
 
 
 class WeightedScorer:
-    """Scores with all of its scorers at the same time; the error of one is the error of the sum.
+    """Scores with all of its scorers at the same time. The error of one is the error of the sum.
 
     Each score becomes a component under its scorer's name, beside that scorer's own components; one whose name is taken
     is called `<scorer>.<component>`. Scores of turns are weighed and added too.

@@ -123,7 +123,7 @@ class ClassifierService:
         )
 
     async def _logits(self, inputs: list[list[int]]) -> list[float]:
-        """The logit of each input; the error of one is that of all."""
+        """The logit of each input. The error of one is that of all."""
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._classifier.classify(ids)) for ids in inputs]
@@ -148,7 +148,7 @@ def classify_routes(service: ClassifierService) -> APIRouter:
 
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> ModelCard:
-        """The served model; 404 for any other name."""
+        """The served model. 404 for any other name."""
         return service.served(model)
 
     @router.get("/weights")

@@ -61,7 +61,7 @@ def model_routes(service: RolloutService, text: TokenText) -> list[APIRouter]:
 
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> ModelCard:
-        """The served model; 404 for any other name."""
+        """The served model. 404 for any other name."""
         return service.served(model)
 
     @router.post("/v1/completions", response_model=None, responses=_either(Completion))

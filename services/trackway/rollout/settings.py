@@ -20,7 +20,7 @@ class RolloutSettings(ServiceSettings):
     """Settings of a rollout replica: model, source of weights, engine and limits."""
 
     model_path: Path = Path("model")
-    """Hugging Face folder with config, tokenizer and weights; these weights are version 0. A model for sequence
+    """Hugging Face folder with config, tokenizer and weights. These weights are version 0. A model for sequence
     classification is served at `/classify`, without the routes of generation."""
     model_name: str = "policy"
     """Name in `/v1/models` and in replies."""
@@ -101,7 +101,7 @@ class RolloutSettings(ServiceSettings):
     """Longest sequence in tokens that the model is taken to read, instead of what its `config.json` says. A server at
     `engine_url` is started with the same number."""
     classify_timeout_s: float = Field(default=300.0, gt=0.0)
-    """Limit in seconds of one request to `/classify`, its wait in the queue included; a slower one is answered 504."""
+    """Limit in seconds of one request to `/classify`, its wait in the queue included. A slower one is answered 504."""
     weight_wait_s: float = Field(default=30.0, ge=0.0)
     """Longest wait of a request for weights that are not loaded yet; then 409 `weights_behind`."""
     weights_late_s: float = Field(default=2.0, ge=0.0)

@@ -43,7 +43,7 @@ class WeightWatcher:
         self._interval_s, self._wait_s, self._drain_s = interval_s, wait_s, drain_s
         self._update_mode: UpdateMode = update_mode
         self.updates = 0
-        """Number of swaps started; a request aborted while it grew was aborted by an update."""
+        """Number of swaps started. A request aborted while it grew was aborted by an update."""
         self.control = asyncio.Lock()
         """Held to pause or resume the engine and to swap its weights, but not while they are fetched or read."""
         self._gate = asyncio.Event()
@@ -117,7 +117,7 @@ class WeightWatcher:
             raise refusal
 
     def _refusal(self, want: int) -> TrackwayError | None:
-        """Why the engine refused the newest version; None unless a request for `want` must wait for that one."""
+        """Why the engine refused the newest version. None unless a request for `want` must wait for that one."""
         if self._refused is None or not want <= self._refused[0].version == self._latest:
             return None
         return self._refused[1]

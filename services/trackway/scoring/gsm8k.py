@@ -18,7 +18,7 @@ _NORMALIZED = re.compile(r"####\s*(-?\s*\$?\s*-?[0-9.,]+)")
 
 
 class Method(StrEnum):
-    """How the final answer is extracted and compared; the first is the default."""
+    """How the final answer is extracted and compared. The first is the default."""
 
     STRICT = "strict"
     """The last `#### <number>`, commas removed, equal to the truth as a string."""

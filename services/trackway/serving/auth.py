@@ -41,7 +41,7 @@ _NO_TOKENS = (
 
 
 class Authentication:
-    """Outermost ASGI middleware; `tokens` is None when none are configured."""
+    """Outermost ASGI middleware. `tokens` is None when none are configured."""
 
     def __init__(
         self,

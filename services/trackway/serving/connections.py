@@ -47,7 +47,7 @@ class JoinedWrites:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Send the data; a head waits until the next write, or the next iteration of the event loop."""
+        """Send the data. A head waits until the next write, or the next iteration of the event loop."""
         if self._head is None and data.startswith(_HEAD):
             self._head = data
             asyncio.get_running_loop().call_soon(self._flush)
@@ -69,7 +69,7 @@ class JoinedWrites:
 
 
 class BoundedProtocol(asyncio.Protocol):
-    """Mixin for uvicorn's HTTP protocols; `bounded_protocol` makes a class of both for each server."""
+    """Mixin for uvicorn's HTTP protocols. `bounded_protocol` makes a class of both for each server."""
 
     settings: ClassVar[ConnectionSettings]
     max_connections: ClassVar[int]
@@ -198,7 +198,7 @@ class BoundedProtocol(asyncio.Protocol):
 
 
 def bound_server(receive: Receive, settings: ConnectionSettings) -> None:
-    """Apply the limits to the uvicorn server of this lifespan, before it listens; other servers are unchanged."""
+    """Apply the limits to the uvicorn server of this lifespan, before it listens. Other servers are unchanged."""
     # uvicorn gives an app no access to its server, but the object of this method has its Config.
     config = getattr(getattr(receive, "__self__", None), "config", None)
     if isinstance(config, Config):
@@ -221,7 +221,7 @@ def bounded_protocol(
 
 
 def _connections_by_files() -> int:
-    """Three quarters of the files that this process may still open; the rest is for its own work."""
+    """Three quarters of the files that this process may still open. The rest is for its own work."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return 1 << 30

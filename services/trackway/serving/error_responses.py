@@ -40,7 +40,7 @@ def error_response(error: TrackwayError, headers: Mapping[str, str] = MappingPro
 
 
 def retry_after(error: TrackwayError) -> dict[str, str]:
-    """`Retry-After` in whole seconds, as HTTP requires; the body's detail has the fraction.
+    """`Retry-After` in whole seconds, as HTTP requires. The body's detail has the fraction.
 
     Set for errors with a retry time, and for every overload error: 1 second when there is no estimate.
     """
@@ -97,7 +97,7 @@ def body_problems(error: ValidationError) -> list[dict[str, Any]]:
 
 
 def misfit(error: RequestValidationError, *, skip: int = 0) -> str:
-    """A description of a request's problems; `skip` drops that many leading parts of each location."""
+    """A description of a request's problems. `skip` drops that many leading parts of each location."""
     problems = error.errors()
     named = [_problem(item["loc"][skip:], item["msg"]) for item in problems[:MAX_PROBLEMS]]
     more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
@@ -124,7 +124,7 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
 
 
 def _allowed(request: Request) -> str:
-    """The methods of the path; the router knows only those of the first matching route."""
+    """The methods of the path. The router knows only those of the first matching route."""
     scopes = {method: {**request.scope, "method": method} for method in _METHODS}
     routes = request.app.routes
     return ", ".join(

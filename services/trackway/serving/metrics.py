@@ -23,7 +23,7 @@ disable_created_metrics()
 
 
 class Gauge(NamedTuple):
-    """A gauge of a service; `read` may raise TrackwayError while there is no value yet."""
+    """A gauge of a service. `read` may raise TrackwayError while there is no value yet."""
 
     name: str
     description: str

@@ -103,7 +103,7 @@ def loading(what: str) -> Iterator[None]:
 
 
 class Declared(Generic[P]):
-    """Registry of decorated functions or classes, by module and name; a later import replaces them."""
+    """Registry of decorated functions or classes, by module and name. A later import replaces them."""
 
     def __init__(self) -> None:
         self._parts: dict[tuple[str, str], P] = {}

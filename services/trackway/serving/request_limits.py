@@ -110,7 +110,7 @@ class RequestBounds:
 def json_exceeds(limit: JsonSize, body: bytes) -> bool:
     """Return whether JSON in UTF-8 exceeds `limit`, without parsing it; for other bytes the result is a guess.
 
-    Most bodies have few commas, colons and brackets; otherwise those within strings are excluded.
+    Most bodies have few commas, colons and brackets. Otherwise those within strings are excluded.
     """
     return len(body) > min(limit) and _size(body).exceeds(limit) and _exceeds_outside_strings(limit, body)
 

@@ -77,7 +77,7 @@ class ServiceRouter(APIRouter):
 
 
 class _ValidatingRequest(Request):
-    """`json()` returns the validated body; FastAPI answers 400 for any error, so `failure` keeps the cause."""
+    """`json()` returns the validated body. FastAPI answers 400 for any error, so `failure` keeps the cause."""
 
     def __init__(self, request: Request, body_type: TypeAdapter[object]) -> None:
         super().__init__(request.scope, request.receive)

@@ -1,4 +1,4 @@
-"""Settings that every service shares; each service adds its own in a subclass.
+"""Settings that every service shares. Each service adds its own in a subclass.
 
 A value comes from the Serve config (`args`), else from the environment (`TRACKWAY_TOOLS_URL`,
 `TRACKWAY_TRACING__TOKEN2TEXT`), else from the default.
@@ -15,7 +15,7 @@ from trackway.wire.health import ServiceName
 
 
 class ConnectionSettings(BaseSettings):
-    """Connection limits of a server; Ray Serve's proxy reads them from the environment."""
+    """Connection limits of a server. Ray Serve's proxy reads them from the environment."""
 
     model_config = SettingsConfigDict(
         env_prefix="TRACKWAY_",
@@ -54,7 +54,7 @@ class ServiceSettings(ConnectionSettings):
     """Call the other services' replicas at their own ports where these are reachable, else through Serve's proxy."""
     direct_host: str | None = None
     """Under Ray Serve: address at which each replica also answers directly, on a free port that `/replicas` lists.
-    `node` is the node's own address, for callers on other nodes; None takes 127.0.0.1 when base_url is on this machine,
+    `node` is the node's own address, for callers on other nodes. None takes 127.0.0.1 when base_url is on this machine,
     else `node`; with an empty one replicas answer only through the proxy, as the trainer always does."""
     probe_dir: str | None = Field(default=None, min_length=1, max_length=56)
     """Under Ray Serve: folder in which each replica answers readiness probes at a Unix socket of its own
@@ -67,13 +67,13 @@ class ServiceSettings(ConnectionSettings):
     tracing: TracingSettings = Field(default_factory=TracingSettings)
     """Export of spans."""
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
-    """Longest request body in bytes; a longer one is answered 413."""
+    """Longest request body in bytes. A longer one is answered 413."""
     body_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds for a request's body to be complete; a slower one is answered 408."""
+    """Seconds for a request's body to be complete. A slower one is answered 408."""
     max_json_items: int = Field(default=500_000, ge=1024)
-    """List items and object members in a request's JSON, token ids included; more are answered 413."""
+    """List items and object members in a request's JSON, token ids included. More are answered 413."""
     max_json_nodes: int = Field(default=100_000, ge=1024)
-    """Lists, objects and object members in a request's JSON, up to 800 bytes of memory each; more are answered 413."""
+    """Lists, objects and object members in a request's JSON, up to 800 bytes of memory each. More are answered 413."""
     replica: str = Field(default_factory=lambda: uuid.uuid4().hex[:12], pattern="^[0-9a-z]{4,32}$")
     """Name of this process among the service's replicas."""
 

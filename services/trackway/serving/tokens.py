@@ -60,7 +60,7 @@ class Token(BaseModel):
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
     secret: SecretStr | None = None
-    """The token itself: at least 16 letters, digits and . _ ~ + / -; `openssl rand -hex 32` makes one."""
+    """The token itself: at least 16 letters, digits and . _ ~ + / -. `openssl rand -hex 32` makes one."""
     sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$", repr=False)
     """Instead of the secret: `printf %s "$TOKEN" | sha256sum`."""
     scopes: frozenset[AuthScope] = Field(default=frozenset({AuthScope.EXECUTE}), min_length=1)

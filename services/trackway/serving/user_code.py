@@ -118,7 +118,7 @@ async def run_user_code(call: Callable[[], Awaitable[T]]) -> T:
 
 
 def outcome_of(work: asyncio.Task[T]) -> T:
-    """The result of a finished task of user code; its error is raised as an Exception."""
+    """The result of a finished task of user code. Its error is raised as an Exception."""
     if work.cancelled():
         raise failure_of(asyncio.CancelledError())
     error = work.exception()

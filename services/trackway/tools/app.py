@@ -40,7 +40,7 @@ def create_app(
     tracing: Tracing | None = None,
     http: httpx.AsyncClient | None = None,
 ) -> FastAPI:
-    """The tool server with the given tools, or those named in the settings; `http` replaces the shared HTTP client.
+    """The tool server with the given tools, or those named in the settings. `http` replaces the shared HTTP client.
 
     ValueError or TypeError when a named tool cannot be loaded.
     """

@@ -23,19 +23,19 @@ _session: ContextVar[str | None] = ContextVar("trackway_tool_session", default=N
 
 
 class ToolInputError(TrackwayError):
-    """An error of the caller (422); the message becomes an observation and should say what to correct."""
+    """An error of the caller (422). The message becomes an observation and should say what to correct."""
 
     def __init__(self, message: str, **detail: JsonValue) -> None:
         super().__init__(ErrorCode.INVALID_REQUEST, message, **detail)
 
 
 class ToolLimits(BaseModel):
-    """Limits of every call; a tool's config may lower each of them for that tool."""
+    """Limits of every call. A tool's config may lower each of them for that tool."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     call_timeout_s: float = Field(default=30.0, gt=0)
-    """Time limit of a create, execute, reward or release in seconds; a slower one is cancelled and answered 504."""
+    """Time limit of a create, execute, reward or release in seconds. A slower one is cancelled and answered 504."""
     stop_timeout_s: float = Field(default=2.0, gt=0)
     """Seconds for a cancelled call to stop; after that its instance is lost, and its slot stays taken."""
     wait_timeout_s: float = Field(default=60.0, gt=0)
@@ -43,10 +43,10 @@ class ToolLimits(BaseModel):
     tool_concurrency: int = Field(default=64, ge=1)
     """Concurrent calls of a tool on this replica."""
     max_output_chars: int = Field(default=16384, ge=1)
-    """Characters of a result's text that are kept; a marker says how many were cut."""
+    """Characters of a result's text that are kept. A marker says how many were cut."""
 
     def narrowed(self, config: Mapping[str, JsonValue]) -> "ToolLimits":
-        """These limits, lowered by a tool's config; a config cannot raise them."""
+        """These limits, lowered by a tool's config. A config cannot raise them."""
         tool_limits = ToolLimits.model_validate(config)
         bounds = {name: min(getattr(tool_limits, name), getattr(self, name)) for name in tool_limits.model_fields_set}
         return self.model_copy(update=bounds)
@@ -91,7 +91,7 @@ class BaseTool(ABC):
     async def start(self) -> None:
         """Called once per replica, before the first call: load an index, check a sandbox, connect.
 
-        An exception keeps the tool server from starting; its message says what is missing and the remedy.
+        An exception keeps the tool server from starting. Its message says what is missing and the remedy.
         """
         return None
 
@@ -110,7 +110,7 @@ class BaseTool(ABC):
     async def execute(
         self, instance_id: str, arguments: dict[str, JsonValue], /, **execute_kwargs: JsonValue
     ) -> ToolResult:
-        """Run one call. ToolInputError for invalid arguments; any other exception is the tool's failure."""
+        """Run one call. ToolInputError for invalid arguments. Any other exception is the tool's failure."""
 
     async def calc_reward(self, instance_id: str, /, **kwargs: JsonValue) -> float:
         """The reward of the instance over all its calls."""

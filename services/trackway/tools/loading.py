@@ -31,7 +31,7 @@ BUILT_IN: dict[str, type[BaseTool]] = {
 
 
 class _Planned(NamedTuple):
-    """A tool to build; its config is looked up by its name."""
+    """A tool to build. Its config is looked up by its name."""
 
     origin: str
     make: Callable[[ToolConfig], BaseTool]

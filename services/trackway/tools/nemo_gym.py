@@ -22,7 +22,7 @@ Json = dict[str, JsonValue]
 
 COOKIE = "trackway-nemo-gym-session"
 _MAX_SESSIONS = 16_384
-"""Sessions that were seeded and not verified; the oldest is forgotten for one more."""
+"""Sessions that were seeded and not verified. The oldest is forgotten for one more."""
 
 
 @dataclass

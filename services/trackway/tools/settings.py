@@ -23,9 +23,9 @@ class ToolsSettings(ToolLimits, OwnCodeSettings):
     tool_config_path: Path | None = None
     """verl's tool_config YAML: classes and MCP servers."""
     function_tool_path: Path | None = None
-    """A Python file; its functions with `@function_tool` are offered."""
+    """A Python file. Its functions with `@function_tool` are offered."""
     tool_config: dict[str, ToolConfig] = Field(default_factory=dict)
-    """Config by tool name, merged over the tool's own; it may lower the limits of a call for that tool."""
+    """Config by tool name, merged over the tool's own. It may lower the limits of a call for that tool."""
     max_instances: int = Field(default=16384, ge=1)
     """Maximum instances on this replica; one more is answered 429."""
     instance_ttl_s: float = Field(default=3600.0, gt=0)
@@ -40,14 +40,14 @@ class ToolsSettings(ToolLimits, OwnCodeSettings):
     mcp_session_room_s: float = Field(default=60.0, ge=0)
     """Seconds without a request after which an MCP session may end to make room for another."""
     mcp_session_idle_s: float = Field(default=1800.0, gt=0)
-    """Seconds without a request after which an MCP session ends; its id is then answered 404."""
+    """Seconds without a request after which an MCP session ends. Its id is then answered 404."""
 
     nemo_gym: bool = False
     """Serve NeMo-Gym's routes `/seed_session`, `/verify` and one for each tool, as a resources server of its own. Its
     agents call them at the root of a port, so run such a tool server by itself, with uvicorn."""
 
     def built_in(self, own_tools: bool) -> list[str]:
-        """The built-in tools to offer; `own_tools` says whether `modules` define tools."""
+        """The built-in tools to offer. `own_tools` says whether `modules` define tools."""
         own_alone = "tools" not in self.model_fields_set
         return [] if own_alone and (own_tools or self.tool_config_path or self.function_tool_path) else self.tools
 

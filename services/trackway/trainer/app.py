@@ -88,7 +88,7 @@ def _routes(runs: RunManager) -> ServiceRouter:
 
     @router.post("/runs", status_code=202, dependencies=operator)
     async def start(request: RunRequest) -> RunInfo:
-        """Start a run; its process may still be starting when this answers.
+        """Start a run. Its process may still be starting when this answers.
 
         Rows that name an agent loop, tool or data source that no service has fail the run, not this request: finding
         them takes reading and filtering all rows, whose number has no bound.
@@ -144,7 +144,7 @@ def _sessions(intake: SessionIntake) -> ServiceRouter:
 
     @router.post("/runs/{run}/sessions", status_code=202)
     async def train_session(run: RunNameInPath, session: FinishedSession) -> WaitingSessions:
-        """Hand a finished session to a run; the agent service does this. It is on the run's disk when this answers."""
+        """Hand a finished session to a run. The agent service does this. It is on the run's disk when this answers."""
         return await asyncio.to_thread(intake.take, run, session)
 
     return router

@@ -26,7 +26,7 @@ class Assignment(BaseModel):
 
 
 def receive(deadline_s: float) -> list[str]:
-    """Wait for a run and return its arguments; its log and its environment are in place then.
+    """Wait for a run and return its arguments. Its log and its environment are in place then.
 
     Ends the process when standard input closes first, or after `deadline_s`.
     """

@@ -4,7 +4,7 @@ from pydantic import BaseModel
 
 
 class ServiceUrls(BaseModel):
-    """URLs of the services that a run's process uses; `services.json` in the run's folder."""
+    """URLs of the services that a run's process uses. `services.json` in the run's folder."""
 
     agent_url: str
     """Agent service."""

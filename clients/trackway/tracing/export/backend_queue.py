@@ -19,7 +19,7 @@ from trackway.tracing.export.otlp_http import Answer, Endpoint, SendOutcome
 logger = logging.getLogger("trackway.tracing")
 
 MEMORY_BATCHES = 64
-"""Batches (of up to 512 spans) that wait in memory without a disk queue; further ones are dropped."""
+"""Batches (of up to 512 spans) that wait in memory without a disk queue. Further ones are dropped."""
 BACKOFF = Backoff(first_s=0.5, longest_s=15.0)
 LOOK_FOR_ORPHANS_S = 30.0
 POSTPONE_AFTER = 3
@@ -30,7 +30,7 @@ REFUSED_AFTER = 3
 
 @dataclass(frozen=True)
 class BackendStats:
-    """Counts of spans for one backend since the process started; `waiting` is the current number."""
+    """Counts of spans for one backend since the process started. `waiting` is the current number."""
 
     exported: int = 0
     refused: int = 0

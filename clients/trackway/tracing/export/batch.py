@@ -17,7 +17,7 @@ MAX_ROOTS = 100
 """Most root spans per request: with more, MLflow 3.17 links no trace to the run and still answers 200."""
 
 DEFAULT_EXPERIMENT = "0"
-"""MLflow's default experiment; its endpoint refuses a request without one."""
+"""MLflow's default experiment. Its endpoint refuses a request without one."""
 
 _SPAN, _LINK_OR_EVENT, _VALUE = 100, 40, 8
 """Approximate bytes of each in OTLP, without its texts."""

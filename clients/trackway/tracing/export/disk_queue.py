@@ -3,7 +3,7 @@
     <spool_dir>/<backend>/<service>-<pid>-<random>/00000001-512.otlp    the name has the number of spans
 
 During a long outage, small batches for the same address are merged into one file, which keeps the number of files low.
-If the folder is deleted, it is created again; the lost spans are counted.
+If the folder is deleted, it is created again. The lost spans are counted.
 
 Each process locks its own folder. An unlocked folder belongs to a process that died, and the next process adopts its
 files, so a killed replica loses nothing that was on disk.
@@ -45,7 +45,7 @@ class DiskQueue:
         """Bytes of each file, oldest first."""
         self._bytes = self._spans = 0
         self._newest: tuple[Path, Batch] | None = None
-        """The file that the next batch may be merged into; None once it is being sent."""
+        """The file that the next batch may be merged into. None once it is being sent."""
         self.broken_spans = 0
         """Spans of unreadable files, which are renamed to `.broken`, and of files deleted by others."""
         self._folder, self._lock = self._made()

@@ -26,7 +26,7 @@ from trackway.tracing.local_mlflow.uri import local_database
 LINGER_S = 60.0
 """Seconds that a server keeps running after its last user."""
 RETRY_A_FAILED_START_S = 60.0
-"""Seconds until a failed start is retried by any process; each attempt costs seconds of CPU."""
+"""Seconds until a failed start is retried by any process. Each attempt costs seconds of CPU."""
 _POLL_S = 0.1
 _HEALTH_TIMEOUT_S = 5.0
 
@@ -35,7 +35,7 @@ _servers: dict[Path, "_LocalServer"] = {}
 
 
 class LocalMlflowError(Exception):
-    """The local server is not available; the message has the reason and the end of its log."""
+    """The local server is not available. The message has the reason and the end of its log."""
 
 
 def server_uri(uri: str, deadline_s: float = START_DEADLINE_S, linger_s: float | None = None) -> str:
@@ -85,7 +85,7 @@ def server_command(database: Path, port: int | None = None, linger_s: float | No
 
 
 def stop_shared_server(database: Path, deadline_s: float = 30.0) -> ServerFiles:
-    """Stop the shared server of this database so that another can start; its users will find the new server.
+    """Stop the shared server of this database so that another can start. Its users will find the new server.
 
     Raises:
         LocalMlflowError: the server is not a shared one, or does not exit within `deadline_s` seconds.

@@ -10,7 +10,7 @@ from typing import Any
 GATHER_S = 2.0
 """Longest time that spans wait for the rest of their traces."""
 MAX_TRACES = 128
-"""Traces per transaction; more would keep other requests waiting for seconds."""
+"""Traces per transaction. More would keep other requests waiting for seconds."""
 
 Spans = list[Any]
 

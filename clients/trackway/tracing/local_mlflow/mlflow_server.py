@@ -5,7 +5,7 @@ users start the next one when they need it. This is a separate program that impo
 it runs as long as the server.
 Its files are in the folder `<database>.server`:
 
-    lock           locked by the supervisor, so there is at most one; the text identifies it
+    lock           locked by the supervisor, so there is at most one. The text identifies it
     users          share-locked by every process that uses the server; the kernel releases it when a process dies
     address.json   address of the server while it answers; readable by its owner only
     failed         why the last start failed, or why the server stopped
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NICENESS = 5
-"""Niceness of the server once it answers; 19 is the lowest priority."""
+"""Niceness of the server once it answers. 19 is the lowest priority."""
 START_DEADLINE_S = 120.0
 END_DEADLINE_S = 8.0
 STARTS = 2
@@ -192,7 +192,7 @@ def _port(port: int | None) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _server(files: ServerFiles, port: int) -> Iterator["subprocess.Popen[bytes]"]:
-    """Run `mlflow server`, which creates and migrates its database; it is stopped with its children after the block."""
+    """Run `mlflow server`, which creates and migrates its database. It is stopped with its children after the block."""
     program = str(Path(__file__).with_name("server_process.py"))
     command = [sys.executable, "-P", program, "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{files.database}", "--artifacts-destination", str(files.artifacts)]

@@ -223,7 +223,7 @@ def _at_exit(client: Tracing) -> None:
 
 
 def _forget_after_fork() -> None:
-    """Reset in a forked child, which has no threads of the parent; it traces once it calls `init`."""
+    """Reset in a forked child, which has no threads of the parent. It traces once it calls `init`."""
     global _guard
     _guard = threading.RLock()
     client = RolloutTraceConfig.get_client()

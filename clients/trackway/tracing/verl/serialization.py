@@ -17,7 +17,7 @@ from trackway.tracing.redaction import redacted
 from trackway.wire.base import named_number
 
 MAX_ITEMS = 512
-"""Most items of one list or mapping; the rest is only counted."""
+"""Most items of one list or mapping. The rest is only counted."""
 MAX_VALUES = 4096
 """Most values of the whole payload."""
 MAX_DEPTH = 12

@@ -40,9 +40,9 @@ class ClassifyRequest(OpenAIRequest):
     messages: list[ChatMessage] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     """Rendered by the model's chat template, without a generation prompt."""
     add_special_tokens: bool | None = None
-    """True if the tokenizer adds its special tokens; null adds them to texts, and none to what the template renders."""
+    """True if the tokenizer adds its special tokens. null adds them to texts, and none to what the template renders."""
     use_activation: bool | None = None
-    """False returns the logit itself; otherwise it passes the sigmoid, unless the model is one of regression."""
+    """False returns the logit itself. Otherwise it passes the sigmoid, unless the model is one of regression."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
 
     @property

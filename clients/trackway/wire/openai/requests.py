@@ -61,7 +61,7 @@ NEUTRAL: dict[str, list[JsonValue]] = {
     "truncate_prompt_tokens": [],
     "spaces_between_special_tokens": [True],
 }
-"""Unsupported fields with their neutral values; any other value is refused."""
+"""Unsupported fields with their neutral values. Any other value is refused."""
 
 REASONS: dict[str, str] = {
     **dict.fromkeys(
@@ -145,7 +145,7 @@ class SampledRequest(OpenAIRequest):
     return_tokens_as_token_ids: bool = False
     """Name tokens of logprobs `token_id:17`, which is unambiguous, unlike their text."""
     min_weight_version: Int = Field(default=0, ge=0)
-    """Oldest weight version that may answer; a replica with an older one loads it first, or answers 409
+    """Oldest weight version that may answer. A replica with an older one loads it first, or answers 409
     `weights_behind`."""
 
     @property
@@ -219,7 +219,7 @@ class CompletionRequest(SampledRequest):
 
 
 class TextPart(WireRequest):
-    """A text part of a message; other kinds are refused."""
+    """A text part of a message. Other kinds are refused."""
 
     type: Literal["text"]
     text: str
@@ -240,7 +240,7 @@ class ChatMessage(OpenAIRequest):
 
 
 class ChatTool(WireRequest):
-    """A function that the model may call; the chat template receives its keys in the client's order."""
+    """A function that the model may call. The chat template receives its keys in the client's order."""
 
     type: Literal["function"]
     function: dict[str, JsonValue]

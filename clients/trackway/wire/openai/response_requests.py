@@ -18,7 +18,7 @@ class EchoedItem(WireRequest):
 
 
 class ResponseTextPart(EchoedItem):
-    """A text part; other kinds (images, files, audio) are refused."""
+    """A text part. Other kinds (images, files, audio) are refused."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
@@ -53,14 +53,14 @@ class InputFunctionCallOutput(EchoedItem):
 
 
 class InputReasoning(EchoedItem):
-    """Reasoning of an earlier response; its `content` is passed to the chat template, encrypted content is not."""
+    """Reasoning of an earlier response. Its `content` is passed to the chat template, encrypted content is not."""
 
     type: Literal["reasoning"]
     content: Annotated[list[ResponseTextPart] | None, Field(fail_fast=True)] = None
 
 
 class InputItemReference(EchoedItem):
-    """An item of an earlier response, by its id; only sessions of the agent service know earlier responses."""
+    """An item of an earlier response, by its id. Only sessions of the agent service know earlier responses."""
 
     type: Literal["item_reference"]
     id: str
@@ -79,7 +79,7 @@ InputItem = Annotated[
     | Annotated[InputItemReference, Tag("item_reference")],
     Discriminator(_kind),
 ]
-"""An item of the conversation; a message may leave out its type."""
+"""An item of the conversation. A message may leave out its type."""
 
 
 _REFERENCE = "item_reference"
@@ -101,7 +101,7 @@ def _other_kind(place: int, kind: str, remedy: str) -> PydanticCustomError:
 
 
 class ResponseTool(OpenAIRequest):
-    """A function that the model may call; OpenAI's hosted tools are refused."""
+    """A function that the model may call. OpenAI's hosted tools are refused."""
 
     neutral: ClassVar[dict[str, list[JsonValue]]] = {}
 
@@ -110,7 +110,7 @@ class ResponseTool(OpenAIRequest):
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
     strict: bool | None = None
-    """No effect: arguments are the model's own; they are guided beside a JSON format alone."""
+    """No effect: arguments are the model's own. They are guided beside a JSON format alone."""
 
 
 class ResponseToolChoice(WireRequest):
@@ -195,7 +195,7 @@ class ResponsesRequest(OpenAIRequest):
     instructions: str | None = None
     """A system message before the input."""
     previous_response_id: str | None = None
-    """The response that this one continues; only sessions of the agent service know earlier responses."""
+    """The response that this one continues. Only sessions of the agent service know earlier responses."""
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(
         default_factory=list[ResponseTool]
     )
@@ -210,7 +210,7 @@ class ResponsesRequest(OpenAIRequest):
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     include: Annotated[list[str], Field(max_length=64, fail_fast=True)] = Field(default_factory=list[str])
-    """`message.output_text.logprobs` returns logprobs of texts, not of calls; other values have no effect."""
+    """`message.output_text.logprobs` returns logprobs of texts, not of calls. Other values have no effect."""
     top_logprobs: Int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
     """Most likely tokens to return at each position, the sampled one among them; with these logprobs."""
     stream: bool = False

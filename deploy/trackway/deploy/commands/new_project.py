@@ -87,7 +87,7 @@ def init(
     """Write a project: rows, a tool, a reward function, an agent loop, a configuration and a test.
 
     `trackway try rows.jsonl` and `trackway train` work in the folder at once. The tiny model earns rewards with
-    `calculator` alone; the others need a model of yours.
+    `calculator` alone. The others need a model of yours.
 
     Example: trackway init my-agent
     """

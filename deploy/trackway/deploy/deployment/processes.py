@@ -16,7 +16,7 @@ _children: list[subprocess.Popen[bytes]] = []
 
 
 class ProcessRecord(BaseModel):
-    """A started process; the start time distinguishes it from a later process with the same pid."""
+    """A started process. The start time distinguishes it from a later process with the same pid."""
 
     name: str
     pid: int
@@ -78,7 +78,7 @@ def stop_tree(record: ProcessRecord, grace_s: float = 8.0) -> None:
 
 
 def _wait_until_ended(tree: Sequence[psutil.Process], timeout_s: float) -> None:
-    """Wait until the processes have ended; their parents may not have collected them."""
+    """Wait until the processes have ended. Their parents may not have collected them."""
     end = time.monotonic() + timeout_s
     while any(_lives(process) for process in tree) and time.monotonic() < end:
         time.sleep(0.05)

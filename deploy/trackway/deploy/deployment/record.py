@@ -20,7 +20,7 @@ class Deployment(BaseModel):
     dashboard_url: str
     """Ray's REST API; empty for services attached without `--ray-url`."""
     token: str = ""
-    """Bearer token of the Ray cluster that `up` started; only the owner can read the file."""
+    """Bearer token of the Ray cluster that `up` started. Only the owner can read the file."""
     mlflow_uri: str
     """Empty for attached services whose MLflow is unknown."""
     outputs: Path

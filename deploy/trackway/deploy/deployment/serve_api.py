@@ -11,7 +11,7 @@ from trackway.deploy.deployment.http_poll import tls
 from trackway.system.user_error import UserError
 
 _KEPT = ("proxy_location", "http_options", "grpc_options", "target_capacity")
-"""Settings that Serve reports and accepts; other settings keep their value when a config omits them."""
+"""Settings that Serve reports and accepts. Other settings keep their value when a config omits them."""
 
 
 def ray_token() -> str:
@@ -110,7 +110,7 @@ class ServeApi:
     def config(self) -> dict[str, Any]:
         """The config that was deployed last, by any client. Deploying it again changes nothing.
 
-        Applications started by a program (`serve.run`) are not included; Serve leaves those alone.
+        Applications started by a program (`serve.run`) are not included. Serve leaves those alone.
         """
         state = self._details()
         kept = {key: state[key] for key in _KEPT if state.get(key) is not None}

@@ -10,7 +10,7 @@ from trackway.wire.errors import TrackwayError
 from trackway.wire.health import ReplicaList
 
 STALLED_S = 30.0
-"""The wait ends after so long without a delivered span; a request to a backend may take as long."""
+"""The wait ends after so long without a delivered span. A request to a backend may take as long."""
 LONGEST_S = 120.0
 _POLL_S = 0.3
 _ASK = CallPolicy.question(5.0)

@@ -11,7 +11,7 @@ from trackway.system.user_error import UserError
 from trackway.tracing.local_mlflow import client as local_mlflow
 
 START_DEADLINE_S = 180.0
-"""Longest wait for a server's first answer; the first start of a database migrates it."""
+"""Longest wait for a server's first answer. The first start of a database migrates it."""
 
 
 def start(folder: Path, port: int) -> ProcessRecord:

@@ -4,7 +4,7 @@ import re
 from importlib.metadata import PackageNotFoundError, distribution, requires
 
 _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+).*;.*\bextra == ['\"](?P<extra>[\w-]+)['\"]")
-"""`jinja2>=3.1; extra == 'agent'`; the build has replaced extras inside extras by their packages."""
+"""`jinja2>=3.1; extra == 'agent'`. The build has replaced extras inside extras by their packages."""
 
 
 def missing_packages(extra: str) -> list[str]:

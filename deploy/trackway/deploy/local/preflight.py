@@ -1,4 +1,4 @@
-"""Preconditions of a start; each failure is one line with its remedy."""
+"""Preconditions of a start. Each failure is one line with its remedy."""
 
 import socket
 from collections.abc import Callable

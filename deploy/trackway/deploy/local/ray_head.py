@@ -1,6 +1,6 @@
 """Runs Ray's command line for a machine that only serves: `python -m trackway.deploy.local.ray_head start --head ...`.
 
-A dashboard that it starts loads nothing but Serve's REST API, and no server for Ray's remote clients starts; `ray
+A dashboard that it starts loads nothing but Serve's REST API, and no server for Ray's remote clients starts. `ray
 start` has no options for either.
 """
 

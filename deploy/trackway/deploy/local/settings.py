@@ -12,7 +12,7 @@ from trackway.system.user_error import UserError
 
 
 class UpSettings(BaseSettings):
-    """Ports, folders and limits of a local deployment; TRACKWAY_UP_<NAME> sets each from the environment."""
+    """Ports, folders and limits of a local deployment. TRACKWAY_UP_<NAME> sets each from the environment."""
 
     model_config = SettingsConfigDict(
         env_prefix="TRACKWAY_UP_", extra="forbid", protected_namespaces=(), allow_inf_nan=False
@@ -25,20 +25,20 @@ class UpSettings(BaseSettings):
     model_path: Path = Field(default_factory=lambda: TINY_MODEL)
     """Hugging Face folder of the policy."""
     port: int = Field(default=8000, ge=0, le=65535)
-    """Port of the services; 0 takes a free one."""
+    """Port of the services. 0 takes a free one."""
     dashboard_port: int = Field(default=8265, ge=0, le=65535)
-    """Port of Ray Serve's REST API; 0 takes a free one."""
+    """Port of Ray Serve's REST API. 0 takes a free one."""
     ray_dashboard: bool = False
-    """Serve Ray's dashboard at `dashboard_port` as well; its processes take memory and CPU while nothing runs."""
+    """Serve Ray's dashboard at `dashboard_port` as well. Its processes take memory and CPU while nothing runs."""
     ray_port: int = Field(default=6379, ge=0, le=65535)
-    """Port of Ray's control store; 0 takes a free one."""
+    """Port of Ray's control store. 0 takes a free one."""
     mlflow_port: int = Field(default=5000, ge=0, le=65535)
-    """Port of the MLflow server that is started; 0 takes a free one."""
+    """Port of the MLflow server that is started. 0 takes a free one."""
     mlflow_uri: str | None = Field(default_factory=lambda: os.environ.get("MLFLOW_TRACKING_URI") or None)
-    """MLflow: a running server, or a local `sqlite:///file.db` or folder, for which a server is started; None is a
+    """MLflow: a running server, or a local `sqlite:///file.db` or folder, for which a server is started. None is a
     database in the outputs folder. From MLFLOW_TRACKING_URI."""
     tokens_file: Path | None = None
-    """Bearer tokens of all services, a JSON file; TRACKWAY_TOKEN must be one of them. None: this machine only."""
+    """Bearer tokens of all services, a JSON file. TRACKWAY_TOKEN must be one of them. None: this machine only."""
     min_memory_gb: float = Field(default=3.0, ge=0)
     """Gigabytes of available memory below which nothing is started."""
     start_timeout_s: float = Field(default=240.0, gt=0)

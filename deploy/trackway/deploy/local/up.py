@@ -38,7 +38,7 @@ _POLL_S = 0.3
 
 
 def bring_up(settings: UpSettings, report: Report, config: dict[str, Any] | None = None) -> Deployment:
-    """Start everything and wait until it is ready; `config` replaces the Serve config of the settings.
+    """Start everything and wait until it is ready. `config` replaces the Serve config of the settings.
 
     Raises:
         UserError: a precondition or the start failed; nothing is left running.

@@ -2,7 +2,7 @@
 
 A direct call costs a fraction of a call through Serve's proxy. Serve still starts, watches and stops the replica, but
 does not see direct calls. They are counted here, and a stopping replica finishes them first. Each of its answers then
-closes its connection, which tells the caller to go elsewhere; the port is closed when no connection is left, so no call
+closes its connection, which tells the caller to go elsewhere. The port is closed when no connection is left, so no call
 is on its way to it.
 """
 
@@ -69,7 +69,7 @@ class DirectPort:
         return len(self._requests) + self._batch_load.extra
 
     def load(self) -> float:
-        """Average requests in flight since the last call; a single sample would miss most short requests."""
+        """Average requests in flight since the last call. A single sample would miss most short requests."""
         seen, looks = self._seen, self._looks
         self._seen = self._looks = 0
         return seen / looks if looks else float(self.in_flight)

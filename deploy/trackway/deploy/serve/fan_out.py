@@ -45,7 +45,7 @@ class ReplicaPass(NamedTuple):
 
 
 class Broadcast(Protocol):
-    """Calls a method of every running replica; an answer may be the exception that the call raised."""
+    """Calls a method of every running replica. An answer may be the exception that the call raised."""
 
     def __call__(self, method: str, *args: object, within_s: float) -> Awaitable[Sequence[object]]: ...
 

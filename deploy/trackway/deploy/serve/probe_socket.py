@@ -22,7 +22,7 @@ _ANSWER_S = 10.0
 
 
 class ProbeSocket:
-    """`FOLDER/SERVICE-REPLICA.sock` during the app's lifespan; each connection gets the JSON of `/ready`,
+    """`FOLDER/SERVICE-REPLICA.sock` during the app's lifespan. Each connection gets the JSON of `/ready`,
     and `in_flight`, the number of requests in progress.
 
     The file is removed as soon as the replica stops, so a replica that drains no longer counts. The file of a killed

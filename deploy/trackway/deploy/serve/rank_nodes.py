@@ -44,11 +44,11 @@ class NodeRanks:
         return ray.util.get_node_ip_address()
 
     def start(self, rank: int, arguments: Sequence[str], paths: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Starts a rank; the other arguments are those of `start_here`."""
+        """Starts a rank. The other arguments are those of `start_here`."""
         self._processes[rank] = start_here(arguments, paths, environment)
 
     def poll(self, rank: int) -> int | None:
-        """The exit status of a rank; None while it runs."""
+        """The exit status of a rank. None while it runs."""
         return self._processes[rank].poll()
 
     def kill(self, rank: int) -> None:
@@ -64,7 +64,7 @@ class Node:
         self.is_lost = False
 
     def poll(self, rank: int) -> int | None:
-        """The exit status of a rank; None while it runs."""
+        """The exit status of a rank. None while it runs."""
         if not self.is_lost:
             try:
                 return cast("int | None", ray.get(self.actor.poll.remote(rank), timeout=ANSWER_S))

@@ -34,7 +34,7 @@ class EnvironmentAgent(ToolAgent):
     """Episodes that may begin."""
 
     async def converse(self, episode: Episode, toolbox: Toolbox) -> StopReason:
-        """One episode, once another may begin; its connection is closed in any case."""
+        """One episode, once another may begin. Its connection is closed in any case."""
         with waits_for(f"a free slot of the environment {self.environment_name}", episode.deadline):
             await self.slots.acquire()
         try:
@@ -87,7 +87,7 @@ class EnvironmentAgent(ToolAgent):
 
 
 class EnvironmentTool:
-    """A tool of an environment; the calls of all its tools run one after another."""
+    """A tool of an environment. The calls of all its tools run one after another."""
 
     def __init__(self, tool: str, environment: Environment, call_lock: asyncio.Lock, deadline: Deadline) -> None:
         self.tool = tool

@@ -66,7 +66,7 @@ class NemoGym(Environment):
 
 
 def params_of(sample: Sample) -> Json:
-    """`responses_create_params` of the row; the prompt is the input where the row gives none."""
+    """`responses_create_params` of the row. The prompt is the input where the row gives none."""
     params = sample.env_kwargs.get("responses_create_params")
     prompt: JsonValue = [{"role": message.role, "content": message.content} for message in sample.prompt]
     return {"input": prompt, "tools": [], **(params if isinstance(params, dict) else {})}

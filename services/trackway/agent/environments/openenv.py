@@ -23,7 +23,7 @@ _HEARTBEAT_S = 20.0
 _CLOSE_S = 2.0
 _TOOLS = TypeAdapter(list[EnvTool])
 _OF_THE_CALL = {"VALIDATION_ERROR": ErrorCode.INVALID_REQUEST, "EXECUTION_ERROR": ErrorCode.TOOL_FAILED}
-"""Errors after which the episode goes on; the others end it."""
+"""Errors after which the episode goes on. The others end it."""
 
 
 class _Refused(Exception):

@@ -1,4 +1,4 @@
-"""Sessions: an agent that only knows a base URL calls the model; its calls become a token graph and training rows.
+"""Sessions: an agent that only knows a base URL calls the model. Its calls become a token graph and training rows.
 
 messages    what a message means, however a client wrote it down again
 graph       the recorded ids of every call, and which of them a new call continues

@@ -86,7 +86,7 @@ class DeliveredResponse(Response):
 class WaitingStream(Response):
     """The stream of a call that waits for another one in progress: comments until then, and after that its events.
 
-    `proceed` waits for a while; it returns the response, or another WaitingStream when there is none yet.
+    `proceed` waits for a while. It returns the response, or another WaitingStream when there is none yet.
     """
 
     def __init__(self, proceed: Callable[[], Awaitable[Response]], failed: Failed) -> None:

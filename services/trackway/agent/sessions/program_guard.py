@@ -4,7 +4,7 @@
 
 The program has this process's standard input and output. OWNER is the number of an open pipe: its end of file, which
 follows any exit of the owner, ends the program. Orphans of the program become children of this process, so that those
-that left the process group are ended too. MAX_BYTES bounds the memory of all together, checked four times a second; 0
+that left the process group are ended too. MAX_BYTES bounds the memory of all together, checked four times a second. 0
 is no bound. CLEANUP is a JSON list: a command to run at the end unless the program exits with 0, or nothing. HIDES is 1
 to hide other processes from the program: it runs below `init` in a PID namespace, with a /proc of its own.
 The exit status is the program's, 128 and the signal for one that a signal ended.
@@ -95,7 +95,7 @@ def init(command: list[str]) -> int:
 
 
 def _enter_namespace(libc: ctypes.CDLL) -> None:
-    """Give children a PID namespace; an ordinary user needs one of users too."""
+    """Give children a PID namespace. An ordinary user needs one of users too."""
     if libc.unshare(_CLONE_NEWPID) == 0:
         return
     user, group = os.geteuid(), os.getegid()

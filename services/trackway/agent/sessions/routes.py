@@ -49,7 +49,7 @@ from trackway.wire.sessions import (
 from trackway.wire.trajectory import Reward, Trajectory
 
 MODEL = "policy"
-"""Name of the model in a session; any other name is accepted too."""
+"""Name of the model in a session. Any other name is accepted too."""
 _BASE = re.compile(r"/sessions/[^/]+(/v1)?")
 _MODEL_PATH = re.compile(r"(/sessions/[^/]+)?/(v1/|(chat/)?completions$|responses$)")
 _METHODS = ["DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"]
@@ -120,7 +120,7 @@ class RunningSessions:
     async def end(self, session: Session) -> Trajectory:
         """End the session, wait for its score, and hand it to the run that trains on it.
 
-        Raises CONFLICT for one that belongs to a group; the run's error, when it does not take the session.
+        Raises CONFLICT for one that belongs to a group. The run's error, when it does not take the session.
         """
         task = self._tasks.get(session.id)
         if task is None:
@@ -167,7 +167,7 @@ class RunningSessions:
 
 
 async def _called(request: Request) -> Session:
-    """The session of a call; a coroutine, since FastAPI runs plain functions in a thread."""
+    """The session of a call. A coroutine, since FastAPI runs plain functions in a thread."""
     sessions: Sessions = request.app.state.passing_on.sessions
     session = sessions.find(session_of_request(request.scope["path"], request.scope["headers"]) or "")
     session.note_headers(request.headers.raw)
@@ -213,7 +213,7 @@ def _session(sessions: Sessions, running: RunningSessions) -> APIRouter:
 
     @router.post("/reward")
     async def reward(session_id: str, reward: SessionReward) -> None:
-        """Score the session, or a call of it, before it ends; otherwise the reward service is asked when it ends."""
+        """Score the session, or a call of it, before it ends. Otherwise the reward service is asked when it ends."""
         session = sessions.find(session_id)
         if session.ended.is_set():
             message = f"expected a reward before the end of session {session_id}, got one after it"
@@ -235,7 +235,7 @@ def _session(sessions: Sessions, running: RunningSessions) -> APIRouter:
 
     @router.delete("")
     async def delete(session_id: str) -> None:
-        """Abort the session; it leaves no trajectory."""
+        """Abort the session. It leaves no trajectory."""
         await running.delete(sessions.find(session_id))
 
     return router
@@ -252,7 +252,7 @@ def _openai(at: str) -> APIRouter:
 
     @router.get("/v1/models/{model:path}")
     async def model(model: str, session: Called) -> ModelCard:
-        """The session's model; 404 for any other name."""
+        """The session's model. 404 for any other name."""
         if model != MODEL:
             message = f"expected the model {MODEL!r}, got {model[:_SHOWN_CHARS]!r}; calls may name any"
             raise TrackwayError(ErrorCode.MODEL_NOT_FOUND, message, param="model")

@@ -1,4 +1,4 @@
-"""The sessions of one agent replica, by their ids; an id names its replica."""
+"""The sessions of one agent replica, by their ids. An id names its replica."""
 
 import asyncio
 import re

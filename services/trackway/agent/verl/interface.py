@@ -120,7 +120,7 @@ class MergeResult(NamedTuple):
 
 
 class AgentLoopBase(ABC):
-    """Base of verl's agent loops; an instance runs one trajectory."""
+    """Base of verl's agent loops. An instance runs one trajectory."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class AgentLoopBase(ABC):
     async def ct_build_initial_tokens(
         self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, **media: Any
     ) -> list[int]:
-        """Ids of the conversation with the generation prompt; a longer prompt loses its first tokens."""
+        """Ids of the conversation with the generation prompt. A longer prompt loses its first tokens."""
         _text_only(media)
         return (await self._initial(messages, tools))[-self.rollout_config.prompt_length :]
 

@@ -63,7 +63,7 @@ def _messages(message: MessageParam) -> list[ChatMessage]:
 
 
 def _turn(blocks: Sequence[ContentBlockParam]) -> ChatMessage:
-    """One assistant message; its text blocks are parts of one text."""
+    """One assistant message. Its text blocks are parts of one text."""
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlockParam)]
     return ChatMessage(
         role="assistant",

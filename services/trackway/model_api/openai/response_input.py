@@ -21,7 +21,7 @@ from trackway.wire.openai.response_requests import (
 
 
 def chat_of(request: ResponsesRequest, earlier: Sequence[ChatMessage] = ()) -> ChatRequest:
-    """The request as a chat; `earlier` are the messages of `previous_response_id`, for services that keep them.
+    """The request as a chat. `earlier` are the messages of `previous_response_id`, for services that keep them.
 
     Raises RequestValidationError for what a chat cannot express.
     """

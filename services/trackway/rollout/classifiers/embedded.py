@@ -1,7 +1,7 @@
 """The embedded classifier: transformers' AutoModelForSequenceClassification, in batches of inputs of similar length.
 
 An input's score does not depend on the batch: inputs are padded on the right and masked, and a model without a padding
-token gets batches of one length. One thread computes; the queue belongs to the event loop.
+token gets batches of one length. One thread computes. The queue belongs to the event loop.
 """
 
 import asyncio

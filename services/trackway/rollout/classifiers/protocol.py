@@ -35,5 +35,5 @@ class Classifier(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """Inputs in work and in the queue, and totals since the start; a batch is a step."""
+        """Inputs in work and in the queue, and totals since the start. A batch is a step."""
         ...

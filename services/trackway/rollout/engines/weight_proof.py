@@ -95,7 +95,7 @@ class _Answers:
 def compare_digests(
     held: Mapping[str, str], published: Mapping[str, str], before: Mapping[str, str] | None = None
 ) -> HeldDigests:
-    """Classify tensors by digest; `before` has the digests of the weights held before the load."""
+    """Classify tensors by digest. `before` has the digests of the weights held before the load."""
     before = before or {}
     right = [name for name in held if held[name] == published.get(name)]
     wrong = [name for name in held if name in published and held[name] != published[name]]

@@ -1,1 +1,1 @@
-"""The built-in tools. Imported by `tools.loading`; the core does not depend on them."""
+"""The built-in tools. Imported by `tools.loading`. The core does not depend on them."""

@@ -2,7 +2,7 @@
 
 Exact arithmetic on an expression in text: parsed with `ast`, walked node by node, never evaluated as Python.
 
-Numbers are fractions, so 0.1+0.2 is 0.3; only a fractional power leaves exactness. Length, depth, digits and exponents
+Numbers are fractions, so 0.1+0.2 is 0.3. Only a fractional power leaves exactness. Length, depth, digits and exponents
 are limited, so any text quickly gives a value or an ArithmeticInputError whose message helps a model.
 """
 
@@ -46,7 +46,7 @@ _UNARY: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {
 
 
 class ArithmeticInputError(ValueError):
-    """The expression cannot be evaluated; the message says why."""
+    """The expression cannot be evaluated. The message says why."""
 
 
 def calculate(expression: str) -> str:
@@ -131,7 +131,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
 
 
 class CalculatorTool(BaseTool):
-    """Evaluates an arithmetic expression; an invalid one is the caller's error."""
+    """Evaluates an arithmetic expression. An invalid one is the caller's error."""
 
     stateless = True
     default_schema = ToolSchema(

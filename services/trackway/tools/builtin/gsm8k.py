@@ -26,7 +26,7 @@ class _State:
 
 
 class Gsm8kTool(BaseTool):
-    """Scores an answer with the flexible method; `create_kwargs.ground_truth` is the truth."""
+    """Scores an answer with the flexible method. `create_kwargs.ground_truth` is the truth."""
 
     default_schema = ToolSchema(
         function=FunctionSchema(
@@ -72,7 +72,7 @@ class Gsm8kTool(BaseTool):
     async def execute(
         self, instance_id: str, arguments: dict[str, JsonValue], /, **execute_kwargs: JsonValue
     ) -> ToolResult:
-        """Score the answer; the step reward is 0.0 when it beats the answer before it, else -0.05."""
+        """Score the answer. The step reward is 0.0 when it beats the answer before it, else -0.05."""
         state = self._states[instance_id]
         answer = str(arguments["answer"])
         marked = answer if answer.startswith(_MARK) else _MARK + answer

@@ -20,13 +20,13 @@ class PythonSettings(SandboxSettings):
     """Time limit of a call in seconds, including the interpreter's start; then the interpreter is killed. Keep it below
     `call_timeout_s`, after which the call is an error and not an observation."""
     stateful: bool = True
-    """True if variables persist between the calls of an instance; otherwise each call has a new interpreter."""
+    """True if variables persist between the calls of an instance. Otherwise each call has a new interpreter."""
 
 
 class PythonTool(BaseTool):
-    """Runs Python code, with an interpreter per instance; the value of the last expression is shown as in a notebook.
+    """Runs Python code, with an interpreter per instance. The value of the last expression is shown as in a notebook.
 
-    All results of the code are observations; the metric `succeeded` is 1 if it raised nothing.
+    All results of the code are observations. The metric `succeeded` is 1 if it raised nothing.
     """
 
     default_schema = ToolSchema(
@@ -69,7 +69,7 @@ class PythonTool(BaseTool):
     async def execute(
         self, instance_id: str, arguments: dict[str, JsonValue], /, **execute_kwargs: JsonValue
     ) -> ToolResult:
-        """Run the code; the interpreter starts with an instance's first call."""
+        """Run the code. The interpreter starts with an instance's first call."""
         if self._launcher is None:
             raise RuntimeError("expected start() before the first call; the tool server calls it")
         if instance_id not in self._interpreters:
@@ -82,7 +82,7 @@ class PythonTool(BaseTool):
         return ToolResult(text=outcome.text or "[no output]", metrics={"succeeded": float(outcome.succeeded)})
 
     async def release(self, instance_id: str, /, **release_kwargs: JsonValue) -> None:
-        """Stop the instance's interpreter and all its processes; `close` waits for one whose release was cancelled."""
+        """Stop the instance's interpreter and all its processes. `close` waits for one whose release was cancelled."""
         interpreter = self._interpreters.get(instance_id)
         if interpreter is not None:
             await interpreter.stop()

@@ -27,7 +27,7 @@ _PATTERNS = FancyRegexOptions(backtrack_limit=10_000)
 class ArgumentCheck:
     """The compiled parameter schema of one tool; unknown arguments are refused unless the schema allows them.
 
-    The arguments come from a parsed request, which nests at most 255 deep; a recursive schema takes over 10,000.
+    The arguments come from a parsed request, which nests at most 255 deep. A recursive schema takes over 10,000.
     ValueError when the schema itself is not a valid JSON schema.
     """
 
@@ -92,7 +92,7 @@ def properties_of(parameters: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 def _references(schema: JsonValue) -> Iterator[str]:
-    """All `$ref`s of a schema; an external one would be fetched."""
+    """All `$ref`s of a schema. An external one would be fetched."""
     if isinstance(schema, dict):
         if isinstance(reference := schema.get("$ref"), str):
             yield reference

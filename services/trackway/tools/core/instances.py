@@ -53,7 +53,7 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.STUCK, Event.RELEASE): State.RELEASED,
     (State.IDLE, Event.RELEASE): State.RELEASED,
 }
-"""The allowed transitions; any other is an error."""
+"""The allowed transitions. Any other is an error."""
 
 
 @dataclass
@@ -160,7 +160,7 @@ class InstanceTable:
             self.strike(instance)
 
     def strike(self, instance: Instance) -> None:
-        """Remove an instance at once; it must not be in a call."""
+        """Remove an instance at once. It must not be in a call."""
         instance.move(Event.RELEASE)
         del self._instances[instance.id]
         if instance.session_id is not None:

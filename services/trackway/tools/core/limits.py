@@ -1,7 +1,7 @@
 """Limits around a tool's code: concurrency, time limit (TOOL_TIMEOUT), and errors as TOOL_FAILED.
 
 Each call runs in its own task. At its deadline, or when its caller leaves, it is cancelled and gets a short grace
-period; a call that then still runs (a thread cannot be stopped) keeps its slot until it ends, but its caller gets the
+period. A call that then still runs (a thread cannot be stopped) keeps its slot until it ends, but its caller gets the
 error. A tool that blocks must use a thread (`trackway.tools.in_thread`): a blocked event loop cannot be interrupted.
 """
 
@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 
 class LimitedTool:
-    """A tool with its limits; the methods are those of the tool."""
+    """A tool with its limits. The methods are those of the tool."""
 
     def __init__(self, tool: BaseTool, limits: ToolLimits) -> None:
         self.tool = tool
@@ -140,14 +140,14 @@ class LimitedTool:
         return TrackwayError(ErrorCode.TOOL_TIMEOUT, message, tool=self.tool.name)
 
     def _error_of(self, method: str, error: BaseException) -> TrackwayError:
-        """The error for the caller; the traceback is logged here, since it does not cross the process."""
+        """The error for the caller. The traceback is logged here, since it does not cross the process."""
         logger.error("tool %r failed in %s", self.tool.name, method, exc_info=error)
         message = f"tool {self.tool.name!r} failed in {method}: {described(failure_of(error))}"
         return TrackwayError(ErrorCode.TOOL_FAILED, message, tool=self.tool.name)
 
 
 async def ended_within(seconds: float, work: asyncio.Task[R]) -> bool:
-    """Return whether the task ends in time; it is not cancelled. (`asyncio.wait` costs more.)"""
+    """Return whether the task ends in time. It is not cancelled. (`asyncio.wait` costs more.)"""
     loop = asyncio.get_running_loop()
     over = loop.create_future()
 

@@ -8,7 +8,7 @@ from trackway.wire.chat import ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 _NAME = re.compile("[A-Za-z0-9_-]{1,64}")
-"""OpenAI's rule for function names; such a name also needs no escaping in a URL path."""
+"""OpenAI's rule for function names. Such a name also needs no escaping in a URL path."""
 
 
 class ToolRegistry:

@@ -42,7 +42,7 @@ class ToolCalls(Collectors):
 
     @contextmanager
     def one(self, tool: str) -> Iterator[None]:
-        """Around one call; its result is `ok`, an error's code, or `cancelled` when its caller left."""
+        """Around one call. Its result is `ok`, an error's code, or `cancelled` when its caller left."""
         result = "internal"
         try:
             with self._seconds.labels(tool).time():
@@ -65,7 +65,7 @@ NO_KWARGS: Kwargs = MappingProxyType({})
 
 
 class ToolServer:
-    """Creates, executes, rewards and releases; every method raises TrackwayError."""
+    """Creates, executes, rewards and releases. Every method raises TrackwayError."""
 
     def __init__(self, tools: Sequence[BaseTool | ToolSource], limits: ToolLimits, instances: InstanceTable) -> None:
         self._limits = limits
@@ -132,7 +132,7 @@ class ToolServer:
     async def execute(
         self, instance_id: str, request: ExecuteRequest, begun: asyncio.Event | None = None
     ) -> ToolResult:
-        """Run a call, in a span; `begun` is set when it has its instance, after the previous calls."""
+        """Run a call, in a span. `begun` is set when it has its instance, after the previous calls."""
         instance = self._instances.get(instance_id)
         name = instance.tool.name
         with self.calls.one(name), tool_span(name, request.arguments, request.tool_call_id) as span:
@@ -154,11 +154,11 @@ class ToolServer:
             return await limited_tool.reward(instance_id, {**calc_reward_kwargs})
 
     async def release(self, instance_id: str, release_kwargs: Kwargs = NO_KWARGS) -> None:
-        """Release an instance; it is removed even when the tool's release fails."""
+        """Release an instance. It is removed even when the tool's release fails."""
         await self._release(self._instances.get(instance_id), release_kwargs)
 
     async def release_session(self, session_id: str) -> SessionReleased:
-        """Release every instance of a trajectory; a failure does not affect the others."""
+        """Release every instance of a trajectory. A failure does not affect the others."""
         instances = self._instances.of_session(session_id)
         outcomes = await asyncio.gather(*map(self._release, instances), return_exceptions=True)
         failed = [

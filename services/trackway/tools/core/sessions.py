@@ -52,7 +52,7 @@ class SessionInstances:
 
         If the caller leaves, a running call continues within its limits, since cancelling it would lose the tool's
         state, and the next call waits for it. A call that has not started is cancelled.
-        INSTANCE_NOT_FOUND or INSTANCE_LOST, once, when the state is gone; the next call creates it again.
+        INSTANCE_NOT_FOUND or INSTANCE_LOST, once, when the state is gone. The next call creates it again.
         """
         begun = asyncio.Event()
         call = asyncio.create_task(self._execute(key, tool, request, create_kwargs, begun))
@@ -108,7 +108,7 @@ class SessionInstances:
         return {tool: await self._server.reward(instance_id) for tool, instance_id in session.ids.items()}
 
     async def end(self, key: SessionKey) -> None:
-        """Release the session's instances; an unknown session is no error."""
+        """Release the session's instances. An unknown session is no error."""
         self._lost_state.pop(key, None)
         await _cut_off([call for call, left in self._calls.items() if left == key])
         session = self._sessions.pop(key, _Session())

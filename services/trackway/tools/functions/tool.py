@@ -3,7 +3,7 @@
     @function_tool
     def convert(amount: float, to: Literal["EUR", "USD"]) -> str: ...
 
-The decorator only attaches the schema to the function; the decorated functions of a file or module become tools when
+The decorator only attaches the schema to the function. The decorated functions of a file or module become tools when
 the server loads them. Both forms of verl 0.8 work: `@function_tool` and `@function_tool("name")`.
 
 A function's parameters become a pydantic model, which gives the JSON schema and converts arguments. Descriptions are
@@ -47,7 +47,7 @@ class Response(Protocol):
 
 
 def result_of(returned: object) -> ToolResult:
-    """text | JSON | ToolResult | (response[, reward[, metrics]]); a reward or metrics of None counts as missing.
+    """text | JSON | ToolResult | (response[, reward[, metrics]]). A reward or metrics of None counts as missing.
 
     TypeError for a tuple of another length, or a reward or metrics of another type.
     """
@@ -207,7 +207,7 @@ _declared = Declared[Callable[..., object]]()
 
 @dataclass(frozen=True)
 class _Noted:
-    """Attributes that the decorator attaches; `parameters` is None when the author gave the schema."""
+    """Attributes that the decorator attaches. `parameters` is None when the author gave the schema."""
 
     schema: ToolSchema
     parameters: FunctionParameters | None
@@ -222,7 +222,7 @@ def function_tool(
 def function_tool(
     name: F | str | None = None, *, schema: ToolSchema | dict[str, JsonValue] | None = None
 ) -> F | Callable[[F], F]:
-    """Make a function a tool; its JSON schema comes from its signature and docstring.
+    """Make a function a tool. Its JSON schema comes from its signature and docstring.
 
     name: what the model calls it, by default the function's name.
     schema: an OpenAI function schema in place of the inferred one; arguments are then passed as parsed from JSON.

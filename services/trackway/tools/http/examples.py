@@ -51,7 +51,7 @@ _MESSAGES: dict[ErrorCode, str] = {
 
 
 def responses(status: int, example: JsonValue, *codes: ErrorCode, links: tuple[str, ...] = ()) -> Responses:
-    """A response with its example, and the errors of these codes; `links` name operations that take its instance."""
+    """A response with its example, and the errors of these codes. `links` name operations that take its instance."""
     answer: dict[str, Any] = {} if status == HTTPStatus.NO_CONTENT else _json({"example": example})
     if links:
         answer["links"] = {name: _link(name) for name in links}

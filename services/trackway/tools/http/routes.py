@@ -96,7 +96,7 @@ def instance_routes(server: ToolServer) -> ServiceRouter:
     async def release_instance(
         instance_id: Name, request: Annotated[ReleaseRequest | None, Body(examples=[{}])] = None
     ) -> None:
-        """Release an instance; a second request is 404."""
+        """Release an instance. A second request is 404."""
         await server.release(instance_id, request.release_kwargs if request else {})
 
     return router
@@ -137,14 +137,14 @@ def observation_routes(face: ObservationFace) -> ServiceRouter:
     async def get_observation(
         http: Request, request: Annotated[ObservationRequest, Body(examples=[examples.OBSERVE])]
     ) -> ObservationReply:
-        """Run the calls in the actions of a batch of trajectories; a failed action fails only its own entry."""
+        """Run the calls in the actions of a batch of trajectories. A failed action fails only its own entry."""
         return await face.answer(request, http.scope[CALLER].name)
 
     return router
 
 
 def nemo_gym_routes(face: NemoGymFace) -> ServiceRouter:
-    """The protocol of NeMo-Gym's resources servers; a session is a cookie."""
+    """The protocol of NeMo-Gym's resources servers. A session is a cookie."""
     router = ServiceRouter(tags=["nemo-gym"], generate_unique_id_function=lambda route: route.name)
 
     def session(http: Request) -> SessionKey:

@@ -33,7 +33,7 @@ _PASSING = {429, 503}
 
 
 class ConnectionLost(Exception):
-    """The server is gone, or has forgotten the session; the message says which."""
+    """The server is gone, or has forgotten the session. The message says which."""
 
     no_handshake = False
     """True if the server responds and supports only protocols without sessions."""
@@ -155,7 +155,7 @@ class McpConnection:
                 raise
 
     async def _entered(self, stack: AsyncExitStack) -> Client:
-        """The SDK's client for this server, not entered yet; its resources are registered with the stack."""
+        """The SDK's client for this server, not entered yet. Its resources are registered with the stack."""
         server = self._server
         if server.url is None:
             assert server.command is not None

@@ -2,7 +2,7 @@
 
 State lasts as long as the MCP session (`Mcp-Session-Id`, which the handshake opens). The protocol of 2026 has no
 sessions: there the header `x-session-id` names one, and without it calls are independent. A call's `_meta` may have
-`trackway/create_kwargs`; its result's has the step reward and metrics (results.py).
+`trackway/create_kwargs`. Its result's has the step reward and metrics (results.py).
 
 Responses are plain JSON and there is no event stream: the tools send no notifications, and an open stream would delay
 the server's shutdown.
@@ -50,7 +50,7 @@ MCP_SESSION_ID = "mcp-session-id"
 
 
 class McpFace:
-    """The MCP endpoint of a tool server; `running` spans its lifetime, `route` is its route."""
+    """The MCP endpoint of a tool server. `running` spans its lifetime, `route` is its route."""
 
     def __init__(self, server: ToolServer, settings: ToolsSettings) -> None:
         self._server = server

@@ -1,4 +1,4 @@
-"""Converts results between MCP and ours; `trackway/...` keys in `_meta` carry what MCP has no field for."""
+"""Converts results between MCP and ours. `trackway/...` keys in `_meta` carry what MCP has no field for."""
 
 from mcp.types import (
     AudioContent,

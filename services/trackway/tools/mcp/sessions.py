@@ -25,7 +25,7 @@ class McpLimits(UserEntry):
     """One session per trajectory, or a shared one. "auto": per trajectory if the server has sessions, which a process
     that we start always has."""
     connect_timeout_s: float = Field(default=30.0, gt=0)
-    """Seconds for a server's first response; a process may have to be downloaded first."""
+    """Seconds for a server's first response. A process may have to be downloaded first."""
     max_sessions: int | None = Field(default=None, ge=1)
     """Maximum trajectories with a session, by default 64 processes or 1024 ids; beyond it calls are answered 429."""
 
@@ -81,7 +81,7 @@ class McpSessions:
         return held
 
     async def leave(self, held: Held) -> None:
-        """Leave the session; the last instance closes it."""
+        """Leave the session. The last instance closes it."""
         if held is self._shared:
             return
         held.users -= 1

@@ -64,7 +64,7 @@ class McpTool(BaseTool):
         return from_mcp(self.name, result)
 
     async def calc_reward(self, instance_id: str, /, **kwargs: JsonValue) -> float:
-        """The last reward from another Trackway server; MCP itself has no rewards."""
+        """The last reward from another Trackway server. MCP itself has no rewards."""
         return self._states[instance_id].reward
 
     async def release(self, instance_id: str, /, **release_kwargs: JsonValue) -> None:

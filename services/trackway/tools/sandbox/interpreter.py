@@ -27,7 +27,7 @@ _POLL_S = 0.005
 
 
 class SandboxFailedError(RuntimeError):
-    """No interpreter could be started; the message has its output."""
+    """No interpreter could be started. The message has its output."""
 
 
 @dataclass(frozen=True)

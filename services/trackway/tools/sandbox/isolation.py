@@ -22,7 +22,7 @@ _REMEDY = (
 
 
 class SandboxUnavailableError(RuntimeError):
-    """Code cannot be isolated on this machine; the message says what is missing and the remedy."""
+    """Code cannot be isolated on this machine. The message says what is missing and the remedy."""
 
 
 async def launcher_for(settings: SandboxSettings) -> Launcher:

@@ -15,7 +15,7 @@ class BoundedOutput:
         self.bytes_read = 0
 
     def feed(self, data: bytes) -> None:
-        """Add the next bytes of UTF-8 text; they may end within a character."""
+        """Add the next bytes of UTF-8 text. They may end within a character."""
         self.bytes_read += len(data)
         text = self._decoder.decode(data)
         room = self._half - len(self._head)

@@ -49,7 +49,7 @@ class InterpreterProcess:
 
     @property
     def ended(self) -> bool:
-        """Return whether it has exited; `popen` then has its exit status."""
+        """Return whether it has exited. `popen` then has its exit status."""
         return self.popen.poll() is not None
 
     def ready(self) -> None:
@@ -69,7 +69,7 @@ class InterpreterProcess:
         return None
 
     def kill(self) -> None:
-        """Kill all processes; the channel closes at once."""
+        """Kill all processes. The channel closes at once."""
         with contextlib.suppress(OSError):
             self.channel.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(ProcessLookupError):
@@ -85,7 +85,7 @@ class InterpreterProcess:
 
 
 class SandboxedProcess(InterpreterProcess):
-    """A process in bubblewrap; `popen` is bubblewrap, outside of the sandbox.
+    """A process in bubblewrap. `popen` is bubblewrap, outside of the sandbox.
 
     info: the open file with bubblewrap's report on the sandbox's first process.
     """
@@ -111,7 +111,7 @@ class SandboxedProcess(InterpreterProcess):
     def pause(self) -> None:
         """Stop every process but the first, which runs no sandboxed code; repeated until none is running.
 
-        Processes that fork meanwhile may escape one call; the next stops them.
+        Processes that fork meanwhile may escape one call. The next stops them.
         """
         if self._first is None:
             return

@@ -9,7 +9,7 @@ class SandboxSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     cpu_s: int = Field(default=600, ge=1)
-    """CPU seconds of a process over its lifetime; a session's interpreter accumulates those of all its calls."""
+    """CPU seconds of a process over its lifetime. A session's interpreter accumulates those of all its calls."""
     memory_mb: int = Field(default=1024, ge=64)
     """Megabytes of address space of one process (beyond it: MemoryError) and of memory of all together (beyond it they
     are killed). Files in /tmp come on top, see `disk_mb`."""
@@ -25,7 +25,7 @@ class SandboxSettings(BaseModel):
     read_only_paths: list[str] = Field(default_factory=list)
     """Additional files and folders that the code may read, at the same paths, such as data sets."""
     max_interpreters: int = Field(default=128, ge=1, le=4096)
-    """Maximum interpreters on this replica; a call that needs one more is answered 429."""
+    """Maximum interpreters on this replica. A call that needs one more is answered 429."""
     allow_unsandboxed: bool = False
     """If isolation is not available, run the code anyway: with limits and a deadline, but with this service's rights
     to files, network and processes. Only for code that you would run yourself."""

@@ -27,7 +27,7 @@ COUNTERPARTS = {
 """verl's classes (0.7.1, and their older paths), each with the built-in tool that replaces it."""
 
 MCP_CLASSES = ("", "verl.tools.mcp_base_tool.MCPBaseTool", "verl.tools.mcp_search_tool.MCPSearchTool")
-"""Class names of `type: mcp` entries; all use the same MCP client."""
+"""Class names of `type: mcp` entries. All use the same MCP client."""
 
 _INSTEAD = {
     "verl.tools.sandbox_fusion_tools.SandboxFusionTool": (
@@ -82,7 +82,7 @@ def _with_paths(config: ToolConfig, keys: Sequence[str], folder: Path) -> ToolCo
 
 
 def ours(tool_class: type[BaseTool], config: ToolConfig, schema: ToolSchema | None) -> BaseTool:
-    """One of our classes; a given schema replaces the class's own."""
+    """One of our classes. A given schema replaces the class's own."""
     if schema is None:
         return tool_class.default(config)
     return tool_class({**tool_class.default_config, **config}, schema)
@@ -102,7 +102,7 @@ class VerlTool(BaseTool):
         self._ids: dict[str, str] = {}
 
     async def create(self, instance_id: str, /, **create_kwargs: JsonValue) -> None:
-        """Create the state; the tool may return its own id, alone or before a ToolResponse."""
+        """Create the state. The tool may return its own id, alone or before a ToolResponse."""
         created = await self._tool.create(instance_id, **self._accepted(create_kwargs))
         own_id = created[0] if isinstance(created, tuple) and created else created
         self._ids[instance_id] = own_id if isinstance(own_id, str) else instance_id
@@ -119,7 +119,7 @@ class VerlTool(BaseTool):
         return ToolResult(text=text_of(response), reward=float(reward or 0.0), metrics=numbers)
 
     async def calc_reward(self, instance_id: str, /, **kwargs: JsonValue) -> float:
-        """The tool's reward; 0.0 unless it is a number (verl's search and sandbox tools return lists)."""
+        """The tool's reward. 0.0 unless it is a number (verl's search and sandbox tools return lists)."""
         reward = await self._tool.calc_reward(self._ids[instance_id], **kwargs)
         return float(reward) if isinstance(reward, int | float) else 0.0
 

@@ -92,7 +92,7 @@ def _bare(answer: str) -> str:
 
 
 def _found(answer: str) -> str:
-    """The documents without the JSON around them; other text is unchanged."""
+    """The documents without the JSON around them. Other text is unchanged."""
     try:
         return str(json.loads(answer)["result"])
     except (ValueError, LookupError, TypeError):

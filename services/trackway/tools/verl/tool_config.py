@@ -1,7 +1,7 @@
 """verl's `tool_config` YAML: entries of `class_name`, `config`, `tool_schema` and `mcp`.
 
 A `tool_schema` is kept whole: nested `items` and `properties`, `$defs`, unknown keywords (verl drops them).
-`${oc.env:NAME}` and `${oc.env:NAME,default}` are replaced as OmegaConf does for verl; any other `${...}` stays text.
+`${oc.env:NAME}` and `${oc.env:NAME,default}` are replaced as OmegaConf does for verl. Any other `${...}` stays text.
 """
 
 import re

@@ -5,7 +5,7 @@ resolve    nested keys received over the wire -> RunConfig
 no_effect  accepted keys without effect, each with the reason
 explain    the meaning, default and origin of a key
 
-An unknown key is an error that names the nearest known keys; no key is silently ignored. A feature
+An unknown key is an error that names the nearest known keys. No key is silently ignored. A feature
 of verl that Trackway lacks (UnsupportedKey) is refused for a run, and listed by a dry run.
 """
 

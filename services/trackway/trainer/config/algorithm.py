@@ -38,7 +38,7 @@ class KlControlConfig(Section):
 
     type: Literal["fixed", "adaptive"] = "fixed"
     """`adaptive` multiplies the coefficient after each step by 1 + clip(KL / `target_kl` - 1, -0.2, 0.2) x trajectories
-    / `horizon` (arXiv:1909.08593); it is part of checkpoints."""
+    / `horizon` (arXiv:1909.08593). It is part of checkpoints."""
     kl_coef: float = Field(default=0.001, ge=0)
     """The coefficient, or the first one of `adaptive`."""
     horizon: int = Field(default=10000, ge=1)
@@ -51,13 +51,13 @@ class FilterGroupsConfig(Section):
     """DAPO's dynamic sampling (arXiv:2503.14476, section 3.2): groups without a difference are replaced."""
 
     enable: bool = False
-    """Replace each group whose rollouts all have the same value of `metric` by a group of the next prompt; its
+    """Replace each group whose rollouts all have the same value of `metric` by a group of the next prompt. Its
     advantages would be zero. Updates are counted as without it, so the rows are passed more often."""
     metric: str | None = "reward"
     """`reward` (also `seq_reward`, `seq_final_reward`), the reward before any KL; `score`, before the penalty on long
     responses; or a component of the reward, such as `acc`, which is the score where a scorer returns none."""
     max_num_gen_batches: int = 0
-    """Generation batches of `data.gen_batch_size` prompts, or of `data.train_batch_size`, that one step may take; the
+    """Generation batches of `data.gen_batch_size` prompts, or of `data.train_batch_size`, that one step may take. The
     run fails when they are not enough. 0 or less means no limit other than the number of rows."""
 
 
@@ -69,11 +69,11 @@ class AlgorithmConfig(Section):
     norm_adv_by_std_in_grpo: bool = True
     """Divide by the group's standard deviation in the grpo estimators and gdpo; false gives Dr.GRPO."""
     gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount per model token in `gae` and `reinforce_plus_plus`; other estimators do not discount."""
+    """Discount per model token in `gae` and `reinforce_plus_plus`. Other estimators do not discount."""
     lam: float = Field(default=1.0, ge=0, le=1)
     """Weight of `gae` per model token: 1 takes the rewards to go, 0 only the next value."""
     gdpo_reward_keys: list[str] | None = None
-    """Reward components that `gdpo` normalises one by one; `score` is the score itself."""
+    """Reward components that `gdpo` normalises one by one. `score` is the score itself."""
     gdpo_reward_weights: list[float] | None = None
     """Weights of `gdpo_reward_keys`; null weighs all alike."""
     use_kl_in_reward: bool = False

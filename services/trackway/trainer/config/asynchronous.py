@@ -22,7 +22,7 @@ class AsyncTrainingConfig(Section):
     """Generation that goes on while the learner computes.
 
     Keys of verl's `verl/experimental/fully_async_policy`, where a version's rollouts are `trigger_parameter_sync_step`
-    batches; a batch is `data.train_batch_size` prompts here.
+    batches. A batch is `data.train_batch_size` prompts here.
     """
 
     staleness_threshold: float = Field(default=0.0, ge=0)

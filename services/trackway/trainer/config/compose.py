@@ -87,7 +87,7 @@ def compose(
 ) -> RunConfig:
     """The configuration of a command line.
 
-    `config_file` is a YAML file, or a folder in which `config_name` is looked up; None takes the preset `config_name`.
+    `config_file` is a YAML file, or a folder in which `config_name` is looked up. None takes the preset `config_name`.
     A file may extend a preset (`defaults: [ppo_trainer]`). `unsupported` as in `resolve`. Raises
     TrackwayError(INVALID_REQUEST).
     """
@@ -122,14 +122,14 @@ def _composed(folder: Path, name: str, lines: Sequence[str]) -> Tree:
 
 
 def together(problems: Sequence[TrackwayError]) -> TrackwayError:
-    """The errors combined into one; a single error is returned unchanged."""
+    """The errors combined into one. A single error is returned unchanged."""
     if len(problems) == 1:
         return problems[0]
     return TrackwayError(ErrorCode.INVALID_REQUEST, "; ".join(problem.message for problem in problems))
 
 
 def _noted(problems: list[TrackwayError], function: Callable[[A], R], argument: A) -> R | None:
-    """The function's result; an error is appended to `problems` instead, so that all errors are reported together."""
+    """The function's result. An error is appended to `problems` instead, so that all errors are reported together."""
     try:
         return function(argument)
     except TrackwayError as error:
@@ -215,7 +215,7 @@ def given(overrides: Sequence[str]) -> Tree:
 
 
 def leaves(tree: Tree, prefix: str = "") -> dict[str, JsonValue]:
-    """Dotted key -> value for each leaf; an empty mapping has no leaves."""
+    """Dotted key -> value for each leaf. An empty mapping has no leaves."""
     flat: dict[str, JsonValue] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"

@@ -34,7 +34,7 @@ class CriticModelConfig(LoraConfig):
     whole model."""
 
     path: str | None = None
-    """Folder or Hugging Face id of the value model; null takes the policy's own. A head `score`, as a model for token
+    """Folder or Hugging Face id of the value model. null takes the policy's own. A head `score`, as a model for token
     classification has it, is read; without one the head is new, and the first values are 0."""
     use_remove_padding: bool = True
     """Compute a micro batch as one packed row without padding if all layers have full attention."""
@@ -47,7 +47,7 @@ class CriticConfig(Section):
     """The value model: a language model with one number as its head, trained beside the policy."""
 
     enable: bool | None = None
-    """Train a value model; null does so for `adv_estimator=gae`. With other estimators it learns the rewards to go, and
+    """Train a value model. null does so for `adv_estimator=gae`. With other estimators it learns the rewards to go, and
     own estimators get its values."""
     model: CriticModelConfig = Field(default_factory=CriticModelConfig)
     optim: CriticOptimConfig = Field(default_factory=CriticOptimConfig)
@@ -56,13 +56,13 @@ class CriticConfig(Section):
     ppo_mini_batch_size: int | None = Field(default=None, ge=1)
     """Prompts per optimizer step, each with all its rollouts; null takes `actor.ppo_mini_batch_size`."""
     ppo_micro_batch_size_per_gpu: int | None = Field(default=None, ge=1)
-    """Trajectories per forward and backward pass; null takes the whole mini batch. The result does not depend on it."""
+    """Trajectories per forward and backward pass. null takes the whole mini batch. The result does not depend on it."""
     forward_micro_batch_size_per_gpu: int | None = Field(default=None, ge=1)
     """Trajectories per pass that computes values; null takes `critic.ppo_micro_batch_size_per_gpu`."""
     use_dynamic_bsz: bool | None = None
     """Fill passes by tokens instead of by trajectories; null takes `actor.use_dynamic_bsz`."""
     ppo_max_token_len_per_gpu: int = Field(default=32768, ge=1)
-    """Most tokens of a pass with `use_dynamic_bsz`; a longer trajectory is computed alone."""
+    """Most tokens of a pass with `use_dynamic_bsz`. A longer trajectory is computed alone."""
     forward_max_token_len_per_gpu: int | None = Field(default=None, ge=1)
     """Most tokens of a pass that computes values; null takes `critic.ppo_max_token_len_per_gpu`."""
     ppo_epochs: int | None = Field(default=None, ge=1)
@@ -76,7 +76,7 @@ class CriticConfig(Section):
     loss_agg_mode: LossAggregation | None = None
     """Aggregation of the token losses; null takes `actor.loss_agg_mode`."""
     loss_scale_factor: float | None = Field(default=None, gt=0)
-    """Divisor of `seq-mean-token-sum-norm`; null takes the actor's."""
+    """Divisor of `seq-mean-token-sum-norm`. null takes the actor's."""
     grad_clip: float = Field(default=1.0, gt=0)
     """Bound on the gradient's norm."""
 

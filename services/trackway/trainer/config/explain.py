@@ -23,11 +23,11 @@ class Explanation(NamedTuple):
     default: JsonValue
     source: str
     honoured: bool = True
-    """False for a key that was moved, has no effect or only one value; it has no default."""
+    """False for a key that was moved, has no effect or only one value. It has no default."""
 
 
 def explain(word: str = "") -> list[Explanation]:
-    """The key of that name, or all keys of that section; an empty word returns all keys.
+    """The key of that name, or all keys of that section. An empty word returns all keys.
 
     Raises TrackwayError(INVALID_REQUEST) naming the nearest keys.
     """

@@ -25,7 +25,7 @@ class DataConfig(Section):
     """The rows for training and validation, and their length limits."""
 
     train_files: list[str] = Field(default_factory=list)
-    """Parquet or JSONL files of rows in verl's schema; a single path is accepted too."""
+    """Parquet or JSONL files of rows in verl's schema. A single path is accepted too."""
     val_files: list[str] = Field(default_factory=list)
     """Files of held-out rows; without files there is no validation."""
     prompt_key: str = "prompt"
@@ -41,11 +41,11 @@ class DataConfig(Section):
     val_batch_size: int | None = Field(default=None, ge=1)
     """Most validation prompts that are requested concurrently; null takes `trackway.max_inflight_groups`."""
     train_max_samples: int = Field(default=-1, ge=-1)
-    """Train on so many rows, as `trackway.max_samples` chooses them; 0 and -1 take all."""
+    """Train on so many rows, as `trackway.max_samples` chooses them. 0 and -1 take all."""
     val_max_samples: int = Field(default=-1, ge=-1)
     """Validate on so many rows, chosen in the same way."""
     max_prompt_length: int = Field(default=512, ge=1)
-    """Most tokens of a templated prompt; a longer prompt is filtered out, or handled according to `truncation`."""
+    """Most tokens of a templated prompt. A longer prompt is filtered out, or handled according to `truncation`."""
     max_response_length: int = Field(default=512, ge=1)
     """Most tokens of the whole multi-turn response, including observations."""
     filter_overlong_prompts: bool = False
@@ -79,7 +79,7 @@ class CustomRewardFunctionConfig(Section):
     """A scoring function of the user's."""
 
     path: str | None = None
-    """Python file with the function that scores every row; null leaves scorers to the deployment."""
+    """Python file with the function that scores every row. null leaves scorers to the deployment."""
     name: str = "compute_score"
     """The function: `compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)`, sync or
     async, which returns a number or a dict with the number `score`."""
@@ -98,7 +98,7 @@ class OverlongBufferConfig(Section):
     """DAPO's penalty on long responses (arXiv:2503.14476, section 3.4)."""
 
     enable: bool = False
-    """Lower the score of a response that ends in the last `len` tokens before `max_resp_len`; the accuracy of a
+    """Lower the score of a response that ends in the last `len` tokens before `max_resp_len`. The accuracy of a
     validation stays as scored. verl's older recipes write `reward_model.overlong_buffer`."""
     len: int = Field(default=0, ge=0)
     """Tokens over which the penalty rises."""
@@ -131,7 +131,7 @@ class RewardManagerConfig(Section):
 
 
 class RewardModelEngineConfig(Section):
-    """The engine of the reward model, for the deployment; null leaves the choice to it."""
+    """The engine of the reward model, for the deployment. null leaves the choice to it."""
 
     name: Literal["vllm", "sglang", "hf", "torch"] | None = None
     """A vLLM or SGLang server, or the embedded torch engine (also `hf`)."""
@@ -148,7 +148,7 @@ class RewardModelEngineConfig(Section):
     max_num_seqs: int | None = Field(default=None, ge=1)
     """Most concurrent requests."""
     max_model_len: int | None = Field(default=None, ge=2)
-    """Most tokens of question and answer together, of a classifier those of the conversation; a longer one is an
+    """Most tokens of question and answer together, of a classifier those of the conversation. A longer one is an
     error. Null is `prompt_length` + `response_length` if both are given."""
     prompt_length: int | None = Field(default=None, ge=1)
     """Most tokens of a question."""
@@ -157,7 +157,7 @@ class RewardModelEngineConfig(Section):
 
 
 class RewardModelConfig(Section):
-    """A model that scores, or that `custom_reward_function` asks; the services of a run serve it beside the policy."""
+    """A model that scores, or that `custom_reward_function` asks. The services of a run serve it beside the policy."""
 
     enable: bool = False
     """Serve `model_path` as the service `reward_model`. Without `custom_reward_function.path` it must be a classifier,
@@ -166,7 +166,7 @@ class RewardModelConfig(Section):
     as `reward_model_tokenizer`."""
     model_path: str | None = None
     """Folder or Hub id of the model, and its name in requests. A classifier with one label is one whose `config.json`
-    has an architecture `*ForSequenceClassification`; any other model is generative."""
+    has an architecture `*ForSequenceClassification`. Any other model is generative."""
     rollout: RewardModelEngineConfig = Field(default_factory=RewardModelEngineConfig)
 
     @property
@@ -204,8 +204,8 @@ class TrainerConfig(Section):
     experiment_name: RunName = "run"
     """The run's name: its folder, its MLflow and W&B run, and the first part of every trajectory id."""
     logger: list[str] = Field(default_factory=lambda: ["console"])
-    """Loggers: `console` prints a line per step; `wandb` and `tensorboard` record metrics there; `file` (metrics.jsonl)
-    is always written; `mlflow` is on whenever its URI is set, and listing it requires a URI.
+    """Loggers: `console` prints a line per step; `wandb` and `tensorboard` record metrics there. `file` (metrics.jsonl)
+    is always written. `mlflow` is on whenever its URI is set, and listing it requires a URI.
     Experimental: nothing has been sent to W&B's own servers."""
     total_epochs: int = Field(default=30, ge=1)
     """Passes over the rows."""
@@ -214,7 +214,7 @@ class TrainerConfig(Section):
     save_freq: int = Field(default=-1, ge=-1)
     """Steps between checkpoints; -1 saves only when the run stops or ends."""
     test_freq: int = Field(default=-1, ge=-1)
-    """Steps between validations; -1 validates only at the end."""
+    """Steps between validations. -1 validates only at the end."""
     val_before_train: bool = True
     """Validate once before the first step."""
     val_only: bool = False
@@ -224,7 +224,7 @@ class TrainerConfig(Section):
     max_actor_ckpt_to_keep: int | None = Field(default=None, ge=1)
     """Number of newest checkpoints to keep; None keeps all."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
-    """`auto` resumes from the run folder's newest checkpoint; `disable` starts from the model; `resume_path` starts
+    """`auto` resumes from the run folder's newest checkpoint. `disable` starts from the model. `resume_path` starts
     from `resume_from_path`."""
     resume_from_path: str | None = None
     """A checkpoint, `.../global_step_<n>`, of this or another run; a path, or a URL that fsspec opens."""
@@ -232,7 +232,7 @@ class TrainerConfig(Section):
     """Samples of each validation that are traced, with prompt, response and score: the larger of this and
     `trackway.trace_validation_samples`. verl logs them as a table."""
     default_local_dir: str | None = None
-    """Folder of the checkpoints, to which the run's own folder links; null keeps them there. It must not have those of
+    """Folder of the checkpoints, to which the run's own folder links. null keeps them there. It must not have those of
     another run."""
     default_hdfs_dir: str | None = None
     """URL that fsspec opens, such as `s3://bucket/checkpoints`, to which each checkpoint is copied once it is saved, as
@@ -247,7 +247,7 @@ class TrainerConfig(Section):
     """False leaves `trainer.v1` unread, as verl's older trainer does."""
     v1: V1Config = Field(default_factory=V1Config)
     n_gpus_per_node: int | None = Field(default=None, ge=0)
-    """GPUs per machine, for rollout replicas, and with `nnodes` above 1 for the learner; null leaves it to the
+    """GPUs per machine, for rollout replicas, and with `nnodes` above 1 for the learner. null leaves it to the
     deployment."""
     nnodes: int | None = Field(default=None, ge=1)
     """Machines of the learner: the trainer's own, and Ray nodes that offer the resource `trackway_learner`. They share
@@ -283,7 +283,7 @@ class TrackwayConfig(Section):
     """Python modules that the agent, tools and reward services import: their agent loops with `@register`, functions
     with `@function_tool` and scorers with `@scorer` are served. Null leaves it to the deployment."""
     code_path: str | None = None
-    """Folder in which `modules` are found; null takes the folder of `trackway.yaml`, or only PYTHONPATH without one."""
+    """Folder in which `modules` are found. null takes the folder of `trackway.yaml`, or only PYTHONPATH without one."""
     seed: Seed = 42
     """Seed of the learner, the row order, the choice of traced prompts, and, with its position, of each generation."""
     device: str = Field(default="auto", pattern="^(auto|cpu|cuda(:[0-9]+)?)$")
@@ -291,7 +291,7 @@ class TrackwayConfig(Section):
     Without one, `auto` is an error if `trainer.n_gpus_per_node` or the deployment gave the learner GPUs.
     Experimental: no engine or learner has run on a GPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Data type of the learner's computation; `fsdp_config.model_dtype` is that of its weights. `auto` is bfloat16 on
+    """Data type of the learner's computation. `fsdp_config.model_dtype` is that of its weights. `auto` is bfloat16 on
     a GPU, as in verl, and with bfloat16 weights; float32 on a CPU, since most CPUs are slower with bfloat16."""
     float32_head: bool = False
     """Compute logits in float32 where learner and engine compute in bfloat16: policy, reference, and vLLM or SGLang if
@@ -301,7 +301,7 @@ class TrackwayConfig(Section):
     else all cores, less one for the engine with `async_training`. A resumed run keeps the number."""
     learner_ranks: int | None = Field(default=None, ge=1)
     """Processes of the learner, each with a shard of the weights (FSDP2) and, on GPUs, a GPU of its own, in equal parts
-    on `trainer.nnodes` machines; 1 is always on one. Null is one for each GPU, `nnodes` x `n_gpus_per_node`, or one for
+    on `trainer.nnodes` machines. 1 is always on one. Null is one for each GPU, `nnodes` x `n_gpus_per_node`, or one for
     each machine without GPUs. The result does not depend on it, but for rounding, and a checkpoint goes on with any
     number. Experimental: no ranks have run on GPUs."""
     placement_timeout_s: float = Field(default=900.0, gt=0)
@@ -312,12 +312,12 @@ class TrackwayConfig(Section):
     its last checkpoint."""
     rollouts_from: Literal["agent", "sessions"] = "agent"
     """`agent`: rollouts of the rows. `sessions`: sessions of a deployed agent, opened with `train`, which come by
-    themselves; a group is the next `rollout.n` that ended with the same `train.group`."""
+    themselves. A group is the next `rollout.n` that ended with the same `train.group`."""
     session_max_age_s: float = Field(default=3600.0, gt=0)
     """Seconds that an ended session may wait to be trained, or for the others of its group; then it is dropped as
     stale, as it is when its oldest token is more than `max_staleness` versions behind."""
     max_waiting_sessions: int = Field(default=1024, ge=1)
-    """Most ended sessions that wait for the run; another one is refused until some are trained."""
+    """Most ended sessions that wait for the run. Another one is refused until some are trained."""
     max_samples: Literal["random", "first"] = "random"
     """Choice of the rows of `data.train_max_samples` and `data.val_max_samples`. `random`, as in verl: rows drawn by
     `data.seed`, or the first ones with `data.shuffle=false`, before overlong prompts are dropped. `first`: the first
@@ -337,7 +337,7 @@ class TrackwayConfig(Section):
     tools: list[str] | None = None
     """Names of the tools offered to the model; None offers every tool of the tool server."""
     max_tool_response_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens of one observation, in addition to the limit in characters, `multi_turn.max_tool_response_length`;
+    """Most tokens of one observation, in addition to the limit in characters, `multi_turn.max_tool_response_length`.
     None means no limit."""
     on_bad_call: Literal["observe", "end"] = "observe"
     """Treatment of a tool call that cannot be parsed or names an unknown tool: `observe` returns the error to the model
@@ -362,7 +362,7 @@ class TrackwayConfig(Section):
     """Write what each update computed of its tokens to `outputs/<run>/token_values`: the learner's log-probability,
     entropy, advantage, and whether the token was clipped or rejected. The console shows them."""
     mlflow_uri: str | None = None
-    """MLflow tracking server; None takes the trainer service's, and MLflow is off if that is unset."""
+    """MLflow tracking server. None takes the trainer service's, and MLflow is off if that is unset."""
     feedback: bool = True
     """Record reward, advantage and training status (`fate`) on each trace, in MLflow and in Weave."""
     feedback_deadline_s: float = Field(default=3600.0, gt=0)
@@ -376,15 +376,15 @@ class TrackwayConfig(Section):
     weights_anchor_every: int | None = Field(default=None, ge=0)
     """One published version of so many is written whole; the others as what changed since the version before, a few
     percent of the bytes in bfloat16, from which each host of replicas assembles a copy (`weights_cache` of the rollout
-    service). Changes that are not small, as in float32, are written whole. 0 writes all whole; null does so in a
+    service). Changes that are not small, as in float32, are written whole. 0 writes all whole. null does so in a
     folder, which replicas read in place, and takes 8 for an object store."""
     weights_transport: TransportName = "store"
-    """How engines get the tensors of a version: `store` reads its files; `ipc` takes them from the learner's memory by
+    """How engines get the tensors of a version: `store` reads its files. `ipc` takes them from the learner's memory by
     CUDA IPC, for vLLM on the learner's GPU (`weights_transport` of the rollout service). Versions are in the store in
     either case, and an engine that fails to take one reads it there. `ipc` keeps a copy of what is published on the
     GPU. Experimental: no weights have come by CUDA IPC."""
     storage_wait_s: float = Field(default=600.0, ge=0)
-    """Seconds a run waits for a disk that is full or cannot be written before it fails; it can then be resumed."""
+    """Seconds a run waits for a disk that is full or cannot be written before it fails. It can then be resumed."""
     max_restarts: int = Field(default=2, ge=0)
     """Most restarts of a crashed learner from its last checkpoint."""
     wandb_run_id: str | None = Field(default=None, pattern="^[^/:]+$")

@@ -8,7 +8,7 @@ NODE_RESOURCE = "trackway_learner"
 
 
 class Placement(NamedTuple):
-    """Ranks in equal parts on nodes; the first part is on the node of the run's own process."""
+    """Ranks in equal parts on nodes. The first part is on the node of the run's own process."""
 
     ranks: int = 1
     nodes: int = 1

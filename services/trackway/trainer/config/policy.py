@@ -56,7 +56,7 @@ class LoraConfig(Section):
     lora_alpha: float = Field(default=16, gt=0)
     """The adapter's update is scaled by this divided by its rank."""
     target_modules: str | list[str] = "all-linear"
-    """Adapted layers by the last parts of their names, or as a regular expression; `all-linear` leaves out the head."""
+    """Adapted layers by the last parts of their names, or as a regular expression. `all-linear` leaves out the head."""
     exclude_modules: str | list[str] | None = None
     """Layers that are not adapted, in the same way."""
 
@@ -65,7 +65,7 @@ class OverrideConfig(Section):
     """Replacements for keys of the model's `config.json`."""
 
     max_position_embeddings: int | None = Field(default=None, ge=2)
-    """Longest sequence in tokens that the model is taken to read, for engines, learner and exported folders; null takes
+    """Longest sequence in tokens that the model is taken to read, for engines, learner and exported folders. null takes
     that of the model. A model whose positions are weights is refused as it loads."""
 
 
@@ -82,10 +82,10 @@ class ModelConfig(LoraConfig):
     """Recompute activations in the backward pass to save memory."""
     use_fused_kernels: bool | None = None
     """Compute logits in chunks of `actor.fsdp_config.entropy_from_logits_chunk_size` tokens, and again in the backward
-    pass, so that they are never held whole; null does so where those of a pass would take more than 256 MiB in float32.
+    pass, so that they are never held whole. null does so where those of a pass would take more than 256 MiB in float32.
     The result does not change."""
     lora_adapter_path: str | None = None
-    """Folder or Hugging Face id of an adapter as PEFT writes it, from which training starts; null starts a new one.
+    """Folder or Hugging Face id of an adapter as PEFT writes it, from which training starts. null starts a new one.
     With `lora_rank=0`, its rank, alpha and layers are those in the folder; for one that is not on this machine, give
     `lora_rank`, `lora_alpha` and `target_modules` as the adapter has them."""
     lora: LoraSyncConfig = Field(default_factory=LoraSyncConfig)
@@ -121,15 +121,15 @@ class OptimConfig(Section):
     weight_decay: float = Field(default=0.01, ge=0)
     """AdamW's decoupled weight decay."""
     lr_warmup_steps: int = Field(default=-1, ge=-1)
-    """Steps over which the rate rises linearly; -1 or 0 uses `lr_warmup_steps_ratio`."""
+    """Steps over which the rate rises linearly. -1 or 0 uses `lr_warmup_steps_ratio`."""
     lr_warmup_steps_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Warm-up steps as a share of the run's steps; 0 starts at the full rate."""
+    """Warm-up steps as a share of the run's steps. 0 starts at the full rate."""
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"
     """The rate after the warm-up: constant, or a cosine between `lr` and `min_lr_ratio` of it over the run's steps."""
     num_cycles: float = Field(default=0.5, gt=0)
     """Waves of the cosine: 0.5 falls once, 1 falls and rises again."""
     zero_indexed_step: bool = True
-    """Count the first update as 0 in the cosine; false counts it as 1, so that the last update has the final rate."""
+    """Count the first update as 0 in the cosine. false counts it as 1, so that the last update has the final rate."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Final rate of the cosine, as a share of `lr`."""
     clip_grad: float | None = Field(default=None, gt=0)
@@ -225,7 +225,7 @@ class ShardingConfig(WeightsConfig):
     """Sharding of a model over the learner's ranks, and CPU offload, which has no effect without a GPU."""
 
     fsdp_size: int = Field(default=-1, ge=-1)
-    """Consecutive ranks that share the weights, such as those of a node; each such group holds all of them (hybrid
+    """Consecutive ranks that share the weights, such as those of a node. Each such group holds all of them (hybrid
     sharding). -1, or as many as there are ranks, shares them over all; else it divides their number. The result does
     not depend on it, but for rounding."""
     reshard_after_forward: bool = True
@@ -250,7 +250,7 @@ class FSDPConfig(ShardingConfig):
     """Sharding and offload of the policy, and how its passes are divided."""
 
     ulysses_sequence_parallel_size: int = Field(default=1, ge=1)
-    """Another name of `actor.ulysses_sequence_parallel_size`; the larger one counts."""
+    """Another name of `actor.ulysses_sequence_parallel_size`. The larger one counts."""
     dtype: Literal["bfloat16", "bf16", "float32", "fp32"] = "bfloat16"
     """Data type of the computation with `trackway.dtype=auto`: float32 holds everywhere, bfloat16 on a GPU."""
     entropy_from_logits_chunk_size: int = Field(default=1024, ge=1)
@@ -274,9 +274,9 @@ class CheckpointContents(Section):
     save_contents: tuple[Literal["model", "optimizer", "extra", "hf_model"], ...] = ("model", "optimizer", "extra")
     """Saved contents: the weights, AdamW's moments, and `extra`: the updates done, by which the learning rate goes on,
     and the random state. `model` must be among them. `hf_model` adds the policy as a Hugging Face folder,
-    `actor/huggingface`; `trackway export` makes one without it."""
+    `actor/huggingface`. `trackway export` makes one without it."""
     load_contents: tuple[Literal["model", "optimizer", "extra", "hf_model"], ...] | None = None
-    """Contents restored from a checkpoint, its own or `trainer.resume_from_path`; null restores what is saved.
+    """Contents restored from a checkpoint, its own or `trainer.resume_from_path`. null restores what is saved.
     Without `optimizer` the moments start at zero, without `extra` the learning rate at its first step."""
 
     @property
@@ -301,7 +301,7 @@ class CheckpointConfig(CheckpointContents):
     """Contents of a checkpoint of the policy, and when it is written."""
 
     async_save: bool = True
-    """Copy what is saved to main memory, and write it while the training goes on; the copy takes 12 bytes for each
+    """Copy what is saved to main memory, and write it while the training goes on. The copy takes 12 bytes for each
     weight that is trained, 6 in bfloat16, divided by the ranks. With false the step waits until it is written."""
 
 
@@ -315,12 +315,12 @@ class ActorConfig(Section):
     ppo_mini_batch_size: int = Field(default=256, ge=1)
     """Prompts per optimizer step, each with all its rollouts."""
     ppo_micro_batch_size_per_gpu: int | None = Field(default=None, ge=1)
-    """Trajectories per forward and backward pass; None takes the whole mini batch. The result does not depend on it."""
+    """Trajectories per forward and backward pass. None takes the whole mini batch. The result does not depend on it."""
     use_dynamic_bsz: bool = False
     """Fill each pass by tokens, up to `ppo_max_token_len_per_gpu`, instead of by trajectories. The result does not
     depend on it."""
     ppo_max_token_len_per_gpu: int = Field(default=16384, ge=1)
-    """Most tokens of a pass with `use_dynamic_bsz`; a longer trajectory is computed alone."""
+    """Most tokens of a pass with `use_dynamic_bsz`. A longer trajectory is computed alone."""
     ulysses_sequence_parallel_size: int = Field(default=1, ge=1)
     """Ranks of the learner that divide the tokens of each packed row, for long rows (Ulysses); it divides
     `trackway.learner_ranks` and the model's attention heads. No effect in one process."""
@@ -352,7 +352,7 @@ class ActorConfig(Section):
     """Compute the entropy by a function that `torch.compile` makes; nothing else is compiled, as in verl. It needs a
     compiler, on CPUs one for C++, and makes the first start with a model longer."""
     calculate_sum_pi_squared: bool = False
-    """Measure the sum of squared probabilities at each token, for own estimators; an optimal token baseline always
+    """Measure the sum of squared probabilities at each token, for own estimators. An optimal token baseline always
     does. With `bypass_mode` it takes a pass of the policy."""
     use_kl_loss: bool = False
     """Add a KL term against the reference policy, which is the model the run started from."""
@@ -388,27 +388,27 @@ class MultiTurnConfig(Section):
     max_assistant_turns: int | None = Field(default=None, ge=1)
     """Most turns of a trajectory."""
     max_user_turns: int | None = Field(default=None, ge=1)
-    """Most turns that answer the model, such as a round of tool calls; the model's next turn is the last."""
+    """Most turns that answer the model, such as a round of tool calls. The model's next turn is the last."""
     max_parallel_calls: int = Field(default=1, ge=1)
-    """Most tool calls of one turn, run in parallel; further calls are not run, and the model gets an error for them."""
+    """Most tool calls of one turn, run in parallel. Further calls are not run, and the model gets an error for them."""
     max_tool_response_length: int | None = Field(default=256, ge=1)
-    """Most characters of one observation; null means no limit. `trackway.max_tool_response_tokens` limits tokens."""
+    """Most characters of one observation. null means no limit. `trackway.max_tool_response_tokens` limits tokens."""
     tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
     """Side on which a longer observation is truncated."""
     tool_config_path: str | None = None
-    """verl's YAML file of tools for the tool server; null leaves them to the deployment."""
+    """verl's YAML file of tools for the tool server. null leaves them to the deployment."""
     format: str | None = None
     """Format of the model's tool calls: `hermes`, `qwen3_coder`, `llama3_json`, `mistral`, `pythonic`, or the name of
-    an own `@register_tool_format`; null leaves it to the deployment, which takes what the chat template writes."""
+    an own `@register_tool_format`. null leaves it to the deployment, which takes what the chat template writes."""
     function_tool_path: str | None = None
-    """Python file with `@function_tool` functions for the tool server; null leaves them to the deployment."""
+    """Python file with `@function_tool` functions for the tool server. null leaves them to the deployment."""
 
 
 class TraceConfig(Section):
     """Selection, backends and content of the traces."""
 
     backend: tuple[TraceBackend, ...] = ()
-    """`mlflow`, `weave`, `otlp`, or several as a list; null leaves it to the services' settings, and verl's `dummy`
+    """`mlflow`, `weave`, `otlp`, or several as a list. null leaves it to the services' settings, and verl's `dummy`
     traces nothing.
     Experimental: nothing has been sent to W&B's own servers."""
     token2text: bool = False
@@ -439,7 +439,7 @@ class AgentConfig(Section):
     default_agent_loop: str = "single_turn_agent"
     """Loop of rows without an `agent_name` when `multi_turn.enable` is false."""
     agent_loop_config_path: str | None = None
-    """verl's YAML list of own agent loops, each with `name`, `_target_` and arguments of its class; null leaves them to
+    """verl's YAML list of own agent loops, each with `name`, `_target_` and arguments of its class. null leaves them to
     the deployment."""
 
 
@@ -489,12 +489,12 @@ class RolloutConfig(Section):
     """Engine of the rollout service: a vLLM or SGLang server, or the embedded torch engine (also `hf`). For this and
     all following keys, null leaves the choice to the deployment."""
     tensor_model_parallel_size: int | None = Field(default=None, ge=1)
-    """GPUs per rollout replica; the number of replicas follows from the run's GPUs. Experimental: no engine has
+    """GPUs per rollout replica. The number of replicas follows from the run's GPUs. Experimental: no engine has
     run on several GPUs."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """Share of a GPU's memory for the engine's weights and KV cache."""
     free_cache_engine: bool | None = None
-    """Release the engines' memory while the learner trains; null does so if every engine can (`enable_sleep`). Services
+    """Release the engines' memory while the learner trains. null does so if every engine can (`enable_sleep`). Services
     that `trackway train` starts can: vLLM and SGLang on GPUs unless this is false, the embedded engine if it is true.
     Experimental: no engine has slept on a GPU."""
     multi_stage_wake_up: bool | None = None
@@ -520,12 +520,12 @@ class RefConfig(Section):
     """The reference policy: the model the run started from, kept by the learner if a KL term needs it."""
 
     log_prob_micro_batch_size_per_gpu: int | None = Field(default=None, ge=1)
-    """Trajectories per pass of the reference; None takes the value of the old-logprob pass. `kl_loss_type=full`
+    """Trajectories per pass of the reference. None takes the value of the old-logprob pass. `kl_loss_type=full`
     computes the reference in the actor's micro batches."""
     log_prob_use_dynamic_bsz: bool | None = None
-    """Fill the reference's passes by tokens; None does what the old-logprob pass does."""
+    """Fill the reference's passes by tokens. None does what the old-logprob pass does."""
     log_prob_max_token_len_per_gpu: int | None = Field(default=None, ge=1)
-    """Most tokens of such a pass; None takes the value of the old-logprob pass."""
+    """Most tokens of such a pass. None takes the value of the old-logprob pass."""
     fsdp_config: RefOffloadConfig = Field(default_factory=RefOffloadConfig)
 
 

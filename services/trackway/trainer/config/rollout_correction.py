@@ -96,7 +96,7 @@ class RolloutCorrectionConfig(Section):
 
     @property
     def is_bounds(self) -> RatioBounds:
-        """Bounds of the importance weights; a lower one means IcePop."""
+        """Bounds of the importance weights. A lower one means IcePop."""
         return _bounds("rollout_is_threshold", str(self.rollout_is_threshold))
 
     @property

@@ -245,7 +245,7 @@ NO_EFFECT: dict[str, str] = {
 
 
 class Only(NamedTuple):
-    """The values of a key that are what Trackway does anyway; others would change what is trained, and are refused."""
+    """The values of a key that are what Trackway does anyway. Others would change what is trained, and are refused."""
 
     values: tuple[JsonValue, ...]
     """Null is allowed in addition."""
@@ -271,7 +271,7 @@ _KINDS: tuple[tuple[type, ...], ...] = ((bool,), (int, float), (str,))
 
 
 def _is_of(value: JsonValue, kind: tuple[type, ...]) -> bool:
-    """Return whether a value is of this kind; true and false are no numbers."""
+    """Return whether a value is of this kind. true and false are no numbers."""
     return isinstance(value, kind) and (bool in kind or not isinstance(value, bool))
 
 
@@ -448,7 +448,7 @@ MOVED: dict[str, str] = (
         )
     }
 )
-"""A verl release's spelling of a key -> the key that it sets here; null means the default. verl's releases accept
+"""A verl release's spelling of a key -> the key that it sets here. null means the default. verl's releases accept
 `trainer.rollout_trace` and ignore it; releases from 0.8 write `reward.custom_reward_function`."""
 
 DEPLOYMENT: tuple[str, ...] = (
@@ -479,7 +479,7 @@ def without_effect(key: str) -> str | None:
 
 
 def limited(key: str) -> str | None:
-    """The entry of ONLY that covers `key`, or None; it goes before one of NO_EFFECT, except one for the key itself."""
+    """The entry of ONLY that covers `key`, or None. It goes before one of NO_EFFECT, except one for the key itself."""
     return None if key in NO_EFFECT else _covering(key, ONLY)
 
 

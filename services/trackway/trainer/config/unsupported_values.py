@@ -1,6 +1,6 @@
 """Values of verl's keys that ask for what Trackway does not have.
 
-A run with one is refused; a dry run lists it and plans without it. A value that verl would not take either is an error
+A run with one is refused. A dry run lists it and plans without it. A value that verl would not take either is an error
 for both.
 """
 

@@ -23,13 +23,13 @@ from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 Keep: TypeAlias = Callable[[Sequence[Sample], str], list[Sample]]
-"""Selects the rows to keep; the second argument is the rows' name in the log."""
+"""Selects the rows to keep. The second argument is the rows' name in the log."""
 
 
 logger = logging.getLogger("trackway.trainer")
 
 _ROWS_SHOWN = 5
-"""Most rows named in a message; the others are counted."""
+"""Most rows named in a message. The others are counted."""
 
 
 class RowLocation(NamedTuple):
@@ -69,7 +69,7 @@ class RowChoice:
     most: int = -1
     """Most rows; -1 takes all."""
     seed: int | None = None
-    """Seed of a random choice; None takes the first rows."""
+    """Seed of a random choice. None takes the first rows."""
     of_kept: bool = False
     """Choose among the rows that are kept, instead of among all of them."""
 
@@ -104,7 +104,7 @@ class Position(BaseModel):
 
 
 class PromptBatches(Protocol):
-    """Prompts of each step; `take` is a pure function of the position."""
+    """Prompts of each step. `take` is a pure function of the position."""
 
     steps_per_epoch: int
 

@@ -32,7 +32,7 @@ class Gsm8kRows:
 
 
 def load_gsm8k(records: Iterable[Record | Rejected], split: Split) -> Gsm8kRows:
-    """The rows of a split's records; a row's index is its record's position in the source."""
+    """The rows of a split's records. A row's index is its record's position in the source."""
     loaded = Gsm8kRows(rows=[], rejected=[])
     for index, record in enumerate(records):
         row = record if isinstance(record, Rejected) else gsm8k_row(record, split, index)

@@ -66,7 +66,7 @@ class DatasetSummary:
 def make_tiny(
     out_dir: Path, train_size: int, test_size: int, seed: int, agent_name: str = AGENT_NAME
 ) -> DatasetSummary:
-    """Write the tiny word problems; the test split uses number pairs that do not occur in the train split."""
+    """Write the tiny word problems. The test split uses number pairs that do not occur in the train split."""
     sizes: dict[Split, int] = {"train": train_size, "test": test_size}
     for split, size in sizes.items():
         if size < 1:

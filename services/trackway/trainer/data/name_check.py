@@ -160,7 +160,7 @@ def _of_template(key: str, rows: Rows, config: RunConfig, served: Served) -> lis
 
 
 _NAMES_SHOWN = 5
-"""Most unknown names reported per column; the others are counted."""
+"""Most unknown names reported per column. The others are counted."""
 
 
 def _reported_names(positions_by_name: Mapping[str, list[int]]) -> list[tuple[str, list[int]]]:

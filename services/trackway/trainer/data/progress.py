@@ -14,7 +14,7 @@ logger = logging.getLogger("trackway.trainer")
 
 
 def counted(items: Iterable[T], doing: str, total: int | None = None) -> Iterator[T]:
-    """The items unchanged; their count so far is logged every EVERY_S seconds."""
+    """The items unchanged. Their count so far is logged every EVERY_S seconds."""
     last_logged, of_total = time.monotonic(), "" if total is None else f" of {total}"
     for count, item in enumerate(items, start=1):
         yield item

@@ -87,7 +87,7 @@ class PromptFilter:
         return str(text)
 
     def _offered(self, row: Sample) -> list[dict[str, Any]] | None:
-        """The tool schemas that the row's agent shows the model; a custom agent is assumed to show all."""
+        """The tool schemas that the row's agent shows the model. A custom agent is assumed to show all."""
         if (row.agent_name or self._default_agent) == WITHOUT_TOOLS:
             return None
         selection = row.extra_info.get("tool_selection")

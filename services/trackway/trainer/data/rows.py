@@ -41,7 +41,7 @@ class ExtraInfo(WireReply):
 
     split: Split
     index: SampleIndex
-    """Unique within the split; it becomes the `sample_index` tag of the trajectories."""
+    """Unique within the split. It becomes the `sample_index` tag of the trajectories."""
     answer: str
     """The worked answer, as in the source."""
     question: str

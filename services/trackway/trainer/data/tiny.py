@@ -91,7 +91,7 @@ def is_held_out(left: int, right: int) -> bool:
 
 
 def draw_problem(rng: random.Random, split: Split) -> Problem:
-    """A random problem of a split; the operation is drawn first, so both splits have the same mix of operations."""
+    """A random problem of a split. The operation is drawn first, so both splits have the same mix of operations."""
     operation = rng.choice(OPERATIONS)
     left, right = _draw_pair(rng, operation)
     while is_held_out(left, right) != (split == "test"):
@@ -103,7 +103,7 @@ def draw_problem(rng: random.Random, split: Split) -> Problem:
 
 
 def make_tiny_rows(split: Split, count: int, seed: int) -> list[Sample]:
-    """`count` rows of a split, deterministic in the arguments; the index is the row's position."""
+    """`count` rows of a split, deterministic in the arguments. The index is the row's position."""
     rng = random.Random(f"{split}/{seed}")
     return [_to_row(draw_problem(rng, split), split, index) for index in range(count)]
 

@@ -1,9 +1,9 @@
 """Delivery of metrics, run status and trace feedback to trackers, and the loggers of a run.
 
-sinks          console, metrics.jsonl, TensorBoard; the interface of a backend, and the queue in front of it
+sinks          console, metrics.jsonl, TensorBoard. The interface of a backend, and the queue in front of it
 mlflow_run     the run in MLflow, sent from the files on disk
 wandb_run      the run in W&B; the only module that imports wandb
-opening        check of `trainer.logger` before a run starts; the tracking of a run
+opening        check of `trainer.logger` before a run starts. The tracking of a run
 leftovers      unsent data of ended runs, for MLflow and Weave, and its counts
 feedback_queue, jobs   queues on disk, and the thread that sends them
 

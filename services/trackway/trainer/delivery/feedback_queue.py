@@ -40,7 +40,7 @@ class Assessment:
 
     @property
     def size(self) -> int:
-        """The number of values; a link counts as one."""
+        """The number of values. A link counts as one."""
         return len(self.values) + self.link
 
 
@@ -149,7 +149,7 @@ class FeedbackQueue:
         return sent
 
     def _take(self) -> _File | None:
-        """Take the next file out of the list; it remains in the folder."""
+        """Take the next file out of the list. It remains in the folder."""
         files = self._listed()
         if files and not (self._folder / files[0].name).exists():  # another process has sent it, or a part of it
             self._files = None

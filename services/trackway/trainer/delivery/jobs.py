@@ -33,7 +33,7 @@ class Refused(Exception):
 
 
 class Delivery(Protocol):
-    """The queued data of one run for one backend; `advance` and `close` are called by one thread at a time."""
+    """The queued data of one run for one backend. `advance` and `close` are called by one thread at a time."""
 
     name: str
 
@@ -76,7 +76,7 @@ class DeliveryThread:
             return self._changed.wait_for(lambda: self._attempts > 0, deadline_s)
 
     def close(self, deadline_s: float) -> None:
-        """Send the queued data until the deadline; the rest stays on disk."""
+        """Send the queued data until the deadline. The rest stays on disk."""
         with self._changed:
             self._closing_at = time.monotonic()
             self._end = self._closing_at + deadline_s

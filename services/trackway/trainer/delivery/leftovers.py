@@ -50,7 +50,7 @@ logger = logging.getLogger("trackway.trainer")
 
 
 class Leftovers:
-    """A thread that sends the unsent data of ended runs; `offer` passes the runs to check."""
+    """A thread that sends the unsent data of ended runs. `offer` passes the runs to check."""
 
     def __init__(self, outputs: Path, settings: TracingSettings) -> None:
         self._outputs = outputs

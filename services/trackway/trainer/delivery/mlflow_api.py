@@ -95,7 +95,7 @@ class MlflowApi:
         self._call("POST", "runs/update", json=body | ({} if end_time is None else {"end_time": end_time}))
 
     def delete_run(self, run_id: str) -> None:
-        """Mark the run as deleted; MLflow can restore it."""
+        """Mark the run as deleted. MLflow can restore it."""
         self._call("POST", "runs/delete", json={"run_id": run_id})
 
     def log_params(self, run_id: str, params: Mapping[str, str]) -> None:
@@ -103,7 +103,7 @@ class MlflowApi:
         self._call("POST", "runs/log-batch", json={"run_id": run_id, "params": _pairs(params)})
 
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
-        """Set up to 100 tags of the run; a tag of the same name is replaced."""
+        """Set up to 100 tags of the run. A tag of the same name is replaced."""
         self._call("POST", "runs/log-batch", json={"run_id": run_id, "tags": _pairs(tags)})
 
     def log_metrics(self, run_id: str, metrics: Sequence[Metric]) -> None:
@@ -115,7 +115,7 @@ class MlflowApi:
         self._call("POST", "runs/log-batch", json={"run_id": run_id, "metrics": values})
 
     def link(self, trace_ids: Sequence[str], run_id: str) -> None:
-        """Link up to 100 traces (32 hex digits) to the run; they may arrive later.
+        """Link up to 100 traces (32 hex digits) to the run. They may arrive later.
 
         MLflow links the traces that it receives as well. Where it links one at the same moment, it refuses the call and
         writes nothing; repeated, the call links the others.
@@ -129,7 +129,7 @@ class MlflowApi:
         raise Later("MLflow links the same traces to the run at present")
 
     def assess(self, trace_id: str, assessment: Mapping[str, JsonValue]) -> None:
-        """Record an assessment of a trace; NotThere while the trace has not arrived."""
+        """Record an assessment of a trace. NotThere while the trace has not arrived."""
         path = f"/api/3.0/mlflow/traces/tr-{trace_id}/assessments"
         answer = self._send("POST", path, json={"assessment": dict(assessment)})
         # MLflow's answer to an assessment whose id already exists.

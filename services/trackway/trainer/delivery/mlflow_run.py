@@ -13,7 +13,7 @@ request was lost, is deleted.
 
 Feedback becomes assessments of traces. Each value is an assessment of its own, because MLflow's search does not look
 inside a value: `feedback.fate = 'used'` and `feedback.reward > 0.5` find their traces. The server of a local database
-takes many in one request; MLflow's own route takes one. An assessment's id is derived from trace and name, so a value
+takes many in one request. MLflow's own route takes one. An assessment's id is derived from trace and name, so a value
 that is sent twice is stored once.
 """
 
@@ -217,7 +217,7 @@ DUPLICATE_SEARCH_S = 600.0
 DUPLICATE_SEARCH_INTERVAL_S = 20.0
 
 STATUS = {RunState.FINISHED: "FINISHED", RunState.FAILED: "FAILED", RunState.STOPPED: "KILLED"}
-"""MLflow's status of an ended run; any other run is RUNNING."""
+"""MLflow's status of an ended run. Any other run is RUNNING."""
 
 _NOT_ALLOWED = re.compile(r"[^/\w.\- :]")
 
@@ -260,7 +260,7 @@ class MlflowRun:
         self.status = "RUNNING"
         """The status to set in MLflow."""
         self.ended_at: int | None = None
-        """End of the run in milliseconds since 1970; None while it is active."""
+        """End of the run in milliseconds since 1970. None while it is active."""
         self._folder = folder
         self._config = config
         self._tags = code_tags(folder.info().code)
@@ -273,12 +273,12 @@ class MlflowRun:
 
     @property
     def experiment_id(self) -> str | None:
-        """MLflow's id of the experiment; None until MLflow has returned it."""
+        """MLflow's id of the experiment. None until MLflow has returned it."""
         return read_state(self._folder).experiment_id
 
     @property
     def run_id(self) -> str | None:
-        """MLflow's id of the run; None until MLflow has returned it."""
+        """MLflow's id of the run. None until MLflow has returned it."""
         return read_state(self._folder).run_id
 
     @property
@@ -496,7 +496,7 @@ def write_state(folder: RunFolder, state: MlflowState) -> None:
 
 
 def mlflow_summary(folder: RunFolder, status: str) -> BackendSummary:
-    """The counts of queued and lost data of a run; `status` is its current status in MLflow's terms."""
+    """The counts of queued and lost data of a run. `status` is its current status in MLflow's terms."""
     state, queue = read_state(folder), FeedbackQueue(feedback_folder(folder))
     waits = not state.is_deleted
     return BackendSummary(

@@ -62,7 +62,7 @@ class Tracking:
         return {} if self.run is None else self.run.ids
 
     def catch_up(self, rows: Sequence[MetricsRow]) -> None:
-        """Send the rows that a killed process may have left unsent; the run continues after the last of them."""
+        """Send the rows that a killed process may have left unsent. The run continues after the last of them."""
         for row in rows:
             for sink in self._others:
                 sink.log(row)

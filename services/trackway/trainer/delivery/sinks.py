@@ -135,7 +135,7 @@ class MlflowSink:
 
 
 class MetricsRun(Protocol):
-    """A run in a metrics backend. The methods block and may raise; a single thread calls them, in this order."""
+    """A run in a metrics backend. The methods block and may raise. A single thread calls them, in this order."""
 
     def open(self) -> None: ...
     def log(self, row: MetricsRow) -> None: ...

@@ -59,7 +59,7 @@ class WandbRun:
             run.log(dict(row.data), step=row.step, commit=True)
 
     def finish(self, status: str) -> None:
-        """End the W&B run; a stopped run does not count as failed."""
+        """End the W&B run. A stopped run does not count as failed."""
         self._started().finish(exit_code=1 if status == "FAILED" else 0)
 
     def _begin(self, offline: bool) -> "Run":

@@ -21,7 +21,7 @@ ITEMS_PER_CALL = 1000
 TIMEOUT_S = 30.0
 NAME = "weave"
 AWAY = (401, 403, 429, 502, 503, 504)
-"""HTTP statuses after which a retry may succeed; 502 and 504 come from a gateway."""
+"""HTTP statuses after which a retry may succeed. 502 and 504 come from a gateway."""
 
 
 class WeaveState(BaseModel):

@@ -303,7 +303,7 @@ def _members(groups: Sequence[str]) -> list[list[int]]:
 
 
 def _centred(scores: Tensor, groups: Sequence[str]) -> Tensor:
-    """Scores less the mean of their group; a group of one keeps its score. Equal scores give exactly 0."""
+    """Scores less the mean of their group. A group of one keeps its score. Equal scores give exactly 0."""
     return grpo_advantages(scores, groups, norm_by_std=False)
 
 

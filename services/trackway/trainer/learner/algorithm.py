@@ -117,7 +117,7 @@ AGGREGATIONS: dict[str, Callable[[Tensor, Tensor, Aggregation], Tensor]] = {
 
 
 def aggregate(values: Tensor, mask: Tensor, agg: Aggregation) -> Tensor:
-    """One number from token values [B, T] under a mask [B, T]; a fully masked row does not count.
+    """One number from token values [B, T] under a mask [B, T]. A fully masked row does not count.
 
     `agg` holds the totals of the mini-batch: the results of its micro-batches add up to the result of the whole.
     Raises ValueError on an unknown mode.
@@ -127,7 +127,7 @@ def aggregate(values: Tensor, mask: Tensor, agg: Aggregation) -> Tensor:
 
 
 class PolicyStats(NamedTuple):
-    """Means over the model tokens of the mini-batch; the stats of its micro-batches add up."""
+    """Means over the model tokens of the mini-batch. The stats of its micro-batches add up."""
 
     pg_clipfrac: Tensor
     """Share of tokens whose clipped loss exceeds the unclipped one."""
@@ -151,7 +151,7 @@ def ppo_loss(
     """PPO's clipped loss with the dual clip (arXiv:1912.09729) for negative advantages.
 
     logp, old_logp, mask: [B, T]; advantages: [B] or [B, T]; weights: [B, T], factors of the token losses.
-    r = exp(clamp(logp - old_logp)); the token loss is max(-A r, -A clamp(r, 1 - clip_low, 1 + clip_high)), and where
+    r = exp(clamp(logp - old_logp)). The token loss is max(-A r, -A clamp(r, 1 - clip_low, 1 + clip_high)), and where
     A < 0 at most -A clip_c.
     """
     log_ratio = (logp - old_logp).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
@@ -221,7 +221,7 @@ KL_KINDS = (*KL_PENALTIES, *(kind + STRAIGHT_THROUGH for kind in KL_PENALTIES), 
 def kl_penalty(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
     """The KL estimate of each token, in the shape of `logp`.
 
-    The expected gradient of k2 alone is that of the KL; a kind with `+` has its own value and k2's gradient. Raises
+    The expected gradient of k2 alone is that of the KL. A kind with `+` has its own value and k2's gradient. Raises
     ValueError on an unknown kind, and on `full`, which takes logits (`exact_kl`).
     """
     check_known("kl_loss_type of sampled tokens", kind, KL_KINDS[:-1])

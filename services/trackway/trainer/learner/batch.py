@@ -117,7 +117,7 @@ def rows_of(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], list[
 
 
 def mini_batches(owners: Sequence[int], size: int, epochs: int, shuffler: torch.Generator | None) -> Iterator[Tensor]:
-    """Row indices of each optimizer step, over all epochs; `owners` is the trajectory of each row.
+    """Row indices of each optimizer step, over all epochs. `owners` is the trajectory of each row.
 
     A mini-batch has `size` trajectories with all their rows, in a new order for each epoch if there is a shuffler.
     """
@@ -187,7 +187,7 @@ class TokenRecord:
     """Collects the values of an update's tokens, [N, T - 1] in the module's columns, over its optimizer steps."""
 
     def __init__(self, batch: TrainingBatch, logprobs: Tensor | None) -> None:
-        """`logprobs` are those before the update; None takes them from the steps."""
+        """`logprobs` are those before the update. None takes them from the steps."""
         nan = torch.full(batch.response_mask.shape, torch.nan)
         self._takes_logprobs = logprobs is None
         self._advantages = batch.advantages.float()
@@ -239,7 +239,7 @@ class TokenRecord:
 class ResponseColumns:
     """Converts the columns of N rows [N, T - 1] to the response tokens of their B trajectories [B, R], and back.
 
-    R is the longest response; a trajectory of several rows has their responses one after another.
+    R is the longest response. A trajectory of several rows has their responses one after another.
     """
 
     def __init__(self, rows: Sequence[Trajectory], owners: Sequence[int], width: int) -> None:

@@ -28,7 +28,7 @@ INFRASTRUCTURE = frozenset(
         ErrorCode.UNAVAILABLE,
     }
 )
-"""Errors of a service, a machine or the network; the others come from the row, the agent loop or a tool."""
+"""Errors of a service, a machine or the network. The others come from the row, the agent loop or a tool."""
 
 
 class TrainStatus(StrEnum):

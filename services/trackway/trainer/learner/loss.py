@@ -14,7 +14,7 @@ from trackway.trainer.learner.policy_losses import LossInputs, policy_loss_of
 from trackway.trainer.learner.rollout_correction import correct, loglinear_logprobs
 
 KEPT_SHARE = "kept_share"
-"""Share of the tokens of a mini-batch that the policy loss itself does not reject; no metric of the run."""
+"""Share of the tokens of a mini-batch that the policy loss itself does not reject. No metric of the run."""
 MEANS_OF_KEPT = ("actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl")
 
 
@@ -31,7 +31,7 @@ class MicroLoss(NamedTuple):
 
 
 def measures_of(config: LearnerConfig, entropy: Callable[[Tensor], Tensor] = entropy_from_logits) -> list[Measure]:
-    """Measures of the policy's logits for `micro_loss`, in the order of its `values`; `entropy` is [n] of [n, V]."""
+    """Measures of the policy's logits for `micro_loss`, in the order of its `values`. `entropy` is [n] of [n, V]."""
     measures = [token_logprobs, entropy_measure(entropy, with_gradient=config.trains_entropy)]
     return [*measures, full_kl] if config.uses_full_kl else measures
 

@@ -17,7 +17,7 @@ VARIANCE_EPS = 1e-5
 def batch_metrics(used: Sequence[Trajectory], batch: TrainingBatch, rewards: Tensor, returns: Tensor) -> Metrics:
     """Scores, advantages, turns and counts of the trajectories trained on, and lengths of their rows, in `batch`.
 
-    `rewards` [B] are the scores less the KL penalty; `returns` are by row, [N] or [N, T - 1]. Advantages and returns
+    `rewards` [B] are the scores less the KL penalty. `returns` are by row, [N] or [N, T - 1]. Advantages and returns
     weigh each trajectory by its trained tokens, as in verl. `response_length/clip_ratio` is the share that stopped
     because the response was full.
     """

@@ -64,7 +64,7 @@ def named_state(optimizer: AdamW, model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_optimizer(optimizer: AdamW, model: nn.Module, stem: Path) -> None:
-    """Restores the saved `named_state`, the files of `stem`; a parameter without saved state gets none."""
+    """Restores the saved `named_state`, the files of `stem`. A parameter without saved state gets none."""
     saved = saved_tensors(stem)
     state: dict[int, dict[str, Tensor]] = {}
     targets: dict[str, Tensor] = {}
@@ -85,7 +85,7 @@ def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def step(optimizer: AdamW, model: nn.Module, clip_grad: float) -> tuple[float, bool]:
     """Clips, steps and clears the gradient; returns its norm over all ranks before clipping, and whether it stepped.
 
-    A step with a norm that is not finite would put NaN into every weight; it is skipped, as in verl.
+    A step with a norm that is not finite would put NaN into every weight. It is skipped, as in verl.
     """
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_grad)
     if isinstance(norm, DTensor):

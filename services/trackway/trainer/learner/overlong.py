@@ -28,7 +28,7 @@ class OverlongPenalty:
         return min(-exceeding / self.buffer * self.factor, 0.0)
 
     def applied(self, trajectory: Trajectory) -> Trajectory:
-        """The trajectory with the penalty in its score; the score before is the component `score`.
+        """The trajectory with the penalty in its score. The score before is the component `score`.
 
         Of several rows of tokens the last one counts. A trajectory without a reward is unchanged.
         """

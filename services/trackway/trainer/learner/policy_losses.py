@@ -41,7 +41,7 @@ class LossInputs(NamedTuple):
     weights: Tensor | None
     """[B, T]: factor of each token's loss; None for 1."""
     selected: Tensor | None = None
-    """[B, T] bool: the tokens that the loss treats apart; None unless SELECTIONS has the loss."""
+    """[B, T] bool: the tokens that the loss treats apart. None unless SELECTIONS has the loss."""
 
     @property
     def log_ratio(self) -> Tensor:
@@ -88,7 +88,7 @@ def vanilla(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
 def gspo(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     """Group sequence policy optimization (arXiv:2507.18071), in the paper with seq-mean-token-mean.
 
-    The ratio is s = exp(mean log r) of the sequence, with the gradient of each token's own logprob; it is clipped as in
+    The ratio is s = exp(mean log r) of the sequence, with the gradient of each token's own logprob. It is clipped as in
     PPO, usually at a few 1e-4.
     """
     low, high = config.clip_range
@@ -152,7 +152,7 @@ def geo_mean(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     """Geometric-mean policy optimization (arXiv:2507.20673): the mean over sequences of -A exp(mean clipped log r).
 
     Log ratios are clipped to [-low, high] on the side where clipping lowers the objective, and count as 0 for a token
-    without an advantage, as in verl; `loss_agg_mode` has no effect. Importance weights enter as their geometric mean
+    without an advantage, as in verl. `loss_agg_mode` has no effect. Importance weights enter as their geometric mean
     over the sequence, advantages of tokens as their mean.
     """
     low, high = config.clip_range

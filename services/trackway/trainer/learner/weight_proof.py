@@ -24,7 +24,7 @@ from trackway.wire.weights import Probe, TensorDigest
 SEQUENCES = 8
 """Sequences of a batch that are scored, besides the fixed one."""
 LONGEST = 512
-"""Tokens of a sequence; the rest is cut off."""
+"""Tokens of a sequence. The rest is cut off."""
 TOKENS = 512
 """Tokens that are probed, over all sequences: those whose logprobs differ most between the versions."""
 _NARROWER = {torch.float64: (torch.float32, torch.bfloat16), torch.float32: (torch.bfloat16,)}

@@ -68,7 +68,7 @@ class Engines:
         self._awake = True
 
     async def close(self) -> None:
-        """Wake up all engines that sleep; a failure is only logged."""
+        """Wake up all engines that sleep. A failure is only logged."""
         if self._awake:
             return
         try:

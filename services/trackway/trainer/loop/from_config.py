@@ -83,7 +83,7 @@ def experimental(config: RunConfig, device: str) -> list[Experimental]:
 
 
 def plan(config: RunConfig, steps_per_epoch: int) -> Schedule:
-    """The schedule of a run; `val_only` makes a run of no steps."""
+    """The schedule of a run. `val_only` makes a run of no steps."""
     trainer = config.trainer
     return Schedule(
         total_steps=config.total_steps(steps_per_epoch),

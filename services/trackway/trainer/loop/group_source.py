@@ -27,7 +27,7 @@ class GroupSource(ABC):
 
     @abstractmethod
     async def group(self, sample: Sample, step: int, min_weight_version: int, trace: bool) -> list[Trajectory]:
-        """All n rollouts of one sample, in order; a failed rollout has its `error` set."""
+        """All n rollouts of one sample, in order. A failed rollout has its `error` set."""
 
     def take_stale(self) -> list[Trajectory]:
         """Rollouts that became too old before they were part of a group, since the last call."""

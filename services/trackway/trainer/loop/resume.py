@@ -102,7 +102,7 @@ def _newest(
 
 
 def _with_rows(folder: RunFolder, progress: Progress) -> Progress:
-    """The progress with the rows that wait for a validation; the folder then has the other rows up to its step.
+    """The progress with the rows that wait for a validation. The folder then has the other rows up to its step.
 
     A validation of the newest step is begun again with the weights that are published next.
     """

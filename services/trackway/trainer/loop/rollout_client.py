@@ -1,7 +1,7 @@
 """Collects groups of rollouts from the agent service.
 
 Trajectory ids are deterministic, so after a broken stream the client requests exactly the rollouts that are missing.
-Rollouts that are still missing when the retries are used up are recorded as failed; they never fail the batch.
+Rollouts that are still missing when the retries are used up are recorded as failed. They never fail the batch.
 """
 
 import asyncio
@@ -78,7 +78,7 @@ class RetryPolicy:
     """Limits on the requests for one group, and on groups in flight."""
 
     attempts: int = 12
-    """Requests in a row that bring no further trajectory; their pauses add up to 50 s to 105 s."""
+    """Requests in a row that bring no further trajectory. Their pauses add up to 50 s to 105 s."""
     timeout_s: float = 1800.0
     max_inflight: int = 64
     backoff_s: float = 0.5
@@ -117,7 +117,7 @@ class Rollouts(GroupSource):
         min_weight_version: int,
         traced: frozenset[int] = frozenset(),
     ) -> list[Trajectory]:
-        """All rollouts of every sample, in the batch's order; a failed rollout has its `error` set.
+        """All rollouts of every sample, in the batch's order. A failed rollout has its `error` set.
 
         `traced` are the positions in the batch whose rollouts are recorded.
         """
@@ -129,9 +129,9 @@ class Rollouts(GroupSource):
         return [trajectory for group in groups for trajectory in group.result()]
 
     async def group(self, sample: Sample, step: int, min_weight_version: int, trace: bool) -> list[Trajectory]:
-        """All n rollouts of one sample, in order; a failed rollout has its `error` set.
+        """All n rollouts of one sample, in order. A failed rollout has its `error` set.
 
-        With a greedy baseline a greedy rollout is requested at the same time, the last one of the group; its score
+        With a greedy baseline a greedy rollout is requested at the same time, the last one of the group. Its score
         becomes a component of theirs.
         """
         async with self._slots:

@@ -36,7 +36,7 @@ class Progress(BaseModel):
     metrics: dict[str, float] = Field(default_factory=dict)
     """Metrics of that step, in case the process ends before the row is written."""
     unvalidated: dict[str, float] = Field(default_factory=dict)
-    """Metrics of that step when a stop interrupted its validation; the row is written after that validation."""
+    """Metrics of that step when a stop interrupted its validation. The row is written after that validation."""
     validation: OpenValidation | None = None
     rows: list[MetricsRow] = Field(default_factory=list[MetricsRow])
     """The row of the step that is validated and those after it, in order; written when the validation is complete."""

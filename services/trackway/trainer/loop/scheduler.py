@@ -43,7 +43,7 @@ class Pacing:
     batch_size: int = 1
     """Prompts of a whole batch."""
     depth: float = 0.0
-    """Versions that generation is meant to be ahead, fractions allowed; 0 is the synchronous loop."""
+    """Versions that generation is meant to be ahead, fractions allowed. 0 is the synchronous loop."""
     bound: int = 0
     """Most versions between a group's submission and its training; at least `depth`."""
     drop: bool = False
@@ -191,7 +191,7 @@ class GroupScheduler:
             position: the batch that trains next.
             version: the newest published weights.
             choose_traced: called once for each batch.
-            steps_left: updates to come; no group is submitted that none of them would train.
+            steps_left: updates to come. No group is submitted that none of them would train.
         """
         self._resume(version)
         if self.pacing.drop or self.filter is not None:
@@ -280,7 +280,7 @@ class GroupScheduler:
             raise self._too_few(size, "every row was taken", "lower data.train_batch_size")
 
     def _left_out_of_the_oldest(self, count: int) -> int:
-        """How many of the oldest `count` prompts since the last update were left out; later steps take the others."""
+        """How many of the oldest `count` prompts since the last update were left out. Later steps take the others."""
         prompts = [(group, True) for group in self.state.left_out]
         prompts += [(outstanding.group, False) for outstanding in self._outstanding]
         prompts.sort(key=lambda prompt: prompt[0].order)
@@ -296,7 +296,7 @@ class GroupScheduler:
         return TrackwayError(ErrorCode.INVALID_REQUEST, message)
 
     def used(self, counts: Mapping[str, int]) -> None:
-        """The groups taken last are done; `counts` are their trajectories by `fate`."""
+        """The groups taken last are done. `counts` are their trajectories by `fate`."""
         self._outstanding = [group for group in self._outstanding if group not in self._taken]
         stale = self.rollouts.take_stale()
         self.state.account.add({**counts, "submitted": len(stale)})

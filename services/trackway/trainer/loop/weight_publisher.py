@@ -24,7 +24,7 @@ class Publisher:
     cannot mistake another run's weights for its own. Raises CONFLICT while another publisher holds the store's lock.
     `uid` distinguishes a resumed run, which may take over its own lock, from another run of the same name.
     `update_mode` is what the run wants for requests in flight when a version is loaded. Of `anchor_every` versions one
-    is published whole, the first of a process among them; the others are deltas against the version before, of which
+    is published whole, the first of a process among them. The others are deltas against the version before, of which
     the files are kept beside `scratch` for that. 0 publishes all whole. `writers` copy the files; without them this
     process does. A `sender` may bring engines the tensors another way too.
     """

@@ -1,4 +1,4 @@
-"""Waits of a run's process, once they last, and states of its rollouts; it writes both to `activity.json`."""
+"""Waits of a run's process, once they last, and states of its rollouts. It writes both to `activity.json`."""
 
 import asyncio
 import logging

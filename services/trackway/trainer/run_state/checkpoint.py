@@ -83,7 +83,7 @@ def save_checkpoint(
     """Write `global_step_<step>`, mark it as the latest, remove all but the newest `keep`; return its folder.
 
     `write` writes what continues the training to a folder: a learner's `save`, or that of its snapshot.
-    Raises StorageError when the disk is full or cannot be written; the partial checkpoint is removed.
+    Raises StorageError when the disk is full or cannot be written. The partial checkpoint is removed.
     """
     if keep is not None and keep < 1:
         raise ValueError(f"expected to keep at least 1 checkpoint, got {keep}; use None to keep all")
@@ -179,7 +179,7 @@ def check_storage(config: RunConfig) -> None:
 
 
 def named_checkpoint(config: RunConfig) -> Path | str | None:
-    """The checkpoint of `trainer.resume_from_path`, or its URL; None unless `resume_mode` is `resume_path`.
+    """The checkpoint of `trainer.resume_from_path`, or its URL. None unless `resume_mode` is `resume_path`.
 
     Raises TrackwayError(INVALID_REQUEST) when the key is missing or names no checkpoint.
     """
@@ -293,7 +293,7 @@ def _refused(reason: str) -> TrackwayError:
 
 
 def _put(making: Path, folder: Path) -> None:
-    """Rename into place; an older checkpoint of the same step can be found until then."""
+    """Rename into place. An older checkpoint of the same step can be found until then."""
     if folder.exists():
         _set_aside(folder)
     making.rename(folder)
@@ -317,7 +317,7 @@ def _steps(root: Path) -> list[int]:
 
 
 def _numbers(names: Iterable[str]) -> list[int]:
-    """The steps of names such as `global_step_4`, in order; other names are left out."""
+    """The steps of names such as `global_step_4`, in order. Other names are left out."""
     steps = (name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX))
     return sorted(int(step) for step in steps if step.isdecimal())
 

@@ -248,7 +248,7 @@ class RunFolder:
         return self._known_owner
 
     def write_beat(self, beat: Beat) -> None:
-        """Write a process's beat; this does not change the owner."""
+        """Write a process's beat. This does not change the owner."""
         self._replace("heartbeat.json", beat.model_dump_json())
 
     def beats(self, owner: Owner) -> int:

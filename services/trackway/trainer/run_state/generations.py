@@ -17,7 +17,7 @@ from trackway.wire.trajectory import Trajectory
 
 @dataclass(frozen=True)
 class Generations:
-    """Writes the scored trajectories of a step; `input` and `output` are text without special tokens."""
+    """Writes the scored trajectories of a step. `input` and `output` are text without special tokens."""
 
     folder: Path
     decode: Callable[[Sequence[int]], str]

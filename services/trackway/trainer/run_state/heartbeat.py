@@ -34,7 +34,7 @@ class _LastBeat(NamedTuple):
 
 
 class LivenessMonitor:
-    """Tracks the beats of the runs' processes for one service; `clock` returns monotonic seconds."""
+    """Tracks the beats of the runs' processes for one service. `clock` returns monotonic seconds."""
 
     def __init__(self, machine: Machine | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.machine = machine or this_machine()
@@ -68,7 +68,7 @@ def exit_if_lost(folder: RunFolder) -> None:
 
 
 class Heartbeat:
-    """`with Heartbeat(folder):` makes this process the run's owner; a thread writes its beats while others compute."""
+    """`with Heartbeat(folder):` makes this process the run's owner. A thread writes its beats while others compute."""
 
     def __init__(self, folder: RunFolder, every_s: float = BEAT_S) -> None:
         self._folder = folder
@@ -82,7 +82,7 @@ class Heartbeat:
         self._thread.start()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Stop the beats; none is written afterwards."""
+        """Stop the beats. None is written afterwards."""
         self._stop.set()
         self._thread.join()
 

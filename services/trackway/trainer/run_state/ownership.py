@@ -30,7 +30,7 @@ class Machine(BaseModel):
 
 
 class Owner(BaseModel):
-    """A process, identified uniquely across machines; `worker.json` in the run's folder."""
+    """A process, identified uniquely across machines. `worker.json` in the run's folder."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -52,7 +52,7 @@ class Owner(BaseModel):
 
 
 class Beat(BaseModel):
-    """A heartbeat of a process; `heartbeat.json` in the run's folder."""
+    """A heartbeat of a process. `heartbeat.json` in the run's folder."""
 
     model_config = ConfigDict(frozen=True)
 

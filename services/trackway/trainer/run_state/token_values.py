@@ -2,7 +2,7 @@
 
     <run>/token_values/step_<n>.parquet     a row per row of tokens of each trajectory of the step
 
-A trajectory that was not trained on has its `status` and no lists. The lists are as long as the row's response; NaN
+A trajectory that was not trained on has its `status` and no lists. The lists are as long as the row's response. NaN
 and false stand for what was not computed (TokenValues).
 """
 

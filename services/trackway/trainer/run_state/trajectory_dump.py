@@ -42,7 +42,7 @@ _SCHEMA = pa.schema(
 
 _INDEX = _SCHEMA.get_field_index("sample_index")
 _WITH_TEXT_INDEX = _SCHEMA.set(_INDEX, pa.field("sample_index", pa.string()))
-"""Schema of a file in which any row's index is text; all indices are then stored as text."""
+"""Schema of a file in which any row's index is text. All indices are then stored as text."""
 
 
 def write_trajectories(path: Path, trajectories: Sequence[Trajectory]) -> None:

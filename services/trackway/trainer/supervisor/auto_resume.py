@@ -22,7 +22,7 @@ logger = logging.getLogger("trackway.trainer")
 async def resume_periodically(
     runs: RunManager, token: SecretStr | None = None, every_s: float = CHECK_INTERVAL_S
 ) -> None:
-    """Check for an interrupted run now and every `every_s` seconds; each reason for waiting is logged once."""
+    """Check for an interrupted run now and every `every_s` seconds. Each reason for waiting is logged once."""
     last_logged = ""
     while True:
         try:

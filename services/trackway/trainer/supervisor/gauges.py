@@ -21,7 +21,7 @@ _ACCURACY = re.compile("val-core/(.+)/acc/mean@[0-9]+")
 
 
 class RunGauges(Collector):
-    """Gauges of the run that `newest` returns; it returns None before the first run."""
+    """Gauges of the run that `newest` returns. It returns None before the first run."""
 
     def __init__(self, newest: Callable[[], RunInfo | None]) -> None:
         self._newest = newest

@@ -64,7 +64,7 @@ class RunManager:
         self._lock = asyncio.Lock()
 
     async def start(self, request: RunRequest) -> RunInfo:
-        """Start a new run; CONFLICT while another run is active, when the name is taken, or when a service has not
+        """Start a new run. CONFLICT while another run is active, when the name is taken, or when a service has not
         loaded the own code that the configuration names.
 
         INVALID_REQUEST when the configuration names a missing checkpoint, a logger that cannot log, or a trace backend
@@ -96,12 +96,12 @@ class RunManager:
         skip_damaged: bool = False,
         changes: Mapping[str, JsonValue] = MappingProxyType({}),
     ) -> RunInfo:
-        """Resume a run from its last checkpoint, or its last intact one; CONFLICT while it is active.
+        """Resume a run from its last checkpoint, or its last intact one. CONFLICT while it is active.
 
         A finished run is extended by `changes` with more steps, and is a CONFLICT without.
 
         `by_itself` marks an automatic resume. It counts as a restart, and is a CONFLICT once a user has stopped the
-        run. `changes` are new values of CHANGEABLE keys, INVALID_REQUEST for others; the run keeps them.
+        run. `changes` are new values of CHANGEABLE keys, INVALID_REQUEST for others. The run keeps them.
         """
         folder = self.registry.existing(name)
         config = changed(folder.config(), changes)
@@ -136,9 +136,9 @@ class RunManager:
         return self.registry.info(name)
 
     def interrupted(self) -> list[str]:
-        """The runs to resume, newest first, whose service or machine was lost; none while a run is active.
+        """The runs to resume, newest first, whose service or machine was lost. None while a run is active.
 
-        A run that was auto-resumed as often as `trackway.max_restarts` allows is marked FAILED; a user may resume it.
+        A run that was auto-resumed as often as `trackway.max_restarts` allows is marked FAILED. A user may resume it.
         """
         names: list[str] = []
         for info in self.registry.newest_first():

@@ -3,7 +3,7 @@
     exit 0: the state that the process wrote        exit 3: FAILED, written by the process
     crash:  RESTARTING from the last checkpoint, then FAILED
     exit 4: the run was marked dead, or a process of another service owns it
-    exit 5: FAILED, which the process could not write on a full disk; it is written once the disk accepts it
+    exit 5: FAILED, which the process could not write on a full disk. It is written once the disk accepts it
 
 The process's standard input is a pipe from the service. When the service exits, for whatever reason, the pipe closes,
 and the process saves a checkpoint and exits.
@@ -60,7 +60,7 @@ class Supervised:
         self._process: Process | None = None
         self._closing = asyncio.Event()
         self.unwritten: StorageError | None = None
-        """Why the final state cannot be written; the write is repeated until it succeeds."""
+        """Why the final state cannot be written. The write is repeated until it succeeds."""
 
     async def run(self) -> None:
         """Supervise until the run has ended or has another owner. Call `start` first."""

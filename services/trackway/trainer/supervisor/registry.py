@@ -36,7 +36,7 @@ class RunRegistry:
         self._outputs = outputs
         self._liveness = liveness or LivenessMonitor()
         self.active: dict[str, tuple[Supervised, asyncio.Task[None]]] = {}
-        """The processes that this service supervises, by run; the manager adds and removes them."""
+        """The processes that this service supervises, by run. The manager adds and removes them."""
         self.outputs_lock = OutputsLock(outputs)
         """Held around each change of a run's owner or of a state that no process writes."""
         self._unreadable: set[str] = set()
@@ -156,7 +156,7 @@ class RunRegistry:
         )
 
     def existing(self, name: str) -> RunFolder:
-        """The folder of a run; NOT_FOUND, with the names of the runs, when there is none."""
+        """The folder of a run. NOT_FOUND, with the names of the runs, when there is none."""
         folder = self.folder(name)
         if not folder.exists:
             known = ", ".join(sorted(folder.name for folder in self._folders())) or "none"
@@ -164,7 +164,7 @@ class RunRegistry:
         return folder
 
     def folder(self, name: str) -> RunFolder:
-        """The folder that a run of this name has or would have; INVALID_REQUEST for a name that no run may have."""
+        """The folder that a run of this name has or would have. INVALID_REQUEST for a name that no run may have."""
         try:
             return RunFolder(self._outputs / checked_run_name(name))
         except ValueError as error:

@@ -33,5 +33,5 @@ class SessionIntake:
 
 
 def _is_over(info: RunInfo) -> bool:
-    """Return whether it takes no sessions any more; an interrupted run is resumed."""
+    """Return whether it takes no sessions any more. An interrupted run is resumed."""
     return info.state is RunState.FINISHED or (info.state in ENDED and not info.interrupted)

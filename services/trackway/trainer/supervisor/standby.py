@@ -39,7 +39,7 @@ class Standby:
         return self._process.pid if self._process else None
 
     async def prepare(self) -> None:
-        """Start the process; a failure is logged, and the first run's worker is started as any other."""
+        """Start the process. A failure is logged, and the first run's worker is started as any other."""
         if self._wait_s == 0:
             return
         self._environment = worker_environment(names_handed_over())

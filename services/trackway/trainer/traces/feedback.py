@@ -22,9 +22,9 @@ class TraceFeedback(Protocol):
 
 
 def training_feedback(batch: FilteredBatch, advantages: Sequence[float], step: int = 0) -> list[Assessment]:
-    """Reward, advantage and `fate` of the traced trajectories; `advantages` are those of `batch.used`.
+    """Reward, advantage and `fate` of the traced trajectories. `advantages` are those of `batch.used`.
 
-    Those that step `step` trained and an earlier one submitted have `trained_step` too; 0 leaves it out.
+    Those that step `step` trained and an earlier one submitted have `trained_step` too. 0 leaves it out.
     """
     remaining = iter(advantages)
     by_position = [next(remaining) if status is TrainStatus.USED else None for status in batch.statuses]

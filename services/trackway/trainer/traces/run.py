@@ -67,7 +67,7 @@ class RunTraces:
         self._link(links)
 
     def assess(self, batch: FilteredBatch, advantages: Sequence[float], step: int) -> None:
-        """Queue the feedback of a step on each trace; `advantages` are those of `batch.used`. Returns immediately."""
+        """Queue the feedback of a step on each trace. `advantages` are those of `batch.used`. Returns immediately."""
         assessments = training_feedback(batch, advantages, step)
         for backend in self.feedback:
             backend.submit(assessments)

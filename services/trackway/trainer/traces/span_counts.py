@@ -10,7 +10,7 @@ from trackway.wire.health import Health, ReplicaList, SpanCounts
 from trackway.wire.trainer import TraceSummary
 
 QUERY_INTERVAL_S = 15.0
-"""Shortest interval between two queries during a run; each is one request per service."""
+"""Shortest interval between two queries during a run. Each is one request per service."""
 _PAUSE_S = 0.5
 _HEALTH_POLICY = CallPolicy.question(5.0)
 
@@ -58,7 +58,7 @@ class SpanAccounts:
             await self._query_services()
 
     def summary(self, trajectories: int = 0, size: int = 0) -> TraceSummary:
-        """The run's totals; `trajectories` and `size` (bytes) are those traced by this process."""
+        """The run's totals. `trajectories` and `size` (bytes) are those traced by this process."""
         own = self._own()
         current = [own, *(self._last[name] for name in self._alive)]
         return TraceSummary(

@@ -59,7 +59,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Weights under verification; `over` is set once they are accepted or rejected."""
+    """Weights under verification. `over` is set once they are accepted or rejected."""
 
     new: Serving
     old: Serving
@@ -125,7 +125,7 @@ class ServerControl:
         """The name of the loaded weights, verified or not."""
         self.judgement: Judgement | None = None
         self.broken: str | None = None
-        """Why nothing can be served; only a successful load recovers."""
+        """Why nothing can be served. Only a successful load recovers."""
         self.paused = self.frozen = False
         self.asleep: set[MemoryPart] = set()
         self.admits = asyncio.Event()
@@ -142,7 +142,7 @@ class ServerControl:
         return self._lock.locked()
 
     def version_of(self, name: str) -> int:
-        """The version of weights by their name on the server; UNAVAILABLE for a name that was not given here."""
+        """The version of weights by their name on the server. UNAVAILABLE for a name that was not given here."""
         version = self._names.version(name)
         if version is None:
             message = f"expected weights loaded here, got {name!r}; no other client may update or restart the server"
@@ -306,7 +306,7 @@ class ServerControl:
             await self._server.cut(met)
 
     def _break(self, trial: _Trial, why: str) -> None:
-        """The loaded weights are unknown; only a successful load recovers."""
+        """The loaded weights are unknown. Only a successful load recovers."""
         self.broken = why
         for call in self._calls.sent:
             call.only = trial.old.name
@@ -315,7 +315,7 @@ class ServerControl:
         self._end(trial)
 
     async def _refill(self) -> None:
-        """Load the weights lost in sleep; they were verified before, or are being verified."""
+        """Load the weights lost in sleep. They were verified before, or are being verified."""
         again = replace(self.serving, name=self._names.new(self.serving.version))
         try:
             await self._install(again)
@@ -336,7 +336,7 @@ class ServerControl:
 
 
 def _corrupt(error: Exception, folder: Path) -> Exception:
-    """A server's refusal of a folder means bad weights; an unreachable server says nothing about them."""
+    """A server's refusal of a folder means bad weights. An unreachable server says nothing about them."""
     if isinstance(error, TrackwayError) and error.code in (ErrorCode.INVALID_REQUEST, ErrorCode.ENGINE_FAILED):
         message = f"expected weights that the server loads, got {folder}: {error.message}"
         return TrackwayError(ErrorCode.WEIGHTS_CORRUPT, message)

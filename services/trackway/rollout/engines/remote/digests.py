@@ -63,7 +63,7 @@ class DigestValues:
         """For each parameter the index in `_forms` of the form in which each rank holds it."""
 
     def compare(self, folder: Path, held: Checksums, before: Path) -> HeldDigests:
-        """Classify the folder's tensors after its load; `before` is the folder of the previous weights."""
+        """Classify the folder's tensors after its load. `before` is the folder of the previous weights."""
         published = dict.fromkeys(tensors(folder), "not compared")
         by_tensor = _by_tensor(
             {name: " ".join(held.get(shard.key, "") for shard in self._shards[name]) for name in self.forms}

@@ -28,7 +28,7 @@ _CODES = {429: ErrorCode.OVERLOADED, 503: ErrorCode.UNAVAILABLE}
 
 
 class EngineHttp:
-    """Calls one server; `died` is called after a broken connection and raises if the server has exited."""
+    """Calls one server. `died` is called after a broken connection and raises if the server has exited."""
 
     def __init__(self, base_url: str, died: Callable[[], Awaitable[None]] | None = None) -> None:
         self.base_url = base_url.rstrip("/")

@@ -11,7 +11,7 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 
 
 class _ConfigFile(BaseModel):
-    """The `config.json` keys in use; a multimodal model has them in `text_config`."""
+    """The `config.json` keys in use. A multimodal model has them in `text_config`."""
 
     model_config = ConfigDict(extra="ignore")
 

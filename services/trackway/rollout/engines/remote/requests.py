@@ -24,7 +24,7 @@ _FIRST_GUESS_S = 5.0
 
 @dataclass(frozen=True)
 class TokenChunk:
-    """The next tokens of a request from a server; only the last chunk has `finish_reason`."""
+    """The next tokens of a request from a server. Only the last chunk has `finish_reason`."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]

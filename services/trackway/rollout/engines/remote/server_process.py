@@ -33,7 +33,7 @@ _OURS = frozenset({"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBY
 
 
 class SideProcess:
-    """One server process; `env` is added to our environment without secrets, `folder` is removed after its end.
+    """One server process. `env` is added to our environment without secrets, `folder` is removed after its end.
 
     The programs beside its interpreter are first on PATH, as in an activated environment: vLLM looks for `ninja` there.
     """
@@ -66,7 +66,7 @@ class SideProcess:
         self.check()
 
     async def start(self, healthy: Callable[[], Awaitable[bool]], deadline_s: float) -> None:
-        """Start the server and wait until `healthy` returns true; an error of `healthy` counts as false.
+        """Start the server and wait until `healthy` returns true. An error of `healthy` counts as false.
 
         Raises:
             TrackwayError: ENGINE_FAILED when it exited, UNAVAILABLE on time-out, after which it is stopped.

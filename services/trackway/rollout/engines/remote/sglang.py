@@ -74,7 +74,7 @@ class _Span(BaseModel):
 
 
 class _Meta(BaseModel):
-    """The `meta_info` fields in use; a request aborted in the queue has few of them."""
+    """The `meta_info` fields in use. A request aborted in the queue has few of them."""
 
     finish_reason: _Finish | None = None
     completion_tokens: int = 0
@@ -83,7 +83,7 @@ class _Meta(BaseModel):
     weight_versions: list[_Span] | None = None
     output_token_logprobs: list[tuple[float | None, int, str | None]] = Field(default_factory=list)
     output_token_sampling_logprobs: list[float] | None = None
-    """Logprobs after top_k and top_p; the other fields have those before."""
+    """Logprobs after top_k and top_p. The other fields have those before."""
     output_token_sampling_mask: list[list[int]] | None = None
     """The ids that top_k and top_p keep."""
     output_top_logprobs: list[list[tuple[float | None, int, str | None]] | None] = Field(default_factory=list)
@@ -318,7 +318,7 @@ class SglangEngine(RemoteEngine):
         await self.http.post("/release_memory_occupation", {"tags": _TAGS[part]})
 
     async def _empty(self) -> None:
-        """Wait until the scheduler has no request left; an aborted request ends with its next step."""
+        """Wait until the scheduler has no request left. An aborted request ends with its next step."""
         end = time.monotonic() + _LINGER_S
         while True:
             try:
@@ -371,7 +371,7 @@ def _meta(event: Json) -> _Meta:
 
 
 def _tokens(meta: _Meta, seen: int, total: int, truncated: bool, names: list[str]) -> TokenChunk:
-    """Tokens [seen, total) of the response; an event has these, or the whole response without our flag."""
+    """Tokens [seen, total) of the response. An event has these, or the whole response without our flag."""
     rows = meta.output_token_logprobs[seen - total :] if total > seen else []
     logprobs = [float("nan") if row[0] is None else row[0] for row in rows]
     if truncated:

@@ -1,7 +1,7 @@
 """A server that the rollout services of several runs share, each with its own weight store and adapters.
 
 A name on the server begins with a digest of the store, so that `/v1/models` shows how many runs use it. Nobody loads
-whole weights, pauses the server or releases its memory; its weights keep the version `default`, which every answer
+whole weights, pauses the server or releases its memory. Its weights keep the version `default`, which every answer
 confirms.
 """
 

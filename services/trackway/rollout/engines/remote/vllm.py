@@ -397,9 +397,9 @@ class VllmEngine(RemoteEngine):
 
 
 def _tokens(choice: Json, held: str, bound: str | None, tops: int) -> TokenChunk:
-    """A choice of a response or event; only the last has spans, the others are of the loaded weights or older ones.
+    """A choice of a response or event. Only the last has spans, the others are of the loaded weights or older ones.
 
-    `bound` names the weights of a request that keeps them whatever is loaded; `tops` is the number of most likely
+    `bound` names the weights of a request that keeps them whatever is loaded. `tops` is the number of most likely
     tokens that it asks for.
     """
     content = (choice["logprobs"] or {}).get("content") or []

@@ -30,7 +30,7 @@ class WeightReceiver(Protocol):
     """A way into a server for the tensors of a version."""
 
     async def load(self, folder: Path, version: int) -> bool:
-        """Replaces the server's whole weights while its requests are frozen; `folder` has the version's files.
+        """Replaces the server's whole weights while its requests are frozen. `folder` has the version's files.
 
         False when it did not, and the server can take them from the folder. The store's raises TrackwayError instead.
         """
@@ -84,7 +84,7 @@ class IpcReceiver:
         return self._loaded == version != self._given_up
 
     def give_up(self, version: int, error: TrackwayError) -> None:
-        """Take this version from the store; the same reason is logged once."""
+        """Take this version from the store. The same reason is logged once."""
         self.fallbacks += 1
         self._given_up = version
         if error.message != self._said:

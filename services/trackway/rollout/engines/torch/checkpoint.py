@@ -1,4 +1,4 @@
-"""Safetensors files to decoder weights; every name and shape is checked before a tensor is used."""
+"""Safetensors files to decoder weights. Every name and shape is checked before a tensor is used."""
 
 from pathlib import Path
 
@@ -67,7 +67,7 @@ def expected_shapes(config: DecoderConfig) -> Shapes:
 
 
 def check(tensors: dict[str, Tensor], config: DecoderConfig, folder: Path) -> None:
-    """Raises WEIGHTS_CORRUPT unless the tensors are exactly the model's; a tied `lm_head.weight` may be absent."""
+    """Raises WEIGHTS_CORRUPT unless the tensors are exactly the model's. A tied `lm_head.weight` may be absent."""
     want = expected_shapes(config)
     if config.tied and LM_HEAD not in tensors:
         del want[LM_HEAD]

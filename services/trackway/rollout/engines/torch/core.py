@@ -73,7 +73,7 @@ class EngineCore:
         self.sleeping, self.weights = None, weights
 
     def drop_cache(self) -> None:
-        """Release the memory of the KV cache, which no sequence may use; the prefix cache is lost."""
+        """Release the memory of the KV cache, which no sequence may use. The prefix cache is lost."""
         self._cache = self.decoder.cache(slots=0)
         self.scheduler.slots.reset_prefix_cache()
 

@@ -37,7 +37,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """All weights of one version; `lm_head` is `embed` itself when the checkpoint ties them."""
+    """All weights of one version. `lm_head` is `embed` itself when the checkpoint ties them."""
 
     embed: Tensor
     layers: tuple[LayerWeights, ...]
@@ -45,7 +45,7 @@ class DecoderWeights:
     lm_head: Tensor
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "DecoderWeights":
-        """The weights with each tensor changed, always in the same order; a tied `lm_head` stays `embed` itself."""
+        """The weights with each tensor changed, always in the same order. A tied `lm_head` stays `embed` itself."""
         changed: dict[int, Tensor] = {}
 
         def once(tensor: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class DecoderWeights:
         return found
 
     def parameters(self) -> int:
-        """The number of parameters; a tied `lm_head` counts once."""
+        """The number of parameters. A tied `lm_head` counts once."""
         return sum(tensor.numel() for tensor in self.tensors())
 
 
@@ -102,7 +102,7 @@ class KVCache:
         self.data = grown
 
     def copy(self, sources: list[int], targets: list[int], positions: int) -> None:
-        """Copy the first `positions` of slots to others; all sources are read before any target is written."""
+        """Copy the first `positions` of slots to others. All sources are read before any target is written."""
         if sources:
             self.data[:, :, targets, :, :positions] = self.data[:, :, sources, :, :positions]
 
@@ -173,7 +173,7 @@ class Decoder:
         return qkv[:, : c.num_heads]
 
     def _attend(self, q: Tensor, kv: Tensor, layout: BatchLayout, last_only: bool) -> Tensor:
-        """[tokens, heads * head_dim]; `q` holds all tokens, or the last one of each row."""
+        """[tokens, heads * head_dim]. `q` holds all tokens, or the last one of each row."""
         parts: list[Tensor] = []
         for run in layout.runs:
             keys, values = kv[:, run.slots, :, : run.longest].flatten(1, 2)

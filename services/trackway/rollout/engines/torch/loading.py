@@ -25,7 +25,7 @@ def load_merged(decoder: Decoder, base: Path, adapter: Path) -> DecoderWeights:
 
 
 def prove(decoder: Decoder, weights: DecoderWeights, before: DecoderWeights, proof: WeightProof) -> Judgement:
-    """The verdict on these weights; `before` are the ones they replace."""
+    """The verdict on these weights. `before` are the ones they replace."""
     with torch.inference_mode():
         digests = _compare(decoder, weights, before, proof)
         scored = [decoder.score(weights, probe.token_ids[: decoder.max_len]) for probe in proof.probes]
@@ -33,14 +33,14 @@ def prove(decoder: Decoder, weights: DecoderWeights, before: DecoderWeights, pro
 
 
 def device_of(settings: RolloutSettings) -> torch.device:
-    """The device in the settings; `auto` is CUDA if available."""
+    """The device in the settings. `auto` is CUDA if available."""
     if settings.device != "auto":
         return torch.device(settings.device)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def dtype_of(settings: RolloutSettings, device: torch.device) -> torch.dtype:
-    """The type in the settings; `auto` is bfloat16 on CUDA, else float32, the faster one on a CPU without AMX."""
+    """The type in the settings. `auto` is bfloat16 on CUDA, else float32, the faster one on a CPU without AMX."""
     name = settings.dtype if settings.dtype != "auto" else ("bfloat16" if device.type == "cuda" else "float32")
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 

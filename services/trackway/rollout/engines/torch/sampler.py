@@ -15,7 +15,7 @@ from trackway.wire.rollout import SamplingParams, TopLogprobs
 
 _BLOCK = 64
 SMALLEST_TEMPERATURE = 1e-6
-"""Smaller ones, by which logits would overflow, count as this; the likeliest token has all the probability there."""
+"""Smaller ones, by which logits would overflow, count as this. The likeliest token has all the probability there."""
 
 
 class SampledTokens(NamedTuple):

@@ -24,7 +24,7 @@ _SUMMED = 1 << 22
 
 
 class SleepingWeights:
-    """A copy of weights; `shapes` stands in for them and holds no memory."""
+    """A copy of weights. `shapes` stands in for them and holds no memory."""
 
     def __init__(self, weights: DecoderWeights) -> None:
         """Copies the weights; raises StorageError when the disk is full or not writable."""

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class EngineThread:
-    """Runs one core; all methods are called on the same event loop."""
+    """Runs one core. All methods are called on the same event loop."""
 
     def __init__(
         self,

@@ -31,14 +31,14 @@ class CorpusLimits(BaseModel):
     max_files: int = Field(default=10_000, ge=1)
     """Maximum files; more are an error."""
     max_bytes: int = Field(default=512 * 1024 * 1024, ge=1)
-    """Maximum bytes of all files; more are an error: use a retriever service for such a corpus."""
+    """Maximum bytes of all files. More are an error: use a retriever service for such a corpus."""
     passage_chars: int = Field(default=1200, ge=100)
     """Maximum characters of a passage of a .txt or .md file, split at blank lines where possible."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The passages of a folder in the order of its paths; the digest changes with any of them."""
+    """The passages of a folder in the order of its paths. The digest changes with any of them."""
 
     passages: list[Passage]
     digest: str

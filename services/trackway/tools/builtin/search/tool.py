@@ -56,7 +56,7 @@ class RemoteRetriever:
         return [[_scored(item) for item in documents] for documents in reply.result]
 
     def _failure(self, error: TrackwayError) -> TrackwayError:
-        """An unreachable retriever is a transient error, a slow one a time-out; its refusal means a wrong setting."""
+        """An unreachable retriever is a transient error, a slow one a time-out. Its refusal means a wrong setting."""
         code = error.code if error.retryable else ErrorCode.TOOL_FAILED
         if error.code is ErrorCode.DEADLINE_EXCEEDED:
             code = ErrorCode.TOOL_TIMEOUT
@@ -76,7 +76,7 @@ class Retriever(Protocol):
     """Finds documents."""
 
     async def start(self) -> None:
-        """Prepare for queries; an exception says what is missing."""
+        """Prepare for queries. An exception says what is missing."""
         ...
 
     async def retrieve(self, queries: Sequence[str], topk: int) -> list[list[ScoredDocument]]:
@@ -92,11 +92,11 @@ class SearchConfig(CorpusLimits):
     documents: Path | None = None
     """Folder of .txt, .md and .jsonl files, read when the server starts."""
     index: Path | None = None
-    """Folder in which the index is saved for the next start; it is rebuilt when a document changes."""
+    """Folder in which the index is saved for the next start. It is rebuilt when a document changes."""
     retrieval_service_url: HttpUrl | None = None
     """URL of the retriever's POST route, usually `http://<host>:8000/retrieve`."""
     token: SecretStr = SecretStr("")
-    """Bearer token for that retriever; TRACKWAY_TOKEN is not sent there."""
+    """Bearer token for that retriever. TRACKWAY_TOKEN is not sent there."""
     topk: int = Field(default=3, ge=1, le=MAX_TOPK)
     """Documents per query."""
     timeout: float = Field(default=30.0, gt=0, validation_alias=AliasChoices("timeout", "default_timeout"))

@@ -9,7 +9,7 @@ from trackway.trainer.learner.algorithm import Aggregation, aggregate
 
 
 class ValueStats(NamedTuple):
-    """Means over the model tokens of the mini-batch; the stats of its micro-batches add up."""
+    """Means over the model tokens of the mini-batch. The stats of its micro-batches add up."""
 
     vf_clipfrac: Tensor
     """Share of tokens whose clipped loss exceeds the unclipped one."""

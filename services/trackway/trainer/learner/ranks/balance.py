@@ -21,7 +21,7 @@ class PassLimit(NamedTuple):
     rows: int | None = None
     """Most rows, without `tokens`; None for all."""
     tokens: int | None = None
-    """Most tokens, whatever the number of rows; a longer row is computed alone."""
+    """Most tokens, whatever the number of rows. A longer row is computed alone."""
 
 
 def rounds_of(
@@ -73,7 +73,7 @@ def _by_tokens(lengths: Sequence[int], most: int, ranks: int, has_padding: bool)
 
 
 def _fewest(lengths: Sequence[int], most: int, ranks: int) -> list[Rows]:
-    """Balanced parts of at most `most` tokens, or of one row; their number is a multiple of the ranks if rows allow."""
+    """Balanced parts of at most `most` tokens, or of one row. Their number is a multiple of the ranks if rows allow."""
     count = max(1, -(-sum(lengths) // most))
     while True:
         count = min(-(-count // ranks) * ranks, len(lengths))

@@ -346,7 +346,7 @@ class LeadingLearner(Learner):
             return super().free_memory()
 
     def close(self) -> None:
-        """Stops the other ranks; they are killed when they do not exit."""
+        """Stops the other ranks. They are killed when they do not exit."""
         self._group.close()
         super().release_memory()
 

@@ -43,14 +43,14 @@ def handed_over(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class RankError(RuntimeError):
-    """A rank of the learner has died or does not answer; the group is of no further use."""
+    """A rank of the learner has died or does not answer. The group is of no further use."""
 
 
 class RankProcess(Protocol):
     """The process of a rank; `subprocess.Popen` is one."""
 
     def poll(self) -> int | None:
-        """Its exit status, negative for a signal, or LOST; None while it runs."""
+        """Its exit status, negative for a signal, or LOST. None while it runs."""
         ...
 
     def wait(self, timeout: float) -> int:

@@ -1,7 +1,7 @@
 """The process of a learner's rank: `python -m trackway.trainer.learner.ranks.process INDEX HOST PORT SETTINGS PARENT`.
 
 It exits with its parent, the process of the first rank or the actor of its node. The exit status is 0 after the
-command to stop, EXIT_PEER_LOST after a failed collective, and any other status after a failure of this rank; the
+command to stop, EXIT_PEER_LOST after a failed collective, and any other status after a failure of this rank. The
 traceback is on standard error.
 """
 

@@ -73,7 +73,7 @@ class _Exchange(Function):
 
 
 class _Gather(Function):
-    """[P s, ...] from the [s, ...] of each rank; the gradient of a rank's own part goes back to it."""
+    """[P s, ...] from the [s, ...] of each rank. The gradient of a rank's own part goes back to it."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, part: Tensor, ranks: SequenceRanks) -> Tensor:

@@ -1,6 +1,6 @@
 """The ranks of a learner: processes that each hold a shard of its weights and compute a share of each mini-batch.
 
-Every rank runs the same code on the same trajectories and makes the same collective calls in the same order; only the
+Every rank runs the same code on the same trajectories and makes the same collective calls in the same order. Only the
 rows of its micro-batches differ (balance.py). So batches, advantages and metrics are the same on every rank, and what
 a rank computed of its own rows is added up over them. Weights, gradients and AdamW's moments are sharded by PyTorch's
 FSDP2 (`fully_shard`); each forward gathers the weights of one layer at a time. One process is one rank without a mesh:
@@ -172,7 +172,7 @@ ALONE = Ranks()
 def join(store: Store, index: int, placement: Placement, device: str, deadline_s: float) -> Ranks:
     """The ranks, once all of them have called this with their own `index`.
 
-    `store` is the same for all; `device` is a key of BACKENDS, and on GPUs a rank takes that of its local rank. A
+    `store` is the same for all. `device` is a key of BACKENDS, and on GPUs a rank takes that of its local rank. A
     collective that a rank has not joined within `deadline_s` seconds is an error in all others.
     """
     if device == "cuda":
@@ -195,8 +195,8 @@ def shard(
 ) -> None:
     """Shards the weights over the mesh, by layers; what is left, tied weights among it, is the root's.
 
-    `reshard_after_forward` frees the gathered weights of a layer until its backward; `forward_prefetch` begins to
-    gather those of the next layer before a layer's forward; `offload` keeps the shards in main memory, and has no
+    `reshard_after_forward` frees the gathered weights of a layer until its backward. `forward_prefetch` begins to
+    gather those of the next layer before a layer's forward. `offload` keeps the shards in main memory, and has no
     effect on CPUs. `gather_dtype` is that in which weights are gathered and computed with; None for their own, as those
     of a model that keeps some in float32. Shards, gradients and their sums stay in the dtype of the weights, except
     sums for bfloat16, which are in float32.
@@ -302,7 +302,7 @@ def require_finite_shards(tensors: Mapping[str, Tensor], ranks: "Ranks") -> None
 
 
 def shard_like(complete: Tensor, like: Tensor) -> Tensor:
-    """The whole tensor, or this rank's shard of it if `like` is sharded; every rank has the whole one."""
+    """The whole tensor, or this rank's shard of it if `like` is sharded. Every rank has the whole one."""
     if not isinstance(like, DTensor):
         return complete
     return distribute_tensor(complete, like.device_mesh, like.placements, src_data_rank=None)

@@ -2,7 +2,7 @@
 
 An adapted layer computes W x + s B A x with s = alpha / rank. A is random and B zero at first, so that training starts
 at the base model, which is also the reference model. PEFT makes the layers and names them. vLLM and
-SGLang get the adapter alone, as PEFT writes it; the embedded engine, and every engine with `lora.merge`, gets the whole
+SGLang get the adapter alone, as PEFT writes it. The embedded engine, and every engine with `lora.merge`, gets the whole
 weights W + s B A.
 """
 
@@ -97,7 +97,7 @@ class Adapter:
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """A context in which the model's own weights include the adapter; they are exactly as before after it.
+        """A context in which the model's own weights include the adapter. They are exactly as before after it.
 
         It takes a second copy of the adapted weights. Among several ranks a collective.
         """

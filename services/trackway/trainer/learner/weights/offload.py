@@ -38,7 +38,7 @@ class CpuOffload:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """A context in which the tensors are on their device; it may be nested."""
+        """A context in which the tensors are on their device. It may be nested."""
         if self._enabled and self.is_on_device:
             yield
             return

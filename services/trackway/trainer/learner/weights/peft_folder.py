@@ -1,6 +1,6 @@
 """A LoRA adapter as the folder that PEFT writes and loads: `adapter_config.json` and `adapter_model.safetensors`.
 
-A model with an adapter calls its matrices `<layer>.lora_A.default.weight`; the folder has the same without the name of
+A model with an adapter calls its matrices `<layer>.lora_A.default.weight`. The folder has the same without the name of
 the adapter, below `base_model.model`.
 """
 
