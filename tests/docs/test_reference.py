@@ -123,7 +123,7 @@ def test_a_field_of_a_wire_model_has_its_type_with_bounds_its_default_and_its_me
     assert row(wire_page(), "`rollouts`")[1:] == [
         "list of integer (at most 1024) or null",
         "`null`",
-        "Only these `rollout_n`, to complete a broken stream; `null` asks for 0..n-1.",
+        "Only these `rollout_n`, to complete a broken stream. `null` asks for 0..n-1.",
     ]
 
 
