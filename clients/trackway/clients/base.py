@@ -49,7 +49,7 @@ class CallPolicy:
     read_s: float = 120.0
     """Seconds to wait for the next bytes of an answer."""
     total_s: float = 300.0
-    """Seconds for the whole call when the caller gives no deadline."""
+    """Seconds for the whole call when the caller sets no deadline."""
     attempts: int = 5
     """Attempts of one call, the first included. A 429 answer does not count."""
     outage_s: float = 0.0
@@ -222,7 +222,7 @@ class ServiceClient:
     def _batches(
         self, path: str, request: type[RequestT], reply: type[ReplyT], size: Callable[[RequestT], int]
     ) -> Batches[RequestT, ReplyT] | None:
-        """Batches for a route, if this client sends any. `size` is that of a request, as in `Batches`."""
+        """Batches for a route, if this client sends any. `size` returns a request's size, as in `Batches`."""
 
         def open_batch(
             body: BatchRequest[RequestT], session_id: str, deadline: Deadline
@@ -330,7 +330,7 @@ def _content(body: BaseModel | None) -> bytes | None:
 
 
 def _take_receipt(response: WholeResponse) -> None:
-    """Add the service's trace stats, sent with the answer, to those of the current piece of work."""
+    """Add the service's trace stats, sent with the answer, to the current trace stats."""
     stats = current_trace_stats()
     receipt = response.headers.get(TRACE_RECEIPT)
     if stats is not None and receipt is not None:

@@ -48,7 +48,7 @@ class _Waiting(Generic[RequestT, ReplyT]):
 class Batches(Generic[RequestT, ReplyT]):
     """Collects the calls of a group that are made in one iteration of the event loop.
 
-    open_batch: sends a batch of a group before a deadline, and gives the lines of its answer; raises TrackwayError.
+    open_batch: sends a batch of a group before a deadline and returns the lines of its answer. Raises TrackwayError.
     url: of the route, for messages.
     called: the service.
     request, reply: types of the request and of its reply.

@@ -41,14 +41,14 @@ logger = logging.getLogger("trackway.clients")
 PROBE_S = 2.0
 """Longest wait for a replica to answer under its address for the first time."""
 MAX_REPLICAS = 1024
-"""Most addresses that are kept, including those of stopping replicas."""
+"""Most addresses that are kept, including stopping replicas."""
 _MAX_FAILED_REFRESHES = 3
 _MAX_BREAKS = 2
 """Attempts of one call that may break off at a replica that still answers."""
 _HURRY_S = 1.0
 """Time between refreshes for replicas that say they are leaving or not ready."""
 _NO_SUCH_LIST = (ErrorCode.NOT_FOUND, ErrorCode.UNAUTHORIZED, ErrorCode.FORBIDDEN, ErrorCode.INVALID_REQUEST)
-"""Errors of a service without `/replicas`. The last one is that of another program, such as a plain vLLM."""
+"""Errors of a service without `/replicas`. The last one comes from another program, such as a plain vLLM."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def replacing(path: Path, what: str | None = None) -> Iterator[Path]:
 
 
 def atomic_write(path: Path, content: str | bytes, *, what: str | None = None, mode: int = 0o666) -> None:
-    """Replace a file with this content. `mode` is that of a new file, less the umask. Raises StorageError."""
+    """Replace a file with this content. `mode` is a new file's mode, less the umask. Raises StorageError."""
     data = content.encode() if isinstance(content, str) else content
     with replacing(path, what) as draft:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)

@@ -1,7 +1,7 @@
 """File locks between processes, by the kernel's `flock`: released when their holder exits, however it exits.
 
 A lock does not pass to a forked child, and any thread of the holder may release it. On NFS the kernel turns it into a
-lock of the server, which keeps that of a dead machine for about 90 s. A file system without locks is an error: a marker
+lock of the server, which keeps a dead machine's lock for about 90 s. A file system without locks is an error: a marker
 file in place of a lock would outlive a killed holder.
 """
 
@@ -27,7 +27,7 @@ class LockTaken(BlockingIOError):
 def acquire_lock(path: Path, *, holder: str = "", wait_s: float = 0.0, mode: int | None = 0o600) -> FileLock:
     """The acquired lock of a file, which is created with its folder if needed and stays after `release`.
 
-    `holder` is written into the file, for `LockTaken.holder`. `mode` is that of a new file. None leaves it to the
+    `holder` is written into the file, for `LockTaken.holder`. `mode` is a new file's mode. None leaves it to the
     umask. Raises LockTaken when the lock is not free within `wait_s` seconds, and OSError when the file cannot be
     locked.
     """

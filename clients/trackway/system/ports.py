@@ -11,8 +11,8 @@ _TRIES = 1000
 def free_port() -> int:
     """Choose a free TCP port of 127.0.0.1. Another program may take it before it is bound.
 
-    It is above the ports of Ray's workers and below those that Linux gives outgoing connections. Raises OSError when
-    none is found.
+    It is above the ports of Ray's workers and below Linux's range for outgoing connections. Raises OSError when none is
+    found.
     """
     for port in SystemRandom().sample(_PORTS, _TRIES):
         with socket.socket() as server, suppress(OSError):

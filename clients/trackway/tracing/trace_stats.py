@@ -67,7 +67,7 @@ def current_trace_stats() -> TraceStats | None:
 
 
 def note(incident: Incident, service: str = "") -> None:
-    """Record a recovered problem in the current trace stats; that of a call with the service that was called."""
+    """Record a recovered problem in the current trace stats, with the called service if a call had it."""
     stats = current_trace_stats()
     if stats is None:
         return

@@ -116,7 +116,7 @@ class Limits(WireRequest):
 
 
 class GroupWaits(WireReply):
-    """Waits of a group's rollouts at present; a line of its stream beside the trajectories."""
+    """Current waits of a group's rollouts. They are a line of its stream, as trajectories are."""
 
     waits: list[Wait]
     now: int

@@ -18,7 +18,7 @@ MAX_BATCH = 64
 
 
 class BatchEntry(WireRequest, Generic[RequestT]):
-    """One request of a batch; its reply equals that of the same request on its own."""
+    """One request of a batch. It has the same reply as it would have on its own."""
 
     request: RequestT
     trace: dict[str, TraceHeader] = Field(default_factory=dict[str, TraceHeader], max_length=3)

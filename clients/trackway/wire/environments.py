@@ -65,7 +65,7 @@ class GymVerify(WireReply):
 
 
 class GymReward(WireReply):
-    """The answer of `/verify`, beside the request's fields."""
+    """The answer of `/verify`, in addition to the request's fields."""
 
     reward: Finite
     reward_components: dict[str, Finite] = Field(default_factory=dict)

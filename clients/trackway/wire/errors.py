@@ -4,7 +4,7 @@ A non-2xx body of ours is always `{"error": {"code", "message", "retryable", "de
 comes from elsewhere (Ray Serve answers plain text when a replica dies), and is therefore retried.
 
 TrackwayError            one class, raised on both sides of the wire: services raise it, clients raise it again
-  .code                  a member of ErrorCode; ERRORS gives status, retryable and `model_sees`
+  .code                  a member of ErrorCode; ERRORS has status, retryable and `model_sees`
 """
 
 import json

@@ -77,7 +77,7 @@ _PARTS = {"or": "elements", "tags_with_separator": "tags"}
 
 
 def _check_structural_tag(tag: str) -> None:
-    """Raise PydanticCustomError for a tag with other formats than those of JSON, or with a schema beyond the bounds."""
+    """Raise PydanticCustomError for a tag with formats other than JSON, or with a schema beyond the bounds."""
     if len(tag.encode("utf-8", "surrogatepass")) > MAX_STRUCTURAL_TAG_BYTES:
         raise _unknown_tag(f"at most {MAX_STRUCTURAL_TAG_BYTES} bytes")
     try:
@@ -160,7 +160,7 @@ def _is_none(value: object) -> bool:
 
 
 class SamplingParams(WireRequest):
-    """How tokens are sampled; logprobs are those of the distribution after temperature, top_k and top_p."""
+    """How tokens are sampled. Logprobs are under the distribution after temperature, top_k and top_p."""
 
     temperature: Float = Field(default=1.0, ge=0.0)
     """0 decodes greedily, with the logprobs of temperature 1."""
@@ -241,7 +241,7 @@ class GeneratePiece(WireReply):
     weight_versions: list[WeightSpan] = Field(default_factory=list[WeightSpan])
     """Spans of the last tokens of the stream up to here, which replace the versions of their pieces."""
     finish_reason: Literal["stop", "length", "abort"] | None = None
-    """Set in the last line with tokens, which may have none."""
+    """Set in the last line with tokens, which can be empty."""
     error: ErrorBody | None = None
     """Why the generation failed."""
     receipt: str = ""

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, JsonValue, StrictBool, model_valida
 from trackway.wire.base import WireReply, WireRequest
 
 MAX_QUERIES = 4096
-"""Most queries of one request; recipes send those of a whole batch of trajectories."""
+"""Most queries of one request. Recipes send the queries of a whole batch of trajectories."""
 MAX_QUERY_CHARS = 8192
 MAX_TOPK = 100
 

@@ -35,8 +35,8 @@ class NodeKind(StrEnum):
     RETRY = "retry"
     """A call that was repeated and answered from the record. It has no tokens."""
     AUXILIARY = "auxiliary"
-    """A call beside the task, such as a token count or a title; never trained. Titles of a session without another call
-    are its task."""
+    """An auxiliary call, such as a token count or a title, which is never trained. Titles of a session without another
+    call are its task."""
 
 
 class RootReason(StrEnum):
@@ -228,7 +228,7 @@ class SessionTokenCount(SessionCall, CountTokensRequest):
 
 
 class SessionBounds(WireRequest):
-    """Bounds of one session beside its `limits`, which bound its time and each row of its tokens."""
+    """Bounds of one session in addition to its `limits`, which bound its time and each row of its tokens."""
 
     max_calls: Int = Field(default=256, ge=1)
     """Most calls of the model. The session then ends with `max_turns`. A call that failed before the model wrote

@@ -175,7 +175,7 @@ def _routes(runs: Runs, services: list[str]) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=MOST_HITS)] = 50,
         cursor: Annotated[str | None, Query(max_length=40)] = None,
     ) -> SearchPage:
-        """Trajectories that match everything given, the newest step first; `cursor` gives the next page."""
+        """Trajectories that match everything given, the newest step first. `cursor` selects the next page."""
         query = SearchQuery(
             text=text,
             is_regex=regex and bool(text),
@@ -213,7 +213,7 @@ def _routes(runs: Runs, services: list[str]) -> APIRouter:
         sample: Annotated[str | None, Query(description="Index of a prompt, with `format=jsonl`.")] = None,
         rollout: Annotated[int | None, Query(description="Number of a rollout, with `format=jsonl`.")] = None,
     ) -> Response:
-        """The rollouts of a step: CSV of their numbers, or JSONL of whole trajectories, all or those of a prompt."""
+        """The rollouts of a step: CSV of their numbers, or JSONL of whole trajectories, for all prompts or one."""
         folder = runs.find(run)
         lines = (
             as_csv(reader, folder, step, validation)

@@ -49,7 +49,7 @@ def as_jsonl(
     sample: str | None = None,
     rollout: int | None = None,
 ) -> Iterator[str]:
-    """A trajectory per line, with its tokens, as the agent returned it; all, or those of a sample and of a number.
+    """A trajectory per line, with its tokens, as the agent returned it: all, or one sample's or number's.
 
     Raises TrackwayError before the first line.
     """

@@ -14,7 +14,7 @@ from trackway.traces import views
 from trackway.traces.tree import SpanNode, TraceTree
 
 _WORD = re.compile(r"\d+(?:\.\d+)*|\w+|\s+|[^\w\s]")
-"""A number, a word, white space, or a single character; joined they give the text."""
+"""A number, a word, white space, or a single character. Joined they are the text."""
 _MOST_COMPARISONS = 4_000_000
 """Limit of word comparisons, the product of both lengths; longer passages differ as a whole."""
 

@@ -120,10 +120,10 @@ AgentName = Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
 
 
 class AgentSettings(OwnCodeSettings):
-    """Settings of an agent replica, beside the URLs of the other services."""
+    """Settings of an agent replica, in addition to the URLs of the other services."""
 
     model_path: str
-    """Folder or Hugging Face id of the tokenizer. It must be that of the rollout service's model."""
+    """Folder or Hugging Face id of the tokenizer. It must belong to the rollout service's model."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Variables of the chat template, e.g. `{"enable_thinking": false}`; verl's `data.apply_chat_template_kwargs`."""
     tool_parser: str | None = None

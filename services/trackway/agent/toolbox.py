@@ -317,7 +317,7 @@ def rejected(call: ParsedCall, tools: ToolSet) -> Observation | None:
 
 
 def tool_facts(records: Sequence[ToolCallRecord], rewards: Mapping[str, float]) -> dict[str, JsonValue]:
-    """The tools' part of a scoring request, beside verl's `tool_rewards`; see ScoreRequest for the keys."""
+    """The tools' part of a scoring request, in addition to verl's `tool_rewards`. See ScoreRequest for the keys."""
     sums: dict[str, dict[str, float]] = {record.tool: {} for record in records}
     for record in records:
         so_far = sums[record.tool]

@@ -26,7 +26,7 @@ logger = logging.getLogger("trackway.chat")
 
 
 class ChatTokenizer:
-    """Gives what the tokenizer gives, without the Python around its Rust code, which costs much for a short text.
+    """Return the tokenizer's result without the Python around its Rust code, which is slow for a short text.
 
     The tokenizer must not be changed afterwards.
     """

@@ -52,7 +52,7 @@ class ResponseBuilder(ABC):
 
     @abstractmethod
     def _begin(self) -> Iterable[str]:
-        """The events before those of the first delta."""
+        """The events before the first delta's."""
 
     @abstractmethod
     def _events(self, index: int, delta: Delta) -> Iterable[str]:
@@ -60,7 +60,7 @@ class ResponseBuilder(ABC):
 
     @abstractmethod
     def _end(self) -> Iterable[str]:
-        """The events after those of the last delta."""
+        """The events after the last delta's."""
 
     def _alive(self) -> str:
         """The event that keeps a connection open."""

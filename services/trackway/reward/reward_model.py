@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REWARD_MODEL = "reward_model"
-"""Application and route prefix of the service that serves the model beside the reward service."""
+"""Application and route prefix of the service that serves the reward model."""
 
 
 class RewardModelSettings(BaseModel):

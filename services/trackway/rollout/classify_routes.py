@@ -123,7 +123,7 @@ class ClassifierService:
         )
 
     async def _logits(self, inputs: list[list[int]]) -> list[float]:
-        """The logit of each input. The error of one is that of all."""
+        """Return the logit of each input. One error fails all."""
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._classifier.classify(ids)) for ids in inputs]

@@ -36,7 +36,7 @@ class RolloutSettings(ServiceSettings):
     offered or fails, and its first version. Such a server unpickles what its clients send: only this replica may reach
     it. Experimental: no weights have come by CUDA IPC."""
     engine: Literal["torch", "vllm", "sglang"] | Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] = "torch"
-    """Inference engine: embedded torch, a vLLM or SGLang server beside this process, or `module:Class`, an engine of
+    """Inference engine: embedded torch, a vLLM or SGLang server of this replica, or `module:Class`, an engine of
     your own."""
     engine_options: Mapping[str, JsonValue] = Field(default_factory=dict)
     """Settings of an engine of your own, which it reads itself."""
@@ -77,7 +77,7 @@ class RolloutSettings(ServiceSettings):
     """Adapters that a server runs requests with at a time (vLLM, SGLang). A server at `engine_url` is started with the
     same number."""
     engine_shared: bool = False
-    """Use the server at `engine_url` beside services of other runs, up to `max_loras` runs: load adapters alone, and
+    """Share the server at `engine_url` with services of other runs, up to `max_loras` runs: load adapters alone, and
     leave its base weights, its memory and other requests as they are. Set it for every service that uses the server."""
     prefix_caching: bool = True
     """Reuse the KV cache of prompts with a common prefix (vLLM, SGLang; torch always does)."""
@@ -90,7 +90,7 @@ class RolloutSettings(ServiceSettings):
     `trackway.float32_head`."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of the torch engine. None chooses when the replica starts: one for a model below 2 million parameters
-    and on a GPU, else all cores. Several replicas on one machine share its cores: give a number there."""
+    and on a GPU, else all cores. Several replicas on one machine share its cores: set a number there."""
     max_num_seqs: int = Field(default=64, ge=1)
     """Maximum requests in a batch, which is also the number of KV slots."""
     max_queue: int = Field(default=1024, ge=0)

@@ -24,7 +24,7 @@ class TokenText:
         return tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     async def required(self) -> ChatTokenizer:
-        """The tokenizer itself; raises INTERNAL when the folder has none."""
+        """The tokenizer itself. Raises INTERNAL when the folder lacks one."""
         try:
             return await self.tokenizer()
         except Exception as error:
@@ -34,7 +34,7 @@ class TokenText:
             raise TrackwayError(ErrorCode.INTERNAL, message + remedy) from error
 
     async def tokenizer(self) -> ChatTokenizer:
-        """The tokenizer itself, loaded once; raises what transformers raises when the folder has none."""
+        """The tokenizer itself, loaded once. Raises transformers' error when the folder lacks one."""
         if self._tokenizer is None:
             async with self._loading:
                 if self._tokenizer is None:

@@ -27,7 +27,7 @@ UNBROKEN = "trackway.unbroken"
 _NOTHING_DONE = {409, 429, 503}
 """Not 504: work may have had its effect when its deadline passed."""
 _ENTRY_BYTES = 2048
-"""Bytes of an entry beside its body."""
+"""Bytes of an entry without its body."""
 
 
 class _Key(NamedTuple):

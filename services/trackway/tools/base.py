@@ -62,7 +62,7 @@ class BaseTool(ABC):
     default_schema: ClassVar[ToolSchema | None] = None
     default_config: ClassVar[ToolConfig] = {}
     path_keys: ClassVar[Sequence[str]] = ()
-    """Keys of the config that hold local paths; those of a tool_config file are relative to the file's folder."""
+    """Keys of the config that hold local paths. In a tool_config file they are relative to its folder."""
     stateless: bool = False
     """True if calls are independent, so that no instance is needed between them."""
 

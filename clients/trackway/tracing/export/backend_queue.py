@@ -112,7 +112,7 @@ class BackendQueue:
         return self._disk_queue.bytes if self._disk_queue else 0
 
     def _has_room(self) -> bool:
-        """Return whether a batch may wait in memory; beside a full disk only one may, while the backend keeps up."""
+        """Return whether a batch may wait in memory. With a full disk only one may, while the backend keeps up."""
         if self._closing_at is not None:
             return False
         if self._disk_queue is None:

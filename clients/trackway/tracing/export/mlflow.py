@@ -23,7 +23,7 @@ _BY_NAME = "name:"
 
 
 class DeletedExperiment(Exception):
-    """An MLflow experiment that takes no spans."""
+    """An MLflow experiment that does not accept spans."""
 
 
 def experiment_by_name(name: str) -> str:

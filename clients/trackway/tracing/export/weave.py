@@ -34,7 +34,7 @@ class _Answer(BaseModel):
 
 
 def full_project(name: str, key: SecretStr | None) -> str | None:
-    """`entity/project`; the entity is the name's own, else that of WANDB_ENTITY, else W&B is asked whose the key is.
+    """`entity/project`. The entity is the name's own, else WANDB_ENTITY, else the owner of the key at W&B.
 
     None when nothing says the entity, or the name is not of this form. Blocking when W&B is asked.
     """
@@ -54,7 +54,7 @@ def project_url(project: str, trace_server: str) -> str | None:
 
 
 def _api_of(trace_server: str) -> str:
-    """The API beside a trace server; empty if unknown."""
+    """The API that belongs to a trace server. Empty if unknown."""
     if trace_server.rstrip("/") == HOSTED_WEAVE:
         return HOSTED_WANDB
     host, _, path = trace_server.rstrip("/").rpartition("/")
@@ -62,7 +62,7 @@ def _api_of(trace_server: str) -> str:
 
 
 def _app_of(api: str) -> str:
-    """The app beside an API, by W&B's rule: api.wandb.ai has wandb.ai, other `api.` hosts `app.`, others themselves."""
+    """The app of an API, by W&B's rule: api.wandb.ai has wandb.ai, other `api.` hosts `app.`, others themselves."""
     return api.replace("://api.", "://" if "://api.wandb." in api else "://app.")
 
 

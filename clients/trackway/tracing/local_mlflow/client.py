@@ -1,7 +1,7 @@
 """The shared MLflow server of a local database, started by its first user.
 
 MLflow accepts spans over HTTP only, and workers that each open a new sqlite file collide. The processes that use a
-database therefore share one server. Its supervisor (mlflow_server.py) holds a lock beside the database, publishes the
+database therefore share one server. Its supervisor (mlflow_server.py) holds a lock next to the database, publishes the
 server's address there, and stops the server some time after its last user. A local database is for one machine only.
 """
 
@@ -46,7 +46,7 @@ def server_uri(uri: str, deadline_s: float = START_DEADLINE_S, linger_s: float |
     its last user (default `LINGER_S`).
 
     Raises:
-        ValueError: the URI is neither a server's nor that of a local database.
+        ValueError: the URI is neither a server's nor a local database's.
         LocalMlflowError: the server did not start.
         OSError: the database's folder cannot be written.
     """

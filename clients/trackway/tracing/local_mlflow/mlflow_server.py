@@ -45,7 +45,7 @@ _MARK = "TRACKWAY_MLFLOW_DATABASE"
 
 @dataclass(frozen=True)
 class ServerFiles:
-    """Paths of the files beside a database."""
+    """Paths of the files next to a database."""
 
     database: Path
 

@@ -187,7 +187,7 @@ class CompletionRequest(SampledRequest):
     )
     max_tokens: Int = Field(default=16, ge=1)
     logprobs: Int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    """0 returns the logprob of each sampled token; more, those of the most likely tokens too."""
+    """0 returns the logprob of each sampled token. More also return the most likely tokens."""
     add_special_tokens: bool = True
     """True if the tokenizer adds its special tokens (a BOS) to a text prompt."""
 
@@ -326,7 +326,7 @@ class ChatRequest(SampledRequest):
     parallel_tool_calls: bool = True
     """False keeps only the first call."""
     reasoning_effort: str | None = Field(default=None, max_length=64)
-    """Passed to the chat template as a variable of this name; most templates have none."""
+    """Passed to the chat template as a variable of this name, which most templates ignore."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
 
     @property

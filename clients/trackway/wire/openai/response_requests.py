@@ -110,7 +110,7 @@ class ResponseTool(OpenAIRequest):
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
     strict: bool | None = None
-    """No effect: arguments are the model's own. They are guided beside a JSON format alone."""
+    """No effect: arguments are the model's own. They are guided only together with a JSON format."""
 
 
 class ResponseToolChoice(WireRequest):

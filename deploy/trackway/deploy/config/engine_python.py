@@ -7,7 +7,7 @@ from typing import Any
 from trackway.system.user_error import UserError
 
 SERVERS = ("vllm", "sglang")
-"""Engines that run as a server process beside each replica."""
+"""Engines that run as a server process of each replica."""
 
 _HAS = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
 _ANSWER_S = 60.0

@@ -130,7 +130,7 @@ Options = Mapping[str, Any]
 def with_options(
     config: dict[str, Any], service: str, args: Options, deployment: Options | None = None
 ) -> dict[str, Any]:
-    """The config with these settings and deployment options merged into those of one service."""
+    """The config with these settings and deployment options merged into one service's."""
     deployment = deployment or {}
     changed = copy.deepcopy(config)
     for application in changed["applications"]:

@@ -43,7 +43,7 @@ def missing_for_start(settings: UpSettings) -> list[str]:
 
 
 def ports(settings: UpSettings) -> dict[str, int]:
-    """Option -> port that a start takes; without that of MLflow when a running server is given."""
+    """Option -> port that a start uses, without MLflow's when a running server is given."""
     taken = {
         "--port": settings.port,
         "--dashboard-port": settings.dashboard_port,

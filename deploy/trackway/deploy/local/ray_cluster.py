@@ -28,7 +28,7 @@ def start(
 
     `variables` are added to its environment.
 
-    With `dashboard`, Ray's dashboard, log monitor, metrics and client server run beside Serve's REST API.
+    With `dashboard`, Ray's dashboard, log monitor, metrics and client server run in addition to Serve's REST API.
     """
     options = {
         "--node-ip-address": "127.0.0.1",

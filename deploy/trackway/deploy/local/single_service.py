@@ -71,7 +71,7 @@ def _settings_class(service: ServiceName) -> type[ServiceSettings]:
 
 
 def _variables(settings: type[BaseModel], prefix: str = "") -> Iterable[str]:
-    """The environment variable of each field; those of a nested model have a name of their own."""
+    """Return the environment variable of each field. Fields of a nested model have their own."""
     prefix = prefix or str(settings.model_config.get("env_prefix", ""))
     for name, field in settings.model_fields.items():
         variable = f"{prefix}{name}".upper()

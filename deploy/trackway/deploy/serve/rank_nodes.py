@@ -44,7 +44,7 @@ class NodeRanks:
         return ray.util.get_node_ip_address()
 
     def start(self, rank: int, arguments: Sequence[str], paths: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Starts a rank. The other arguments are those of `start_here`."""
+        """Starts a rank. The other arguments are as in `start_here`."""
         self._processes[rank] = start_here(arguments, paths, environment)
 
     def poll(self, rank: int) -> int | None:
@@ -57,7 +57,7 @@ class NodeRanks:
 
 
 class Node:
-    """A node, which is lost for good once it has not answered."""
+    """A node, which is lost once it fails to answer."""
 
     def __init__(self, actor: "ActorHandle[Any]") -> None:
         self.actor = actor

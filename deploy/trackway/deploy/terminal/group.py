@@ -29,7 +29,7 @@ def _loaded(name: str) -> TyperGroup:
 
 
 def group(name: str, help: str) -> typer.Typer:
-    """The group `trackway NAME`, whose commands are those of the Typer `app` in `trackway.deploy.commands.NAME`."""
+    """The group `trackway NAME`, with the commands of the Typer `app` in `trackway.deploy.commands.NAME`."""
     return typer.Typer(name=name, cls=_LateGroup, help=help, no_args_is_help=True, callback=_nothing)
 
 

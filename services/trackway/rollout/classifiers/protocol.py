@@ -23,7 +23,7 @@ class Classifier(Protocol):
         ...
 
     async def classify(self, token_ids: Sequence[int]) -> float:
-        """The logit of an input; cancelling the call gives up its place in the queue.
+        """Return the logit of an input. Cancelling the call frees its place in the queue.
 
         Raises INVALID_REQUEST for an input that is too long or has unknown ids, OVERLOADED when the queue is full,
         ENGINE_FAILED when the logit is not finite or the model failed, UNAVAILABLE for a server that has ended.

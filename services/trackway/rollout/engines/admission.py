@@ -9,7 +9,7 @@ OF_POLICY = (
     "actor_rollout_ref.rollout.max_model_len, or data.max_prompt_length + data.max_response_length",
     "actor_rollout_ref.model.override_config.max_position_embeddings",
 )
-"""Keys of a run that give a context length, and the positions that the model is taken to read."""
+"""Keys of a run that set a context length, and the positions that the model is assumed to read."""
 OF_REWARD_MODEL = ("reward.reward_model.rollout.max_model_len", "")
 
 

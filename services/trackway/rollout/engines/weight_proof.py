@@ -29,7 +29,7 @@ _LARGEST_ERROR = 0.125
 _SHARED = 1.5
 """Errors of 48 loads of right and old weights were 1.4 standard errors (rms), as if tokens were half as many."""
 _ROUNDINGS = 4.0
-"""Engines' kernels differ from those of the publisher, which measured its own rounding."""
+"""Engines' kernels differ from the publisher's, which measured its own rounding."""
 _BFLOAT16 = 0.15
 """Used if the publisher did not measure it. Rounding moves a logprob by up to 0.055, a stale lm_head by 0.3."""
 _SHOWN = 3

@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 
 class LimitedTool:
-    """A tool with its limits. The methods are those of the tool."""
+    """A tool with its limits and its methods."""
 
     def __init__(self, tool: BaseTool, limits: ToolLimits) -> None:
         self.tool = tool

@@ -9,7 +9,7 @@ class SandboxSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     cpu_s: int = Field(default=600, ge=1)
-    """CPU seconds of a process over its lifetime. A session's interpreter accumulates those of all its calls."""
+    """CPU seconds of a process over its lifetime. A session's interpreter accumulates the seconds of all its calls."""
     memory_mb: int = Field(default=1024, ge=64)
     """Megabytes of address space of one process (beyond it: MemoryError) and of memory of all together (beyond it they
     are killed). Files in /tmp come on top, see `disk_mb`."""

@@ -67,7 +67,7 @@ class AlgorithmConfig(Section):
     adv_estimator: str = "grpo"
     """Estimator of advantages; gae is PPO, with a value model (`critic.*`). verl's default is gae."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide by the group's standard deviation in the grpo estimators and gdpo; false gives Dr.GRPO."""
+    """Divide by the group's standard deviation in the grpo estimators and gdpo. false is Dr.GRPO."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount per model token in `gae` and `reinforce_plus_plus`. Other estimators do not discount."""
     lam: float = Field(default=1.0, ge=0, le=1)

@@ -130,7 +130,7 @@ def _number(given: dict[str, JsonValue], key: str, default: int) -> int:
 def _set(
     found: dict[str, JsonValue], key: str, value: JsonValue, source: str, unset: tuple[JsonValue, ...] = ()
 ) -> None:
-    """Set a key that has none of its own, which is null or a value of `unset`; refuse another value of its own."""
+    """Set a key that is null or a value of `unset`. Refuse another value."""
     own = found.get(key)
     if own is not None and own != value and own not in unset:
         message = f"{key}: expected {source}, which is {value}, got {own}; make them agree"

@@ -44,7 +44,7 @@ class CriticModelConfig(LoraConfig):
 
 
 class CriticConfig(Section):
-    """The value model: a language model with one number as its head, trained beside the policy."""
+    """The value model: a language model with one number as its head, trained together with the policy."""
 
     enable: bool | None = None
     """Train a value model. null does so for `adv_estimator=gae`. With other estimators it learns the rewards to go, and

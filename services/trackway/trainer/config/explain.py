@@ -12,7 +12,7 @@ from trackway.trainer.config.unsupported_keys import DEPLOYMENT, MOVED, NO_EFFEC
 from trackway.trainer.config.unsupported_values import OTHERS
 
 NAMES = {"algorithm.adv_estimator": ESTIMATORS, "actor_rollout_ref.actor.policy_loss.loss_mode": LOSSES}
-"""Names that a key takes, beside a user's own function."""
+"""Names that a key accepts, other than a user's own function."""
 
 
 class Explanation(NamedTuple):

@@ -136,7 +136,7 @@ class RewardModelEngineConfig(Section):
     name: Literal["vllm", "sglang", "hf", "torch"] | None = None
     """A vLLM or SGLang server, or the embedded torch engine (also `hf`)."""
     tensor_model_parallel_size: int | None = Field(default=None, ge=1)
-    """GPUs per replica, which are not those of the rollout engines; null is one. There is one replica."""
+    """GPUs per replica, separate from the rollout engines' GPUs. null is one. There is one replica."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """Share of a GPU's memory for the engine's weights and KV cache."""
     enforce_eager: bool | None = None
@@ -148,7 +148,7 @@ class RewardModelEngineConfig(Section):
     max_num_seqs: int | None = Field(default=None, ge=1)
     """Most concurrent requests."""
     max_model_len: int | None = Field(default=None, ge=2)
-    """Most tokens of question and answer together, of a classifier those of the conversation. A longer one is an
+    """Most tokens of question and answer together, or of a classifier's conversation. A longer one is an
     error. Null is `prompt_length` + `response_length` if both are given."""
     prompt_length: int | None = Field(default=None, ge=1)
     """Most tokens of a question."""
@@ -157,7 +157,7 @@ class RewardModelEngineConfig(Section):
 
 
 class RewardModelConfig(Section):
-    """A model that scores, or that `custom_reward_function` asks. The services of a run serve it beside the policy."""
+    """A model that scores, or that `custom_reward_function` asks. The run's services serve it with the policy."""
 
     enable: bool = False
     """Serve `model_path` as the service `reward_model`. Without `custom_reward_function.path` it must be a classifier,
@@ -291,7 +291,7 @@ class TrackwayConfig(Section):
     Without one, `auto` is an error if `trainer.n_gpus_per_node` or the deployment gave the learner GPUs.
     Experimental: no engine or learner has run on a GPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Data type of the learner's computation. `fsdp_config.model_dtype` is that of its weights. `auto` is bfloat16 on
+    """Data type of the learner's computation. `fsdp_config.model_dtype` is the weights' type. `auto` is bfloat16 on
     a GPU, as in verl, and with bfloat16 weights; float32 on a CPU, since most CPUs are slower with bfloat16."""
     float32_head: bool = False
     """Compute logits in float32 where learner and engine compute in bfloat16: policy, reference, and vLLM or SGLang if

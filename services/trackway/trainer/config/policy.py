@@ -52,7 +52,7 @@ class LoraConfig(Section):
 
     lora_rank: int = Field(default=0, ge=0)
     """Rank of a LoRA adapter, which is trained and published instead of the model's own weights; 0 trains the whole
-    model. Learning rates are about ten times those of the whole model."""
+    model. Learning rates are about ten times higher than for the whole model."""
     lora_alpha: float = Field(default=16, gt=0)
     """The adapter's update is scaled by this divided by its rank."""
     target_modules: str | list[str] = "all-linear"
@@ -86,7 +86,7 @@ class ModelConfig(LoraConfig):
     The result does not change."""
     lora_adapter_path: str | None = None
     """Folder or Hugging Face id of an adapter as PEFT writes it, from which training starts. null starts a new one.
-    With `lora_rank=0`, its rank, alpha and layers are those in the folder; for one that is not on this machine, give
+    With `lora_rank=0`, the folder sets rank, alpha and layers. For a folder that is not on this machine, set
     `lora_rank`, `lora_alpha` and `target_modules` as the adapter has them."""
     lora: LoraSyncConfig = Field(default_factory=LoraSyncConfig)
     override_config: OverrideConfig = Field(default_factory=OverrideConfig)
@@ -166,7 +166,7 @@ class PolicyLossConfig(Section):
     clip_cov_ub: float = 5.0
     """Upper bound of it."""
     kl_cov_ratio: float = Field(default=0.0002, gt=0, le=1)
-    """Share of tokens, those of the highest covariance, that `kl_cov` penalises; at least one."""
+    """Share of tokens, by highest covariance, that `kl_cov` penalises. At least one token."""
     ppo_kl_coef: float = Field(default=0.1, ge=0)
     """Weight of that penalty, the absolute log ratio."""
     dro_beta: float | None = Field(default=None, gt=0)
@@ -225,7 +225,7 @@ class ShardingConfig(WeightsConfig):
     """Sharding of a model over the learner's ranks, and CPU offload, which has no effect without a GPU."""
 
     fsdp_size: int = Field(default=-1, ge=-1)
-    """Consecutive ranks that share the weights, such as those of a node. Each such group holds all of them (hybrid
+    """Consecutive ranks that share the weights, such as one node's. Each such group holds all of them (hybrid
     sharding). -1, or as many as there are ranks, shares them over all; else it divides their number. The result does
     not depend on it, but for rounding."""
     reshard_after_forward: bool = True

@@ -61,7 +61,7 @@ class RolloutCorrectionConfig(Section):
     """Bounds of `rollout_rs`: one for all names, or one for each, separated by commas. k2 and k3 take an upper bound.
     k1 takes `lo_hi`, or `hi` for `1/hi_hi`: log lo <= k1 <= log hi keeps r in [1/hi, 1/lo]."""
     bypass_mode: bool = False
-    """Use the sampler's logprobs as the old ones instead of recomputing them; r is then that of the trained policy."""
+    """Use the sampler's logprobs as the old ones instead of recomputing them. r is then the trained policy's."""
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
     """Policy loss in `bypass_mode`: PPO's clipped one, or -w A log p with the importance weight w."""
 

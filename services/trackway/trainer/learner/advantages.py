@@ -83,7 +83,7 @@ def grpo_vectorized(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
 def grpo_passk(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     """GRPO for pass@k (arXiv:2503.19595): only the best of a group has an advantage, its lead over the second.
 
-    A group of one, of which the other rollouts failed, has none.
+    A group of one, whose other rollouts failed, lacks an advantage.
     """
     scores, advantages = inputs.scores, torch.zeros_like(inputs.scores)
     for rows in _members(inputs.groups):

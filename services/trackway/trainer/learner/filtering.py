@@ -42,7 +42,7 @@ class TrainStatus(StrEnum):
     NO_MODEL_TOKEN = "no_model_token"
     """The model wrote no token of the response."""
     GUIDED = "guided"
-    """All that the model wrote was guided by a grammar (`response_format`), which the learner has not."""
+    """All that the model wrote was guided by a grammar (`response_format`), which the learner lacks."""
     UNSCORED = "unscored"
     STALE = "stale"
     """Its oldest token was sampled from weights that are too many versions behind."""

@@ -13,7 +13,7 @@ PENALTY, IS_PENALISED = "overlong_reward", "overlong"
 class OverlongPenalty:
     """Lowers the score in the last `buffer` tokens before `max_length`, linearly down to `factor`.
 
-    The formula is that of verl's reward manager `dapo` (verl/experimental/reward_loop/reward_manager/dapo.py).
+    The formula follows verl's reward manager `dapo` (verl/experimental/reward_loop/reward_manager/dapo.py).
     """
 
     max_length: int

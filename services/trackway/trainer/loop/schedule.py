@@ -12,7 +12,7 @@ from trackway.wire.trainer import MetricsRow
 
 
 class OpenValidation(BaseModel):
-    """A validation that goes on beside the training, and is not complete."""
+    """A validation that runs while training goes on, and is not complete."""
 
     step: int
     """The step whose weights are validated."""

@@ -27,7 +27,7 @@ class Clock:
             self._seconds[activity] += self._now() - started
 
     def split(self, activity: str, parts: Mapping[str, float]) -> None:
-        """Count seconds of an activity as those of its parts, which are activities of their own."""
+        """Count seconds of an activity as its parts' seconds, which are activities of their own."""
         for part, seconds in parts.items():
             self._seconds[activity] -= seconds
             self._seconds[part] += seconds

@@ -3,7 +3,7 @@
     <folder>/<step>.jsonl    {"input", "output", "gts", "score", "step", each component of the reward, and
                               "turn_scores" where there are some}
 
-The form is that of `_dump_generations` in verl/trainer/ppo/ray_trainer.py.
+The form follows `_dump_generations` in verl/trainer/ppo/ray_trainer.py.
 """
 
 import json

@@ -78,7 +78,7 @@ class SessionInbox:
         atomic_write(self._file, inbox.model_dump_json())
 
     def opened(self) -> OpenInbox:
-        """Settings that the run fixes for its sessions. Raises CONFLICT when it takes none."""
+        """Settings that the run fixes for its sessions. Raises CONFLICT when it does not take sessions."""
         with suppress(OSError, ValidationError):
             return OpenInbox.model_validate_json(self._file.read_bytes())
         message = f"expected a run that trains on sessions, got run {self._name!r}, which takes none"

@@ -22,7 +22,7 @@ class TraceFeedback(Protocol):
 
 
 def training_feedback(batch: FilteredBatch, advantages: Sequence[float], step: int = 0) -> list[Assessment]:
-    """Reward, advantage and `fate` of the traced trajectories. `advantages` are those of `batch.used`.
+    """Reward, advantage and `fate` of the traced trajectories. `advantages` belong to `batch.used`.
 
     Those that step `step` trained and an earlier one submitted have `trained_step` too. 0 leaves it out.
     """

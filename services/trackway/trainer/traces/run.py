@@ -43,7 +43,7 @@ class RunTraces:
 
     @contextmanager
     def validation(self, number: int) -> Iterator[StepTrace]:
-        """Trace the block as the validation of step `number`, a trace of its own beside those of later steps."""
+        """Trace the block as the validation of step `number`, a trace of its own, separate from later steps."""
         trace = self.own.beside("validation")
         with self._root(trace, number), trace.part("testing"):
             yield trace
@@ -67,7 +67,7 @@ class RunTraces:
         self._link(links)
 
     def assess(self, batch: FilteredBatch, advantages: Sequence[float], step: int) -> None:
-        """Queue the feedback of a step on each trace. `advantages` are those of `batch.used`. Returns immediately."""
+        """Queue the feedback of a step on each trace. `advantages` belong to `batch.used`. Returns immediately."""
         assessments = training_feedback(batch, advantages, step)
         for backend in self.feedback:
             backend.submit(assessments)

@@ -1,6 +1,6 @@
 """SGLang as a replica's engine: a child process, or a server that is already running.
 
-Field names are those of SGLang 0.5.23 (`managers/io_struct.py`). Three of its behaviours shape this file:
+Field names follow SGLang 0.5.23 (`managers/io_struct.py`). Three of its behaviours shape this file:
 a weight update that flushes the cache while a request is alive kills the scheduler, so a cache namespace (`extra_key`)
 per weights keeps old KV from new requests instead; releasing memory while a request is alive kills it too; and
 `ignore_eos` makes it ignore `stop_token_ids`, which are therefore checked here as well.

@@ -21,7 +21,7 @@ _PREFIX = "trackway-shared"
 
 
 class SharedAdapters:
-    """The adapters of one replica on a server with those of other runs."""
+    """The adapters of one replica on a server that other runs use too."""
 
     def __init__(self, settings: RolloutSettings) -> None:
         store = settings.weights_url or settings.replica
@@ -30,7 +30,7 @@ class SharedAdapters:
         self._most = settings.max_loras
 
     def name(self, version: str) -> str:
-        """A name for an adapter that no other replica gives."""
+        """Return a name for an adapter that no other replica uses."""
         return f"{self._run}-{self._replica}-{version}"
 
     async def admit(self, http: EngineHttp) -> None:

@@ -21,7 +21,7 @@ _ACTIVATIONS = {
 }
 """The activations of each model type."""
 _WINDOWED = {"mistral", "phi3"}
-"""Model types whose `sliding_window` is that of every layer."""
+"""Model types whose `sliding_window` applies to every layer."""
 
 
 class _Rope(BaseModel):

@@ -1,6 +1,6 @@
 """`search`: passages for the model's queries, from a folder of documents or a remote retriever.
 
-Schema words, request and text are those of verl v0.7.1's SearchTool (verl/tools/utils/search_r1_like_utils.py). No data
+Schema words, request and text follow verl v0.7.1's SearchTool (verl/tools/utils/search_r1_like_utils.py). No data
 leaves this process unless `retrieval_service_url` is set.
 """
 

@@ -147,7 +147,7 @@ class Publishing(Protocol):
     """The method of a learner that a publication uses."""
 
     def publish_share(self, work: Work[T]) -> list[T]:
-        """Return what the work gives in each rank."""
+        """Return the work's result in each rank."""
         ...
 
 

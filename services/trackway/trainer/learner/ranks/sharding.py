@@ -44,7 +44,7 @@ class Ranks:
         writers: ProcessGroup | None = None,
         per_node: int = 1,
     ) -> None:
-        """`timeout` is that of the mesh's collectives."""
+        """`timeout` bounds the mesh's collectives."""
         self.mesh = mesh
         """All ranks in one row, which share the weights; or rows of them, each with all weights (`sharing_weights`)."""
         self.writers = writers
@@ -67,7 +67,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this rank writes files and gives answers."""
+        """Return whether this rank writes files and answers."""
         return self.index == 0
 
     @property
@@ -159,7 +159,7 @@ class _Failure(NamedTuple):
         return cls(error.errno, text, None if error.filename is None else str(error.filename))
 
     def error(self) -> OSError:
-        """The same error, of the class that Python gives this errno."""
+        """The same error, of Python's class for this errno."""
         return OSError(self.text) if self.errno is None else OSError(self.errno, self.text, self.file)
 
 
