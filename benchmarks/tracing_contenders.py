@@ -45,15 +45,15 @@ def _ours(url: str) -> Contender:
             with turn_span(0):
                 with chat_span("model", params) as chat:
                     chat.usage(120, 160)
-                    chat.inputs({"prompt_text": QUESTION})
-                    chat.outputs({"response_text": ANSWER})
+                    chat.inputs({"messages": [{"role": "user", "content": QUESTION}]})
+                    chat.outputs({"messages": [{"role": "assistant", "content": ANSWER}]})
                 with tool_span("calculator", {"expression": "48/2"}, "call_0") as tool:
                     tool.outputs({"text": "24", "reward": 0.0})
             with reward_span("gsm8k") as reward:
                 reward.score(1.0)
                 reward.outputs({"score": 1.0})
             set_outcome(root)
-            root.outputs({"reward": 1.0, "response_text": ANSWER})
+            root.outputs({"reward": 1.0, "messages": [{"role": "assistant", "content": ANSWER}]})
 
     return trajectory, lambda: tracing.flush(120)
 
@@ -68,13 +68,13 @@ def trajectory_of_eight_spans(tracing: Tracing, number: int) -> None:
             with turn_span(index):
                 with chat_span("model", params) as chat:
                     chat.usage(120, 160)
-                    chat.outputs({"response_text": ANSWER[:300]})
+                    chat.outputs({"messages": [{"role": "assistant", "content": ANSWER[:300]}]})
                 with tool_span("calculator", {"expression": "48/2"}, f"call_{index}") as tool:
                     tool.outputs({"text": "24", "reward": 0.0})
         with reward_span("gsm8k") as reward:
             reward.outputs({"score": 1.0})
         set_outcome(root)
-        root.outputs({"reward": 1.0, "response_text": ANSWER})
+        root.outputs({"reward": 1.0, "messages": [{"role": "assistant", "content": ANSWER}]})
 
 
 def _mlflow(url: str) -> Contender:

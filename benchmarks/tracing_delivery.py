@@ -64,14 +64,14 @@ class Services:
                 with turn_span(turn):
                     with at("rollout"), chat_span("model", SamplingParams()) as chat:
                         chat.usage(120, 160)
-                        chat.outputs({"response_text": ANSWER[:300]})
+                        chat.outputs({"messages": [{"role": "assistant", "content": ANSWER[:300]}]})
                     if turn == 0:
                         with at("tools"), tool_span("calculator", {"expression": "48/2"}, "call_0") as tool:
                             tool.outputs({"text": "24", "reward": 0.0})
             with at("reward"), reward_span("gsm8k") as reward:
                 reward.score(1.0)
             set_outcome(root)
-            root.outputs({"reward": 1.0, "response_text": ANSWER})
+            root.outputs({"reward": 1.0, "messages": [{"role": "assistant", "content": ANSWER}]})
         values = {"reward": 1.0, "advantage": 0.5, "fate": "used"}
         return Assessment(root.trace_id or "", root.span_id or "", values, link=True)
 

@@ -47,8 +47,8 @@ def chat(span_id: str, parent_id: str, start_ms: float, text: str, given: int, w
         "rollout",
         start_ms,
         start_ms + 100,
-        inputs={"prompt_text": "the prompt\n"},
-        outputs={"response_text": text},
+        inputs={"messages": [{"role": "user", "content": "the prompt\n"}]},
+        outputs={"messages": [{"role": "assistant", "content": text}]},
         attributes=attributes,
     )
 

@@ -90,8 +90,8 @@ class Services:
         inject(headers)
         source = self.lost if lost else self.all
         with activated(source["rollout"]), extracted(headers), chat_span("tiny", SamplingParams()) as chat:
-            chat.inputs({"prompt_text": "<|im_start|>user\nWhat is 6*9?"})
-            chat.outputs({"response_text": text})
+            chat.inputs({"messages": [{"role": "user", "content": "<|im_start|>user\nWhat is 6*9?"}]})
+            chat.outputs({"messages": [{"role": "assistant", "content": text}]})
             chat.usage(given, written)
             chat.weight_versions([WeightSpan(version=tags.step, start=0, end=written)])
 

@@ -108,11 +108,11 @@ def test_an_open_span_is_called_open() -> None:
 
 def test_the_root_shows_its_own_texts_only_when_its_generations_have_none() -> None:
     example = ExampleTrace()
-    example["r"].outputs = {"response_text": "#### 54", "prompt_text": "all of it"}
-    assert "all of it" not in shown(example) and "wrote     #### 54" not in shown(example)
+    example["r"].outputs = {"messages": [{"role": "assistant", "content": "it is 54"}]}
+    assert "assistant: it is 54" not in shown(example)
     for span_id in ("c0", "c1"):
         example[span_id].outputs = example[span_id].inputs = None
-    assert "prompt    all of it" in shown(example) and "wrote     #### 54" in shown(example)
+    assert "answer    assistant: it is 54" in shown(example)
 
 
 def test_a_step_of_the_trainer_shows_what_it_consumed() -> None:

@@ -83,7 +83,7 @@ class Services:
 
     def work(self, headers: Mapping[str, str], rollout: Tracing) -> None:
         with activated(rollout), extracted(headers), chat_span("tiny", SamplingParams()) as chat:
-            chat.outputs({"response_text": "#### 54"})
+            chat.outputs({"messages": [{"role": "assistant", "content": "#### 54"}]})
             chat.usage(30, 4)
             chat.weight_versions([WeightSpan(version=3, start=0, end=4)])
         with (
@@ -153,7 +153,10 @@ def test_a_tree_says_what_its_services_said(store: WeaveStore, made: dict[str, T
         ("reward", "reward"),
     ]
     [chat], [tool], [turn] = (tree.of_kind(kind) for kind in ("chat", "execute_tool", "turn"))
-    assert (chat.outputs, chat.attributes["agentic.weight_version"]) == ({"response_text": "#### 54"}, "3")
+    assert (chat.outputs, chat.attributes["agentic.weight_version"]) == (
+        {"messages": [{"role": "assistant", "content": "#### 54"}]},
+        "3",
+    )
     assert (tool.inputs, tool.outputs) == ({"expression": "6*9"}, {"text": "54"})
     [event] = turn.events
     assert (event.name, event.attributes) == ("retry", {"attempt": 2, "url": "http://rollout"})

@@ -68,8 +68,8 @@ class Services:
     def generation(self, headers: Mapping[str, str], step: int) -> None:
         """The rollout service's part; weights change during the generation of every step after the first."""
         with activated(self.all["rollout"]), extracted(headers), chat_span("tiny", SamplingParams()) as chat:
-            chat.inputs({"prompt_text": "3+4?"})
-            chat.outputs({"response_text": "call the calculator"})
+            chat.inputs({"messages": [{"role": "user", "content": "3+4?"}]})
+            chat.outputs({"messages": [{"role": "assistant", "content": "call the calculator"}]})
             chat.usage(20, 9)
             later = [] if step == 1 else [WeightSpan(version=step, start=5, end=9)]
             chat.weight_versions([WeightSpan(version=step - 1, start=0, end=9 - 4 * len(later)), *later])
@@ -201,7 +201,10 @@ def test_inputs_and_outputs_are_read_as_values(weave_client: "WeaveClient") -> N
     } == {
         "trajectory": ({"messages": [{"role": "user", "content": "What is 3+4?"}]}, {"reward": 0.0, "num_turns": 1}),
         "turn 0": (None, None),
-        "chat tiny": ({"prompt_text": "3+4?"}, {"response_text": "call the calculator"}),
+        "chat tiny": (
+            {"messages": [{"role": "user", "content": "3+4?"}]},
+            {"messages": [{"role": "assistant", "content": "call the calculator"}]},
+        ),
         "execute_tool calculator": ({"expression": "3+4"}, {"text": "7"}),
         "reward": (None, {"score": 0.0}),
     }

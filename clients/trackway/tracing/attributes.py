@@ -1,14 +1,40 @@
-"""Attribute and header names of MLflow, Weave and the GenAI conventions; no other module spells them out.
+"""Attribute and header names of spans and of the backends; no other module spells them out.
 
-MLflow reads `mlflow.*` and `gen_ai.*`; Weave reads `weave.span.kind`, `wandb.*`, `gen_ai.*` and
-`mlflow.spanInputs/Outputs`. Keys must form a tree (no key a prefix of another): Weave rejects a span otherwise.
+A span holds each fact once: under its GenAI or OpenTelemetry name if there is one, else under `agentic.*`.
+`export.translation` makes from them what a backend reads. Keys must form a tree (no key a prefix of another): Weave
+rejects a span otherwise.
 """
 
-from collections.abc import Collection, Mapping
-from enum import Enum
+from collections.abc import Collection
+from enum import StrEnum
 
 from trackway.wire.tracing import Incident
 from trackway.wire.trajectory import Tags
+
+KIND = "agentic.kind"
+"""A SpanKind."""
+INPUTS = "agentic.inputs"
+"""JSON: `{"messages": [...]}` on a trajectory and a generation, a tool's arguments, anything elsewhere."""
+OUTPUTS = "agentic.outputs"
+"""JSON: `{"messages": [...], ...}` on a trajectory and a generation, a tool's result, anything elsewhere."""
+TAG = "agentic.tag."
+"""Prefix of a tag of the trace, on its root."""
+TITLE = "agentic.title"
+"""Short name of the trace in a list, on its root."""
+GROUP = "agentic.group"
+"""The GRPO group, on the root."""
+WANDB_RUN = "agentic.wandb_run"
+"""W&B run of the trace, on its root."""
+SERVICE = "agentic.service"
+"""Service that made the span; as the resource's `service.name` it would be an MLflow tag that services overwrite."""
+PROCESS = "agentic.process"
+"""Operating-system pid of the process that made the span."""
+TRAJECTORY_ID = "agentic.trajectory"
+"""On every span of a trajectory."""
+TURN_INDEX = "agentic.turn"
+WEIGHT_VERSION = "agentic.weight_version"
+STOP_REASON = "agentic.stop_reason"
+ERROR_TYPE = "error.type"
 
 MLFLOW_TAG = "mlflow.traceTag."
 """Prefix of a root attribute that becomes an MLflow trace tag (MLflow >= 3.13)."""
@@ -48,16 +74,14 @@ TOOL_NAME = "gen_ai.tool.name"
 TOOL_CALL_ID = "gen_ai.tool.call.id"
 EVALUATION_NAME = "gen_ai.evaluation.name"
 EVALUATION_SCORE = "gen_ai.evaluation.score.value"
+INPUT_MESSAGES = "gen_ai.input.messages"
+OUTPUT_MESSAGES = "gen_ai.output.messages"
+SYSTEM_INSTRUCTIONS = "gen_ai.system_instructions"
+TOOL_TYPE = "gen_ai.tool.type"
+TOOL_ARGUMENTS = "gen_ai.tool.call.arguments"
+TOOL_RESULT = "gen_ai.tool.call.result"
+OPENINFERENCE_KIND = "openinference.span.kind"
 
-SERVICE = "agentic.service"
-"""Service that made the span; as the resource's `service.name` it would be an MLflow tag that services overwrite."""
-PROCESS = "agentic.process"
-"""Operating-system pid of the process that made the span."""
-TRAJECTORY_ID = "agentic.trajectory"
-TURN_INDEX = "agentic.turn"
-WEIGHT_VERSION = "agentic.weight_version"
-STOP_REASON = "agentic.stop_reason"
-ERROR_CODE = "agentic.error"
 OUTCOME = "outcome"
 """Tag: `ok`, the gravest incident that was recovered from, `aborted`, or `error:<code>`."""
 INCIDENTS = "incidents"
@@ -68,40 +92,20 @@ TRAIN_STEP = "train_step"
 """Tag of the trainer's own traces. They have no `step`, so `tags.step = '1'` matches trajectories only."""
 
 
-class SpanKind(Enum):
-    """A kind of work: MLflow's span type, Weave's kind, the GenAI operation."""
+class SpanKind(StrEnum):
+    """A kind of work."""
 
-    TRAJECTORY = ("AGENT", "agent", "invoke_agent")
-    TURN = ("CHAIN", "chain", None)
-    CHAT = ("CHAT_MODEL", "llm", "chat")
-    TOOL = ("TOOL", "tool", "execute_tool")
-    REWARD = ("EVALUATOR", "evaluator", None)
-    OPERATION = ("CHAIN", "chain", None)
-    TRAIN_STEP = ("WORKFLOW", "chain", None)
-    OPTIMIZER_STEP = ("TASK", "chain", None)
-
-    @property
-    def attributes(self) -> dict[str, str]:
-        """The attributes by which each backend recognizes this kind."""
-        mlflow, weave, operation = self.value
-        kind = {MLFLOW_SPAN_TYPE: mlflow, WEAVE_KIND: weave}
-        return kind if operation is None else {**kind, OPERATION: operation}
+    TRAJECTORY = "trajectory"
+    TURN = "turn"
+    CHAT = "chat"
+    TOOL = "tool"
+    REWARD = "reward"
+    OPERATION = "operation"
+    TRAIN_STEP = "train_step"
+    OPTIMIZER_STEP = "optimizer_step"
 
 
 Tag = str | int | bool | float
-
-
-def tag_attributes(tags: Mapping[str, Tag]) -> dict[str, Tag]:
-    """Tags for both backends: strings for MLflow (verl's `str()`), native types for Weave."""
-    mlflow = {MLFLOW_TAG + key: str(value) for key, value in tags.items()}
-    weave = {WEAVE_ATTRIBUTE + key: value for key, value in tags.items()}
-    return {**mlflow, **weave}
-
-
-def measures(values: Mapping[str, float]) -> dict[str, float]:
-    """Numeric attributes of the trainer's spans, such as `agentic.lr`, also as filterable Weave attributes."""
-    shown = {f"agentic.{name}": value for name, value in values.items()}
-    return {**shown, **{WEAVE_ATTRIBUTE + name: value for name, value in values.items()}}
 
 
 def group_id(tags: Tags) -> str:

@@ -16,6 +16,7 @@ from opentelemetry.propagators.composite import CompositePropagator
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from pydantic import ValidationError
 
+from trackway.tracing import attributes as names
 from trackway.wire.tracing import TraceTarget
 
 logger = logging.getLogger("trackway.tracing")
@@ -23,6 +24,8 @@ logger = logging.getLogger("trackway.tracing")
 _TRACE, _BAGGAGE = TraceContextTextMapPropagator(), W3CBaggagePropagator()
 _PROPAGATOR = CompositePropagator([_TRACE, _BAGGAGE])
 _TARGET = "agentic.target"
+OF_EVERY_SPAN = (names.TRAJECTORY_ID, names.AGENT_NAME)
+"""Attributes that every span of a trajectory has, sent as baggage."""
 _KEPT_ROOT = create_key("trackway-kept-root")
 
 
@@ -53,9 +56,9 @@ class _Attached(AbstractContextManager[None]):
         context.detach(self._token)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _with_baggage(header: str) -> Context:
-    """The context with this baggage, cached because all requests of a run send the same."""
+    """The context with this baggage, cached because all requests of a trajectory send the same."""
     return _BAGGAGE.extract({"baggage": header}, context=Context()) if header else Context()
 
 
@@ -70,6 +73,20 @@ def kept_root(target: TraceTarget | None = None) -> Context:
     if target is None or target == TraceTarget():
         return fresh
     return baggage.set_baggage(_TARGET, target.model_dump_json(exclude_defaults=True), fresh)
+
+
+def carrying(attributes: Mapping[str, object], parent: Context) -> Context:
+    """The context in which all spans, in every process, get the attributes in `OF_EVERY_SPAN`."""
+    for key in OF_EVERY_SPAN:
+        if key in attributes:
+            parent = baggage.set_baggage(key, str(attributes[key]), parent)
+    return parent
+
+
+def carried(context: Context | None) -> dict[str, str]:
+    """The attributes that `carrying` added to this context; None is the current one."""
+    values = baggage.get_all(context)
+    return {key: str(values[key]) for key in OF_EVERY_SPAN if key in values}
 
 
 def is_kept_root(parent: Context | None) -> bool:

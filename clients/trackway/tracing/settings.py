@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal
 
 from opentelemetry.util.re import parse_env_headers
 from pydantic import BaseModel, Field, SecretStr, field_validator
@@ -62,8 +61,9 @@ class TracingSettings(BaseModel):
     """Full OTLP/HTTP URL of a collector; from OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT."""
     otlp_headers: dict[str, str] = Field(default_factory=_headers_in_env)
     """Headers of every OTLP export, e.g. an API key; from OTEL_EXPORTER_OTLP_HEADERS."""
-    collected: list[Literal[TraceBackend.MLFLOW, TraceBackend.WEAVE]] = Field(default_factory=list)
-    """Backends that the OTLP collector forwards to: their traces are sent to the collector once, and never directly."""
+    collected: list[TraceBackend] = Field(default_factory=list)
+    """Backends that the OTLP collector forwards to: their traces are sent to the collector once, and never directly.
+    Its spans have the attributes that these backends read; `otlp`, like an empty list, means the GenAI conventions."""
     token2text: bool = True
     """Put decoded text on the spans of runs that do not say; False leaves token counts only."""
     redact: str | None = None
@@ -108,6 +108,11 @@ class TracingSettings(BaseModel):
     def sent_to(self, backends: Iterable[TraceBackend]) -> tuple[TraceBackend, ...]:
         """The backends to export spans to: the OTLP collector replaces those it forwards to."""
         return tuple(dict.fromkeys(TraceBackend.OTLP if backend in self.collected else backend for backend in backends))
+
+    def readers(self, backend: TraceBackend) -> tuple[TraceBackend, ...]:
+        """The backends whose attributes `backend` is sent."""
+        behind = tuple(self.collected) if backend is TraceBackend.OTLP else ()
+        return behind or (backend,)
 
     def kept_by(self, backends: Iterable[TraceBackend]) -> set[TraceBackend]:
         """These backends, and those the OTLP collector forwards to if it is one of them."""

@@ -58,17 +58,16 @@ class SpanHandle:
         self._span.set_attribute(key, _scalar(value))
 
     def tag(self, key: str, value: names.Tag) -> None:
-        """Set a tag of the trace in every backend; call it on a root only."""
-        for name, spelled in names.tag_attributes({key: value}).items():
-            self._span.set_attribute(name, spelled)
+        """Set a tag of the trace; call it on a root only."""
+        self._span.set_attribute(names.TAG + key, value)
 
     def inputs(self, value: object) -> None:
-        """Set the input, as JSON of bounded size; MLflow and Weave show it."""
-        self._set_json(names.MLFLOW_INPUTS, value)
+        """Set the input, as JSON of bounded size."""
+        self._set_json(names.INPUTS, value)
 
     def outputs(self, value: object) -> None:
-        """Set the output, as JSON of bounded size; MLflow and Weave show it."""
-        self._set_json(names.MLFLOW_OUTPUTS, value)
+        """Set the output, as JSON of bounded size."""
+        self._set_json(names.OUTPUTS, value)
 
     def _set_json(self, key: str, value: object) -> None:
         if self.recording:
@@ -87,7 +86,6 @@ class SpanHandle:
         """Set the weight version that generated the text, or `3,4` when weights changed during generation."""
         versions = ",".join(str(span.version) for span in spans)
         self._span.set_attribute(names.WEIGHT_VERSION, versions)
-        self._span.set_attribute(names.WEAVE_ATTRIBUTE + "weight_version", versions)
 
     def score(self, value: float) -> None:
         """Set the score of an evaluation."""
@@ -97,7 +95,7 @@ class SpanHandle:
         """Mark the span as failed."""
         if self.recording:
             self._span.set_status(Status(StatusCode.ERROR, _text(message)))
-            self._span.set_attribute(names.ERROR_CODE, code)
+            self._span.set_attribute(names.ERROR_TYPE, code)
 
     def event(self, name: str, **attributes: Scalar) -> None:
         """Add an event to the span."""

@@ -1,4 +1,4 @@
-"""The spans of a trajectory: root, turn, chat, tool, reward. Attributes follow one table for MLflow and Weave."""
+"""The spans of a trajectory: root, turn, chat, tool, reward."""
 
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, Trace
 from trackway.tracing import attributes as names
 from trackway.tracing.active import active_tracing, tracer
 from trackway.tracing.attributes import SpanKind
-from trackway.tracing.context import current_target, kept_root
+from trackway.tracing.context import carrying, current_target, kept_root
 from trackway.tracing.span_handle import Scalar, SpanHandle
 from trackway.tracing.trace_stats import collect_trace_stats
 from trackway.wire.chat import Message
@@ -40,11 +40,9 @@ def trajectory_span(
     """
     attributes: dict[str, Scalar] = {
         names.TRAJECTORY_ID: trajectory_id,
-        names.SESSION_ID: names.group_id(tags),
-        names.CONVERSATION_ID: names.group_id(tags),
+        names.GROUP: names.group_id(tags),
         names.AGENT_NAME: agent_name,
-        names.MLFLOW_TRACE_NAME: names.display_name(tags),
-        names.WEAVE_DISPLAY_NAME: names.display_name(tags),
+        names.TITLE: names.display_name(tags),
     }
     with root_span("trajectory", tags.model_dump(), attributes, record, target) as handle:
         handle.inputs({"messages": messages})
@@ -69,30 +67,23 @@ def root_span(
                 handle.trace_stats = sums
                 yield handle
             return
-        parent = get_current() if continues else kept_root(target)
+        parent = carrying(attributes, get_current() if continues else kept_root(target))
         linked = caller.is_valid and not continues
+        run_id = (target or current_target()).wandb_run_id
         span = tracer().start_span(
             name,
             context=parent,
             links=[Link(caller)] if linked else [],
             attributes={
-                **kind.attributes,
-                **names.tag_attributes(tags),
-                **_run_attributes(target or current_target(), tags),
+                names.KIND: kind,
+                **{names.TAG + key: value for key, value in tags.items()},
+                **({} if run_id is None else {names.WANDB_RUN: run_id}),
                 **attributes,
             },
         )
         with EnteredSpan(span, parent) as handle:
             handle.trace_stats = sums
             yield handle
-
-
-def _run_attributes(target: TraceTarget, tags: Mapping[str, names.Tag]) -> dict[str, str | int]:
-    if target.wandb_run_id is None:
-        return {}
-    step = tags.get("step", tags.get(names.TRAIN_STEP))
-    run = {names.WANDB_RUN_ID: target.wandb_run_id}
-    return {**run, names.WANDB_RUN_STEP: step} if isinstance(step, int) else dict(run)
 
 
 def turn_span(index: int) -> "EnteredSpan":
@@ -104,8 +95,6 @@ def chat_span(model: str, params: SamplingParams) -> "EnteredSpan":
     """One generation by the rollout engine."""
     attributes: dict[str, Scalar] = {
         names.MODEL: model,
-        names.PROVIDER: "trackway",
-        names.MLFLOW_COST: "{}",
         names.TEMPERATURE: params.temperature,
         names.MAX_TOKENS: params.max_tokens,
     }
@@ -135,7 +124,7 @@ def operation_span(name: str, target: TraceTarget | None = None) -> Iterator[Spa
     tracing = active_tracing()
     alone = not trace.get_current_span().get_span_context().is_valid
     if alone and tracing is not None and tracing.root_operations:
-        with root_span(name, {}, {names.MLFLOW_TRACE_NAME: name}, True, target, SpanKind.OPERATION) as handle:
+        with root_span(name, {}, {names.TITLE: name}, True, target, SpanKind.OPERATION) as handle:
             yield handle
         return
     with child_span(name, SpanKind.OPERATION, {}) as handle:
@@ -149,8 +138,7 @@ def train_step_span(
     """One training step, or another part of a run: a separate trace named `<name> <step>`."""
     tags = {names.TRAIN_STEP: step, "experiment_name": experiment_name}
     title = f"{name} {step}"
-    shown = {names.MLFLOW_TRACE_NAME: title, names.WEAVE_DISPLAY_NAME: title}
-    with root_span(title, tags, shown, record=True, target=target, kind=SpanKind.TRAIN_STEP) as handle:
+    with root_span(title, tags, {names.TITLE: title}, record=True, target=target, kind=SpanKind.TRAIN_STEP) as handle:
         yield handle
 
 
@@ -185,7 +173,7 @@ def child_span(
     parent = current.get_span_context()
     if parent.is_valid and not parent.trace_flags.sampled:  # as the sampler decides, without its work
         return EnteredSpan(current, None)
-    span = tracer().start_span(name, attributes={**kind.attributes, **attributes}, links=links)
+    span = tracer().start_span(name, attributes={names.KIND: kind, **attributes}, links=links)
     return EnteredSpan(span, get_current())
 
 

@@ -1,7 +1,9 @@
 """A trace on a terminal: the tree with a time line, texts, events and errors. Texts are never parsed as markup."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pydantic import JsonValue
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -148,13 +150,13 @@ def blocks(span: SpanNode, texts_below: bool) -> dict[str, str]:
 
 
 def _of_root(span: SpanNode, texts_below: bool) -> dict[str, str]:
-    messages = views.field_of(span.inputs, "messages")
-    entries = messages if isinstance(messages, list) else []
-    lines = [f"{entry.get('role')}: {entry.get('content')}" for entry in entries if isinstance(entry, dict)]
-    texts = {} if texts_below else {"prompt": views.field_of(span.outputs, "prompt_text")}
-    texts |= {} if texts_below else {"wrote": views.field_of(span.outputs, "response_text")}
-    blocks = {"messages": "\n".join(lines), **{key: pretty(value) for key, value in texts.items()}}
-    return {key: value for key, value in blocks.items() if value}
+    asked, answered = views.messages_of(span.inputs), [] if texts_below else views.messages_of(span.outputs)
+    texts = {"messages": _conversation(asked), "answer": _conversation(answered)}
+    return {key: value for key, value in texts.items() if value}
+
+
+def _conversation(messages: Sequence[Mapping[str, JsonValue]]) -> str:
+    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in messages)
 
 
 def _of_chat(span: SpanNode) -> dict[str, str]:

@@ -47,16 +47,23 @@ def reward_of(tree: TraceTree) -> float | None:
 
 def prompt_text(span: SpanNode) -> str | None:
     """The prompt text that is new since the previous turn; None without token2text."""
-    return _text(field_of(span.inputs, "prompt_text"))
+    return _last_content(span.inputs)
 
 
 def response_text(span: SpanNode) -> str | None:
-    """The response text of a generation; None without token2text."""
-    return _text(field_of(span.outputs, "response_text"))
+    """The response text of a generation, or a trajectory's last message of the model; None without token2text."""
+    return _last_content(span.outputs, "assistant")
 
 
-def _text(value: JsonValue) -> str | None:
-    return value if isinstance(value, str) else None
+def messages_of(value: JsonValue) -> list[Mapping[str, JsonValue]]:
+    """The messages in a span's inputs or outputs."""
+    messages = field_of(value, "messages")
+    return [message for message in messages if isinstance(message, Mapping)] if isinstance(messages, list) else []
+
+
+def _last_content(value: JsonValue, role: str | None = None) -> str | None:
+    contents = [message.get("content") for message in messages_of(value) if role in (None, message.get("role"))]
+    return next((content for content in reversed(contents) if isinstance(content, str)), None)
 
 
 def has_texts(tree: TraceTree) -> bool:
@@ -69,7 +76,7 @@ def answer_of(tree: TraceTree) -> str:
     for chat in reversed(tree.of_kind("chat")):
         if text := response_text(chat):
             return text
-    return _text(output_of(tree, "response_text")) or ""
+    return (response_text(tree.root) if tree.root else None) or ""
 
 
 def tokens_of(span: SpanNode) -> tuple[int, int] | None:
@@ -103,11 +110,5 @@ def weight_versions(tree: TraceTree) -> str:
 
 def message_texts(tree: TraceTree) -> list[tuple[str, str]]:
     """Role and content of the initial messages."""
-    messages = field_of(tree.root.inputs, "messages") if tree.root else None
-    if not isinstance(messages, list):
-        return []
-    return [
-        (str(message.get("role", "")), str(message.get("content", "")))
-        for message in messages
-        if isinstance(message, Mapping)
-    ]
+    messages = messages_of(tree.root.inputs) if tree.root else []
+    return [(str(message.get("role", "")), str(message.get("content", ""))) for message in messages]

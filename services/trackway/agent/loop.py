@@ -25,7 +25,7 @@ from trackway.serving.user_code import located, run_user_code
 from trackway.tracing import SpanHandle, add_incident, reward_span, set_outcome, token2text, trajectory_span
 from trackway.tracing.attributes import IS_BASELINE, STOP_REASON, group_id
 from trackway.wire.agent import AgentInfo, GroupRequest
-from trackway.wire.chat import ToolSchema
+from trackway.wire.chat import Message, ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.reward import ScoreRequest
 from trackway.wire.rollout import GenerateChoice, GeneratePiece, GenerateRequest
@@ -218,13 +218,16 @@ class AgentLoop(ABC):
         texts = await self._texts(span, episode) if token2text() else {}
         span.outputs({**_ending(episode, episode.stop_reason.value), **texts})
 
-    async def _texts(self, span: SpanHandle, episode: Episode) -> dict[str, str]:
-        tokens = self.services.tokens
+    async def _texts(self, span: SpanHandle, episode: Episode) -> dict[str, object]:
+        """The messages after the prompt; for a loop that keeps none, the decoded response."""
+        prompt, conversation = episode.sample.prompt, episode.conversation
+        if conversation[: len(prompt)] == prompt:
+            conversation = conversation[len(prompt) :]
+        if conversation:
+            return {"messages": conversation}
         try:
-            return {
-                "response_text": await tokens.text(episode.response_ids),
-                "prompt_text": await tokens.text(episode.prompt_ids),
-            }
+            text = await self.services.tokens.text(episode.response_ids)
+            return {"messages": [Message(role="assistant", content=text)]}
         except Exception as error:
             # Ids unknown to the tokenizer must not fail the other trajectories of the group.
             span.event("text_unavailable", reason=f"{type(error).__name__}: {error}")

@@ -259,8 +259,8 @@ class RolloutService:
 
     async def _show_text(self, span: SpanHandle, prompt: list[int], output: list[int]) -> None:
         try:
-            span.inputs({"prompt_text": await self._text.decode(prompt)})
-            span.outputs({"response_text": await self._text.decode(output)})
+            span.inputs({"messages": [{"role": "user", "content": await self._text.decode(prompt)}]})
+            span.outputs({"messages": [{"role": "assistant", "content": await self._text.decode(output)}]})
         except Exception as error:
             # A missing tokenizer must not fail the generation.
             span.event("text_unavailable", reason=f"{type(error).__name__}: {error}")

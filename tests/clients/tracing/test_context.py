@@ -41,8 +41,8 @@ def test_the_target_reaches_the_next_process_unchanged(tracing: Tracing, target:
         assert current_target() == target
 
 
-def test_a_trace_without_a_target_carries_no_baggage(tracing: Tracing) -> None:
-    assert "baggage" not in headers_inside(None)
+def test_a_trace_without_a_target_carries_its_trajectory_and_agent(tracing: Tracing) -> None:
+    assert headers_inside(None)["baggage"] == "agentic.trajectory=t,gen_ai.agent.name=agent"
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,11 @@ def test_backends_behind_a_collector_need_its_address_and_nothing_of_their_own()
     assert settings.usable == [WEAVE, OTLP]
     assert settings.sent_to([MLFLOW, WEAVE, OTLP]) == (MLFLOW, OTLP)
     assert settings.kept_by([OTLP]) == {OTLP, WEAVE}
+    assert (settings.readers(OTLP), TracingSettings().readers(OTLP), settings.readers(MLFLOW)) == (
+        (WEAVE,),
+        (OTLP,),
+        (MLFLOW,),
+    )
     missing = TracingSettings.model_validate({"collected": ["weave"], "weave_api_key": "k"}).missing(WEAVE)
     assert missing == "trace backend weave needs a receiver: set OTEL_EXPORTER_OTLP_ENDPOINT"
 

@@ -64,7 +64,7 @@ CIRCLE["self"] = CIRCLE
 def test_a_value_that_cannot_be_shown_says_so_and_raises_nothing(value: object, shown: object) -> None:
     with recording() as recorded, tool_span("t", {}, None) as span:
         span.outputs(value)
-    assert json.loads(str((recorded["execute_tool t"].attributes or {})["mlflow.spanOutputs"])) == shown
+    assert json.loads(str((recorded["execute_tool t"].attributes or {})["agentic.outputs"])) == shown
 
 
 def test_every_text_passes_the_redaction_before_it_is_cut() -> None:
@@ -78,22 +78,22 @@ def test_every_text_passes_the_redaction_before_it_is_cut() -> None:
         add_event("retry", reason="the pin is 1234", attempt=1234)
         raise ValueError("wrong pin 1234")
     tool = recorded["execute_tool t"]
-    assert json.loads(str((tool.attributes or {})["mlflow.spanInputs"])) == {
+    assert json.loads(str((tool.attributes or {})["agentic.inputs"])) == {
         "code": "****",
         "nested": ["a ****", "****"],
     }
-    outputs = json.loads(str((tool.attributes or {})["mlflow.spanOutputs"]))
+    outputs = json.loads(str((tool.attributes or {})["agentic.outputs"]))
     assert outputs == {"text": "*" * 256 + "[truncated 144 bytes]"}
     texts = [tool.status.description, *(value for event in tool.events for value in (event.attributes or {}).values())]
     assert not any("1234" in text for text in texts if isinstance(text, str))
-    assert "1234" not in str((recorded["trajectory"].attributes or {})["mlflow.spanInputs"])
+    assert "1234" not in str((recorded["trajectory"].attributes or {})["agentic.inputs"])
 
 
 @pytest.mark.parametrize("fails", [lambda text: str(1 / 0), lambda text: sys.exit(1)])
 def test_a_redaction_that_fails_hides_the_text_instead_of_showing_it(fails: Callable[[str], str]) -> None:
     with recording(fails) as recorded, tool_span("t", {"code": "1234"}, None):
         pass
-    assert json.loads(str((recorded["execute_tool t"].attributes or {})["mlflow.spanInputs"])) == {
+    assert json.loads(str((recorded["execute_tool t"].attributes or {})["agentic.inputs"])) == {
         "code": "[redaction failed]"
     }
 
@@ -103,7 +103,7 @@ def test_a_redaction_is_named_by_import_path() -> None:
         pass
     tracing = Tracing("agent", TracingSettings(redact="builtins:ascii"), InMemorySpanExporter())
     assert tracing.redact is ascii
-    assert "1234" in str((plain["trajectory"].attributes or {})["mlflow.spanInputs"])
+    assert "1234" in str((plain["trajectory"].attributes or {})["agentic.inputs"])
 
 
 @pytest.mark.parametrize("path", ["nosuchmodule:f", "json:nosuchfunction", "json", "json:__name__", ""])
@@ -149,7 +149,7 @@ def test_texts_of_any_length_share_the_bytes_and_are_never_copied_whole(characte
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-    shown = json.loads(str(dict(spans["execute_tool t"].attributes or {})["mlflow.spanInputs"]))
+    shown = json.loads(str(dict(spans["execute_tool t"].attributes or {})["agentic.inputs"]))
     share = 1024 // 4 // size  # "NaN" is a text too
     assert shown == {
         "a": f"{character * share}[truncated {(2_000_000 - share) * size} bytes]",

@@ -57,28 +57,25 @@ def root(record: bool = True, tags: Tags = TAGS):
     return trajectory_span(tags, "run/3/17/2", "tool_agent", [Message(role="user", content="2+2?")], record)
 
 
-def test_the_root_carries_tags_for_both_backends(recorder: Recorder) -> None:
+def test_the_root_carries_each_fact_once(recorder: Recorder) -> None:
     with root():
         pass
     attributes = recorder.spans()["trajectory"].attributes or {}
     expected = {
-        "mlflow.traceTag.experiment_name": "gsm8k",
-        "mlflow.traceTag.step": "3",
-        "mlflow.traceTag.sample_index": "17",
-        "mlflow.traceTag.rollout_n": "2",
-        "mlflow.traceTag.validate": "False",
-        "wandb.attributes.step": 3,
-        "wandb.attributes.validate": False,
-        "mlflow.traceTag.mlflow.traceName": "s3/i17/n2",
-        "wandb.display_name": "s3/i17/n2",
-        "session.id": "gsm8k/3/17",
-        "gen_ai.conversation.id": "gsm8k/3/17",
-        "mlflow.spanType": "AGENT",
-        "weave.span.kind": "agent",
+        "agentic.tag.experiment_name": "gsm8k",
+        "agentic.tag.step": 3,
+        "agentic.tag.sample_index": 17,
+        "agentic.tag.rollout_n": 2,
+        "agentic.tag.validate": False,
+        "agentic.title": "s3/i17/n2",
+        "agentic.group": "gsm8k/3/17",
+        "agentic.kind": "trajectory",
+        "agentic.trajectory": "run/3/17/2",
+        "gen_ai.agent.name": "tool_agent",
         "agentic.service": "agent",
     }
     assert {key: attributes.get(key) for key in expected} == expected
-    assert json.loads(str(attributes["mlflow.spanInputs"])) == {"messages": [{"role": "user", "content": "2+2?"}]}
+    assert json.loads(str(attributes["agentic.inputs"])) == {"messages": [{"role": "user", "content": "2+2?"}]}
 
 
 def test_the_root_is_a_true_root_linked_to_its_caller(recorder: Recorder) -> None:
@@ -107,9 +104,8 @@ def test_spans_of_four_kinds_join_the_tree_over_headers(recorder: Recorder) -> N
     assert {format(span.get_span_context().trace_id, "032x") for span in spans.values()} == {trajectory.trace_id}
     assert parents["chat tiny"] == parents["execute_tool calculator"] == parents["reward"] == turn
     assert (spans["chat tiny"].attributes or {})["agentic.weight_version"] == "4"
-    assert (spans["chat tiny"].attributes or {})["mlflow.llm.cost"] == "{}"
     assert "gen_ai.output.type" not in (spans["chat tiny"].attributes or {})
-    assert (spans["execute_tool calculator"].attributes or {})["mlflow.spanInputs"] == '{"expression": "2+2"}'
+    assert (spans["execute_tool calculator"].attributes or {})["agentic.inputs"] == '{"expression": "2+2"}'
 
 
 def test_the_span_of_a_guided_generation_says_so(recorder: Recorder) -> None:
@@ -135,7 +131,7 @@ def test_an_exception_marks_the_span_and_passes_on(recorder: Recorder) -> None:
     spans = recorder.spans()
     for name in ("execute_tool calculator", "trajectory"):
         assert spans[name].status.status_code.name == "ERROR"
-        assert (spans[name].attributes or {})["agentic.error"] == "tool_failed"
+        assert (spans[name].attributes or {})["error.type"] == "tool_failed"
 
 
 def test_events_and_the_outcome_tag_are_kept(recorder: Recorder) -> None:
@@ -144,7 +140,7 @@ def test_events_and_the_outcome_tag_are_kept(recorder: Recorder) -> None:
         set_outcome(trajectory)
     span = recorder.spans()["trajectory"]
     assert [event.name for event in span.events] == ["instance_lost"]
-    assert (span.attributes or {})["mlflow.traceTag.outcome"] == "ok"
+    assert (span.attributes or {})["agentic.tag.outcome"] == "ok"
 
 
 def test_a_long_text_is_cut_with_a_marker_that_counts_bytes() -> None:
@@ -157,7 +153,7 @@ def test_a_long_text_leaves_the_keys_and_numbers_beside_it_readable() -> None:
     recorder = Recorder(max_text_bytes=256)
     with activated(recorder.tracing), root() as span:
         span.outputs({"reward": 1.0, "response_text": "x" * 1000, "stop_reason": "answered"})
-    outputs = json.loads(str((recorder.spans()["trajectory"].attributes or {})["mlflow.spanOutputs"]))
+    outputs = json.loads(str((recorder.spans()["trajectory"].attributes or {})["agentic.outputs"]))
     assert outputs == {"reward": 1.0, "response_text": "x" * 128 + "[truncated 872 bytes]", "stop_reason": "answered"}
 
 
@@ -185,8 +181,8 @@ def test_verls_decorator_traces_sync_and_async_calls_in_the_open_trajectory(reco
     spans = recorder.spans()
     run = next(span for name, span in spans.items() if name.endswith("Loop.run"))
     add = next(span for name, span in spans.items() if name.endswith("Loop.add"))
-    assert (run.attributes or {})["mlflow.spanInputs"] == '{"a": 5, "b": 2}'
-    assert (run.attributes or {})["mlflow.spanOutputs"] == "12"
+    assert (run.attributes or {})["agentic.inputs"] == '{"a": 5, "b": 2}'
+    assert (run.attributes or {})["agentic.outputs"] == "12"
     assert add.parent is not None and add.parent.span_id == run.get_span_context().span_id
 
 

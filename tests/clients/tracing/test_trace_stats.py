@@ -127,6 +127,6 @@ def test_the_outcome_is_how_it_failed_or_the_gravest_thing_it_survived(
     tracing.shutdown(5)
     [span] = exporter.get_finished_spans()
     attributes = span.attributes or {}
-    assert attributes["mlflow.traceTag.outcome"] == attributes["wandb.attributes.outcome"] == outcome
-    assert attributes.get("mlflow.traceTag.incidents") == (",".join(sorted(incidents)) or None)
+    assert attributes["agentic.tag.outcome"] == outcome
+    assert attributes.get("agentic.tag.incidents") == (",".join(sorted(incidents)) or None)
     assert [event.name for event in span.events] == incidents

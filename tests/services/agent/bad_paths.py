@@ -41,13 +41,9 @@ def seen(spans: list[ReadableSpan]) -> Seen:
     for span in spans:
         if span.events:
             events.setdefault(span.name, []).extend(event.name for event in span.events)
-    incidents = tags.get("mlflow.traceTag.incidents")
-    assert (tags["mlflow.traceTag.outcome"], incidents) == (
-        tags["wandb.attributes.outcome"],
-        tags.get("wandb.attributes.incidents"),
-    )
+    incidents = tags.get("agentic.tag.incidents")
     return Seen(
-        outcome=str(tags["mlflow.traceTag.outcome"]),
+        outcome=str(tags["agentic.tag.outcome"]),
         incidents=None if incidents is None else str(incidents),
         events=events,
         failed=sorted(span.name for span in spans if span.status.status_code is StatusCode.ERROR),

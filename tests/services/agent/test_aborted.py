@@ -36,7 +36,7 @@ def roots(services: AgentServices) -> list[ReadableSpan]:
 
 
 def tag(span: ReadableSpan, name: str) -> object:
-    return (span.attributes or {}).get(f"mlflow.traceTag.{name}")
+    return (span.attributes or {}).get(f"agentic.tag.{name}")
 
 
 async def first_of(stream: AsyncIterator[Trajectory]) -> Trajectory:
@@ -51,7 +51,7 @@ async def test_a_client_that_leaves_aborts_what_still_runs(services: AgentServic
 
     await until(lambda: len(roots(services)) == 2)
     outcomes = {tag(root, "rollout_n"): tag(root, "outcome") for root in roots(services)}
-    assert outcomes == {"0": "ok", "1": "aborted"}
+    assert outcomes == {0: "ok", 1: "aborted"}
     assert services.counter.released == list(services.counter.counts)
 
 
@@ -68,7 +68,7 @@ async def test_the_root_of_an_aborted_trajectory_is_failed_and_tells_how_far_it_
     [root] = roots(services)
     assert root.status.status_code is StatusCode.ERROR
     assert root.status.description == "the group was closed before this rollout ended"
-    outputs = json.loads(str((root.attributes or {})["mlflow.spanOutputs"]))
+    outputs = json.loads(str((root.attributes or {})["agentic.outputs"]))
     said = len(services.model.encode(COUNT))
     assert (outputs["stop_reason"], outputs["num_turns"], outputs["reward"]) == ("aborted", 3, None)
     assert outputs["response_tokens"] > said and "response_text" not in outputs
@@ -97,7 +97,7 @@ async def test_a_trajectory_that_waited_for_its_turn_leaves_no_trace(
         await asyncio.wait([asking])
 
         await until(lambda: len(roots(services)) == 1)
-        assert [tag(root, "rollout_n") for root in roots(services)] == ["0"]
+        assert [tag(root, "rollout_n") for root in roots(services)] == [0]
 
 
 @pytest.mark.parametrize(("route", "n", "status"), [("/groups", 2, 200), ("/trajectories", 1, 503)])
@@ -113,7 +113,7 @@ async def test_a_service_that_stops_aborts_its_trajectories_before_it_ends(
     response = await asking
     assert (response.status_code, len(response.text.splitlines())) == (status, 1)
     finished = [span for span in services.exporter.get_finished_spans() if span.parent is None]
-    [root] = [span for span in finished if tag(span, "rollout_n") == "0"]
+    [root] = [span for span in finished if tag(span, "rollout_n") == 0]
     assert (tag(root, "outcome"), root.status.description) == ("aborted", "the agent service stops")
     assert services.counter.released == list(services.counter.counts)
 

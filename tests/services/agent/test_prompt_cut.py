@@ -48,7 +48,7 @@ async def test_a_cut_prompt_is_an_incident_of_the_trajectory_and_of_its_trace(se
     assert trajectory.incidents == [Incident.PROMPT_CUT]
     assert dict(event.attributes or {}) == {"tokens": 85, "kept": 11, "side": "middle"}
     tags = root.attributes or {}
-    assert (tags["mlflow.traceTag.outcome"], tags["mlflow.traceTag.incidents"]) == ("prompt_cut", "prompt_cut")
+    assert (tags["agentic.tag.outcome"], tags["agentic.tag.incidents"]) == ("prompt_cut", "prompt_cut")
 
 
 @pytest.mark.anyio

@@ -39,8 +39,7 @@ async def test_a_row_is_followed_by_its_index_whatever_its_script(
     assert services.counter.given == [{"a": 1}]
     [root] = [span for span in services.spans() if span.parent is None]
     assert root.attributes is not None
-    assert root.attributes["mlflow.traceTag.sample_index"] == str(index)
-    assert root.attributes["wandb.attributes.sample_index"] == index
+    assert root.attributes["agentic.tag.sample_index"] == index
 
 
 @pytest.mark.parametrize(

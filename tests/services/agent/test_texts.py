@@ -30,10 +30,14 @@ SECRET = "5551234"
 
 
 def texts(spans: list[ReadableSpan], name: str, side: str) -> list[Any]:
-    """`mlflow.spanInputs` or `Outputs` of the spans of a name, by their start; None where there are none."""
+    """`agentic.inputs` or `outputs` of the spans of a name, by their start; None where there are none."""
     found = sorted((span for span in spans if span.name == name), key=lambda span: span.start_time or 0)
-    said = [(span.attributes or {}).get(f"mlflow.span{side}") for span in found]
+    said = [(span.attributes or {}).get(f"agentic.{side.lower()}") for span in found]
     return [None if value is None else json.loads(str(value)) for value in said]
+
+
+def shown(role: str, content: str) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content}]}
 
 
 @pytest.fixture
@@ -59,10 +63,15 @@ async def test_each_generation_shows_what_is_new_and_the_root_the_whole(services
     await services.say(COUNT, ANSWER, trace=True)
 
     spans = services.spans()
-    assert texts(spans, "chat tiny", "Inputs") == [{"prompt_text": PROMPT}, {"prompt_text": OBSERVED}]
-    assert texts(spans, "chat tiny", "Outputs") == [{"response_text": COUNT}, {"response_text": ANSWER}]
+    assert texts(spans, "chat tiny", "Inputs") == [shown("user", PROMPT), shown("user", OBSERVED)]
+    assert texts(spans, "chat tiny", "Outputs") == [shown("assistant", COUNT), shown("assistant", ANSWER)]
     [root] = texts(spans, "trajectory", "Outputs")
-    assert (root["prompt_text"], root["response_text"]) == (PROMPT, COUNT + OBSERVED + ANSWER)
+    called = {"id": "call00000", "type": "function", "function": {"name": "counter", "arguments": "{}"}}
+    assert root["messages"] == [
+        {"role": "assistant", "content": THOUGHT.strip(), "tool_calls": [called]},
+        {"role": "tool", "content": "count 1", "tool_call_id": "call00000", "name": "counter"},
+        {"role": "assistant", "content": THOUGHT + "#### 18"},
+    ]
 
 
 async def test_a_generation_that_was_cut_shows_its_rest_alone(services: AgentServices) -> None:
@@ -77,8 +86,8 @@ async def test_a_generation_that_was_cut_shows_its_rest_alone(services: AgentSer
     await services.say(cut, rest, trace=True)
 
     spans = services.spans()
-    assert texts(spans, "chat tiny", "Inputs") == [{"prompt_text": PROMPT}, {"prompt_text": ""}]
-    assert texts(spans, "chat tiny", "Outputs") == [{"response_text": "#### "}, {"response_text": "18" + END}]
+    assert texts(spans, "chat tiny", "Inputs") == [shown("user", PROMPT), shown("user", "")]
+    assert texts(spans, "chat tiny", "Outputs") == [shown("assistant", "#### "), shown("assistant", "18" + END)]
 
 
 async def said_without_text(services: AgentServices, **asked: Any) -> list[ReadableSpan]:
@@ -125,7 +134,7 @@ async def test_a_run_that_wants_texts_gets_them_where_the_service_would_leave_th
         await services.say(ANSWER, trace=True, trace_target={"token2text": True})
         spans = services.spans()
 
-    assert texts(spans, "chat tiny", "Outputs") == [{"response_text": ANSWER}]
+    assert texts(spans, "chat tiny", "Outputs") == [shown("assistant", ANSWER)]
 
 
 async def test_text_is_decoded_for_traces_only_when_they_carry_it(
@@ -146,12 +155,12 @@ async def test_text_is_decoded_for_traces_only_when_they_carry_it(
 
     # Each turn is decoded once to find its calls and once to be scored, traced or not.
     needed = 2 * 2
-    texts_of_two_generations_and_the_root = 2 * 2 + 2
+    texts_of_two_generations = 2 * 2
     assert spent == {
         "unrecorded": needed,
         "unrecorded, with texts": needed,
         "without texts": needed,
-        "with texts": needed + texts_of_two_generations_and_the_root,
+        "with texts": needed + texts_of_two_generations,
     }
 
 
@@ -175,7 +184,7 @@ async def test_a_text_that_is_too_long_is_cut_behind_a_marker_that_counts_what_i
     [result] = texts(spans, "execute_tool counter", "Outputs")
     [_, prompt] = texts(spans, "chat tiny", "Inputs")
     assert whole_bytes(result["text"]) == len(long.encode())
-    assert whole_bytes(prompt["prompt_text"]) == len(OBSERVED.replace("count 1", long).encode())
+    assert whole_bytes(prompt["messages"][0]["content"]) == len(OBSERVED.replace("count 1", long).encode())
     assert len(result["text"]) < 1000 and trajectory.turns[0].messages[-1].content == long
 
 

@@ -125,5 +125,5 @@ async def test_the_span_of_a_turn_counts_its_calls(services: AgentServices) -> N
     await services.say(said, ANSWER, trace=True, limits__max_parallel_calls=2)
 
     [turn] = [span for span in services.spans() if span.name == "turn 0"]
-    shown = json.loads(str((turn.attributes or {})["mlflow.spanOutputs"]))
+    shown = json.loads(str((turn.attributes or {})["agentic.outputs"]))
     assert shown == {"calls": 2, "calls_executed": 1, "errors": ["invalid_request"]}

@@ -53,19 +53,18 @@ async def test_the_root_carries_tags_and_how_it_ended(services: AgentServices) -
     trajectory = await services.say(COUNT, ANSWER, trace=True)
 
     attributes = dict(root_of(services.spans()).attributes or {})
-    tags = {key.rsplit(".", 1)[1]: value for key, value in attributes.items() if key.startswith("mlflow.traceTag.")}
+    tags = {key.rsplit(".", 1)[1]: value for key, value in attributes.items() if key.startswith("agentic.tag.")}
     assert tags == {
-        "step": "1",
-        "sample_index": "7",
-        "rollout_n": "0",
-        "validate": "False",
+        "step": 1,
+        "sample_index": 7,
+        "rollout_n": 0,
+        "validate": False,
         "experiment_name": "exp",
-        "traceName": "s1/i7/n0",
         "outcome": "ok",
     }
     assert attributes["agentic.stop_reason"] == "answered"
     assert attributes["agentic.trajectory"] == trajectory.id
-    assert attributes["session.id"] == "exp/1/7"
+    assert (attributes["agentic.group"], attributes["agentic.title"]) == ("exp/1/7", "s1/i7/n0")
 
 
 @pytest.mark.anyio
@@ -75,18 +74,16 @@ async def test_a_greedy_baseline_has_a_tag_of_its_own(services: AgentServices) -
     await services.run(group(n=4, rollouts=[3], is_baseline=True, trace=True))
 
     attributes = root_of(services.spans()).attributes or {}
-    assert (attributes["mlflow.traceTag.rollout_n"], attributes["mlflow.traceTag.is_baseline"]) == ("3", "True")
+    assert (attributes["agentic.tag.rollout_n"], attributes["agentic.tag.is_baseline"]) == (3, True)
 
 
 @pytest.mark.anyio
 async def test_the_root_shows_texts_reward_and_turns(services: AgentServices) -> None:
     trajectory = await services.say(ANSWER, trace=True)
 
-    outputs = json.loads(str((root_of(services.spans()).attributes or {})["mlflow.spanOutputs"]))
-    assert outputs["prompt_text"].endswith("<|im_start|>user\n9+9?<|im_end|>\n<|im_start|>assistant\n")
-    del outputs["prompt_text"]
+    outputs = json.loads(str((root_of(services.spans()).attributes or {})["agentic.outputs"]))
     assert outputs == {
-        "response_text": "#### 18<|im_end|>",
+        "messages": [{"role": "assistant", "content": "#### 18"}],
         "reward": 1.0,
         "num_turns": 2,
         "stop_reason": "answered",
@@ -179,4 +176,4 @@ async def test_a_text_that_cannot_be_decoded_costs_no_trajectory(services: Agent
     root = root_of(services.spans())
     assert (trajectory.error, trajectory.response_ids) == (None, [1 << 40])
     assert [event.name for event in root.events] == ["text_unavailable"]
-    assert (root.attributes or {})["mlflow.traceTag.outcome"] == "ok"
+    assert (root.attributes or {})["agentic.tag.outcome"] == "ok"

@@ -108,10 +108,10 @@ async def test_a_score_is_a_span_with_its_components_and_the_end_of_the_text(run
         "gsm8k",
         1.0,
     )
-    shown = json.loads(str(attributes["mlflow.spanInputs"]))
+    shown = json.loads(str(attributes["agentic.inputs"]))
     assert (shown["method"], shown["solution_end"]) == ("strict", "[truncated 207 bytes]" + "x" * 293 + "#### 18")
     outputs = {"score": 1.0, "correct": 1.0, "answered": 1.0}
-    assert json.loads(str(attributes["mlflow.spanOutputs"])) == outputs
+    assert json.loads(str(attributes["agentic.outputs"])) == outputs
 
 
 async def test_a_secret_that_lies_across_the_cut_is_hidden_whole(running: Run) -> None:
@@ -125,7 +125,7 @@ async def test_a_secret_that_lies_across_the_cut_is_hidden_whole(running: Run) -
         assert tracing.flush(5)
 
     (span,) = exporter.get_finished_spans()
-    shown = json.loads(str((span.attributes or {})["mlflow.spanInputs"]))
+    shown = json.loads(str((span.attributes or {})["agentic.inputs"]))
     assert shown["solution_end"] == "[truncated 50 bytes]***" + "x" * 290 + "#### 18"
 
 
@@ -137,7 +137,7 @@ async def test_without_token2text_a_span_carries_no_text(running: Run) -> None:
         assert tracing.flush(5)
 
     (span,) = exporter.get_finished_spans()
-    assert "solution_end" not in json.loads(str((span.attributes or {})["mlflow.spanInputs"]))
+    assert "solution_end" not in json.loads(str((span.attributes or {})["agentic.inputs"]))
 
 
 async def test_every_route_has_an_example_in_the_api_document(running: Run) -> None:

@@ -174,8 +174,8 @@ async def test_a_recorded_generation_shows_counts_reason_version_and_new_text(
     assert attributes["gen_ai.usage.output_tokens"] == 6
     assert attributes["gen_ai.response.finish_reasons"] == ("length",)
     assert attributes["agentic.weight_version"] == "0"
-    assert attributes["mlflow.spanInputs"] == '{"prompt_text": "w12 w13"}'
-    assert len(json.loads(str(attributes["mlflow.spanOutputs"]))["response_text"].split()) == 6
+    assert attributes["agentic.inputs"] == '{"messages": [{"role": "user", "content": "w12 w13"}]}'
+    assert len(json.loads(str(attributes["agentic.outputs"]))["messages"][0]["content"].split()) == 6
 
 
 async def test_a_tokenizer_that_does_not_load_costs_the_text_and_nothing_else(
@@ -185,7 +185,7 @@ async def test_a_tokenizer_that_does_not_load_costs_the_text_and_nothing_else(
     (broken / "tokenizer.json").write_text("{")
     span = await traced(running, settings.model_copy(update={"model_path": broken}), PROMPT)
     assert [event.name for event in span.events] == ["text_unavailable"]
-    assert "mlflow.spanInputs" not in (span.attributes or {})
+    assert "agentic.inputs" not in (span.attributes or {})
 
 
 async def test_waiting_for_weights_is_an_incident_of_the_span(running: Running, settings: RolloutSettings) -> None:

@@ -191,8 +191,8 @@ async def test_an_execute_is_a_span_with_arguments_text_and_reward(running: Run)
     assert span.name == "execute_tool calculator"
     assert span.context is not None and format(span.context.trace_id, "032x") == "a" * 32
     assert attributes["gen_ai.tool.call.id"] == "call_7"
-    assert json.loads(str(attributes["mlflow.spanInputs"])) == {"expression": "84/4"}
-    assert json.loads(str(attributes["mlflow.spanOutputs"])) == {"text": "21", "reward": 0.0}
+    assert json.loads(str(attributes["agentic.inputs"])) == {"expression": "84/4"}
+    assert json.loads(str(attributes["agentic.outputs"])) == {"text": "21", "reward": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ async def test_an_error_marks_the_span_with_its_code(
 
     (span,) = exporter.get_finished_spans()
     assert span.status.status_code is StatusCode.ERROR
-    assert (span.attributes or {})["agentic.error"] == code
+    assert (span.attributes or {})["error.type"] == code
 
 
 async def test_a_one_shot_that_fails_before_its_execution_is_a_failed_span_too(running: Run) -> None:

@@ -12,9 +12,10 @@ from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
 from opentelemetry.sdk.trace.export import SpanExporter
 
 from trackway.tracing import attributes as names
-from trackway.tracing.context import current_target
+from trackway.tracing.context import carried, current_target
 from trackway.tracing.export.backend_queue import BackendQueue
 from trackway.tracing.export.batch import Batch, encoded, routing, weight, with_few_roots
+from trackway.tracing.export.translation import translated
 from trackway.tracing.settings import TracingSettings
 from trackway.tracing.trace_stats import current_trace_stats
 from trackway.wire.tracing import TraceBackend, TraceTarget
@@ -25,9 +26,9 @@ BATCH_SPANS = 512
 
 
 class ExportSpanProcessor(SpanProcessor):
-    """Takes ended spans, encodes them once per target, and hands each backend its batch.
+    """Takes ended spans, translates and encodes them for their backends, and hands each its batch.
 
-    `exporter` receives every span too, whatever its target; for tests and custom backends.
+    `exporter` receives every span too, untranslated and whatever its target; for tests and custom backends.
     """
 
     def __init__(
@@ -59,8 +60,8 @@ class ExportSpanProcessor(SpanProcessor):
             return len(self._queue) + self._encoding
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
-        """Set the service and process attributes."""
-        span.set_attributes(self._stamp)
+        """Set the attributes of every span: service, process, trajectory and agent."""
+        span.set_attributes({**self._stamp, **carried(parent_context)})
 
     def on_end(self, span: ReadableSpan) -> None:
         """Queue the span and add its size to the current trace stats."""
@@ -133,13 +134,16 @@ class ExportSpanProcessor(SpanProcessor):
 
     def _send(self, spans: list[ReadableSpan], target: TraceTarget) -> None:
         backends = self._settings.sent_to(target.backends or self._settings.default_backends)
-        payload = encoded(spans) if any(backend in self._backend_queues for backend in backends) else b""
+        payloads: dict[tuple[TraceBackend, ...], bytes] = {}
         for backend in backends:
             backend_queue = self._backend_queues.get(backend)
             if backend_queue is None:
                 self._lose(len(spans), f"{self._settings.missing(backend)}; spans for it are dropped and counted")
-            else:
-                backend_queue.put(Batch(routing(backend, target, self._settings), payload, len(spans)))
+                continue
+            readers = self._settings.readers(backend)
+            if readers not in payloads:
+                payloads[readers] = encoded([translated(span, readers) for span in spans])
+            backend_queue.put(Batch(routing(backend, target, self._settings), payloads[readers], len(spans)))
 
     def _lose(self, spans: int, reason: str = "") -> None:
         with self._changed:

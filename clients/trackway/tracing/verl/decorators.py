@@ -287,7 +287,7 @@ def _trajectory(values: Mapping[str, object], name: str, record: bool) -> Abstra
     experiment = RolloutTraceConfig.get_instance().experiment_name or DEFAULT_EXPERIMENT
     tags = {key: _tag(value) for key, value in values.items() if value is not None}
     tags["experiment_name"] = experiment
-    shown = {names.AGENT_NAME: name, names.MLFLOW_TRACE_NAME: name, **_group(tags)}
+    shown = {names.AGENT_NAME: name, names.TITLE: name, **_group(tags)}
     return root_span(name, tags, shown, record, own_target())
 
 
@@ -303,4 +303,4 @@ def _group(tags: Mapping[str, names.Tag]) -> dict[str, str]:
         group = names.group_id(Tags.model_validate({"rollout_n": 0, **tags}))
     except ValidationError:
         return {}
-    return {names.SESSION_ID: group, names.CONVERSATION_ID: group}
+    return {names.GROUP: group}

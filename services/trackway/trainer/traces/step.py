@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from trackway.tracing import SpanHandle, optimizer_step_span, train_step_span
-from trackway.tracing.attributes import measures
 from trackway.tracing.spans import operation_span
 from trackway.wire.tracing import TraceTarget
 from trackway.wire.trajectory import Trajectory
@@ -90,5 +89,5 @@ def shown_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def _measure(span: SpanHandle, values: Mapping[str, float]) -> None:
     if span.recording:
-        for key, value in measures(values).items():
-            span.set(key, value)
+        for name, value in values.items():
+            span.set(f"agentic.{name}", value)

@@ -151,4 +151,4 @@ def test_what_waits_is_sent_when_the_process_ends_and_a_forked_child_traces_afte
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
     ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert sorted(receiver.spans) == ["child", "parent", "rollout", "rollout"]
+    assert sorted(receiver.spans) == ["invoke_agent child", "invoke_agent parent", "rollout", "rollout"]

@@ -35,7 +35,7 @@ class Recorder:
         """Inputs and outputs of the only span."""
         [span] = self.spans()
         found = dict(span.attributes or {})
-        return tuple(json.loads(str(found.get(f"mlflow.span{side}", "null"))) for side in ("Inputs", "Outputs"))
+        return tuple(json.loads(str(found.get(f"agentic.{side}", "null"))) for side in ("inputs", "outputs"))
 
 
 @pytest.fixture
@@ -71,9 +71,7 @@ class Kinds:
 @pytest.mark.parametrize("name", ["static_inside", "static_outside", "of_class", "of_class_outside"])
 def test_static_and_class_methods_are_traced_without_their_class(recorder: Recorder, name: str) -> None:
     assert getattr(Kinds, name)(3) == getattr(Kinds(), name)(3) == 3
-    assert [json.loads(str((span.attributes or {})["mlflow.spanInputs"])) for span in recorder.spans()] == [
-        {"a": 3}
-    ] * 2
+    assert [json.loads(str((span.attributes or {})["agentic.inputs"])) for span in recorder.spans()] == [{"a": 3}] * 2
 
 
 def test_generators_pass_untouched() -> None:
@@ -127,7 +125,7 @@ async def test_a_cancelled_call_is_marked_and_stays_cancelled(recorder: Recorder
     with pytest.raises(asyncio.CancelledError):
         await task
     [span] = recorder.spans()
-    assert (span.status.status_code.name, (span.attributes or {})["agentic.error"]) == ("ERROR", "CancelledError")
+    assert (span.status.status_code.name, (span.attributes or {})["error.type"]) == ("ERROR", "CancelledError")
 
 
 class Hostile:
@@ -168,7 +166,7 @@ def test_a_huge_value_costs_little_more_than_a_small_one(recorder: Recorder) -> 
     started = time.perf_counter()
     echo([0] * 10_000_000)
     assert time.perf_counter() - started < 0.5
-    assert json.loads(str((recorder.spans()[1].attributes or {})["mlflow.spanOutputs"]))[-1] == "[9999488 more]"
+    assert json.loads(str((recorder.spans()[1].attributes or {})["agentic.outputs"]))[-1] == "[9999488 more]"
 
 
 class Loop:
@@ -235,8 +233,8 @@ def test_tags_of_numpy_are_numbers(recorder: Recorder) -> None:
     with rollout_trace_attr(**given):  # pyright: ignore[reportArgumentType]
         pass
     attributes = recorder.spans()[0].attributes or {}
-    assert (attributes["wandb.attributes.sample_index"], attributes["wandb.attributes.validate"]) == (4, True)
-    assert attributes["session.id"] == "default/val1/4"
+    assert (attributes["agentic.tag.sample_index"], attributes["agentic.tag.validate"]) == (4, True)
+    assert attributes["agentic.group"] == "default/val1/4"
 
 
 def test_the_root_shows_what_stands_directly_below_it_and_nothing_deeper(recorder: Recorder) -> None:
@@ -250,8 +248,8 @@ def test_the_root_shows_what_stands_directly_below_it_and_nothing_deeper(recorde
     with pytest.raises(KeyError), rollout_trace_attr():
         outer("why?")
     attributes = recorder.spans()[-1].attributes or {}
-    assert attributes["mlflow.spanInputs"] == '{"question": "why?"}'
-    assert "mlflow.spanOutputs" not in attributes
+    assert attributes["agentic.inputs"] == '{"question": "why?"}'
+    assert "agentic.outputs" not in attributes
 
 
 @contextlib.contextmanager

@@ -107,9 +107,9 @@ async def test_an_episode_is_the_prompt_the_observations_and_the_reward(
         ("turn 2", "trajectory"),
     ]
     [score] = [dict(span.attributes or {}) for span in spans if span.name == "score echo"]
-    assert '"step_count": 2' in str(score["mlflow.spanOutputs"])
+    assert '"step_count": 2' in str(score["agentic.outputs"])
     [reward] = [dict(span.attributes or {}) for span in spans if span.name == "reward"]
-    assert json.loads(str(reward["mlflow.spanOutputs"])) == {"score": 0.75, "tool/echo": 0.75}
+    assert json.loads(str(reward["agentic.outputs"])) == {"score": 0.75, "tool/echo": 0.75}
     assert server.headers[0]["traceparent"].split("-")[1] == trajectory.trace_id
 
 

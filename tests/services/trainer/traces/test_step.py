@@ -92,14 +92,8 @@ def test_an_optimiser_step_links_to_the_traced_ones_of_what_it_used(trainer: Rec
     [first], [second] = trainer.spans("optimizer_step 0"), trainer.spans("optimizer_step 1")
     assert links(first) == [(f"{3:032x}", f"{3:016x}"), (f"{1:032x}", f"{1:016x}")]
     assert links(second) == [(f"{2:032x}", f"{2:016x}")]
-    measured = {key: value for key, value in (first.attributes or {}).items() if key.startswith("wandb.attributes.")}
-    assert measured == {
-        "wandb.attributes.trajectories": 3,
-        "wandb.attributes.lr": 1e-3,
-        "wandb.attributes.grad_norm": 0.5,
-        "wandb.attributes.loss": -0.25,
-    }
-    assert (first.attributes or {})["agentic.grad_norm"] == 0.5
+    measured = {"trajectories": 3, "lr": 1e-3, "grad_norm": 0.5, "loss": -0.25}
+    assert {name: (first.attributes or {})[f"agentic.{name}"] for name in measured} == measured
 
 
 def test_the_step_says_its_numbers_and_lists_its_traced_trajectories(trainer: Recorded, rollout: Rollout):
@@ -113,18 +107,18 @@ def test_the_step_says_its_numbers_and_lists_its_traced_trajectories(trainer: Re
 
     [span] = trainer.spans("train step 2")
     attributes = dict(span.attributes or {})
-    outputs = json.loads(str(attributes["mlflow.spanOutputs"]))
+    outputs = json.loads(str(attributes["agentic.outputs"]))
     assert {key: attributes[f"agentic.{key}"] for key in ("weights_before", "used", "dropped_stale")} == {
         "weights_before": 4,
         "used": 2,
         "dropped_stale": 1,
     }
-    assert (attributes["mlflow.traceTag.train_step"], attributes["mlflow.traceTag.experiment_name"]) == (
-        "2",
+    assert (attributes["agentic.tag.train_step"], attributes["agentic.tag.experiment_name"]) == (
+        2,
         "experiment",
     )
-    assert "mlflow.traceTag.step" not in attributes
-    assert (attributes["wandb.wb_run_id"], attributes["wandb.wb_run_step"]) == ("r1", 2)
+    assert "agentic.tag.step" not in attributes
+    assert attributes["agentic.wandb_run"] == "r1"
     assert (outputs["traced"], len(outputs["trajectories"])) == (70, 64)
     assert outputs["trajectories"][0] == {"id": "r/1/0/0", "trace_id": f"{1:032x}"}
     assert size > 64 * 60
@@ -139,7 +133,7 @@ def test_a_step_begins_without_what_the_one_before_it_had(trainer: Recorded, rol
                 pass
 
     [second] = trainer.spans("train step 2")
-    assert json.loads(str((second.attributes or {})["mlflow.spanOutputs"]))["traced"] == 1
+    assert json.loads(str((second.attributes or {})["agentic.outputs"]))["traced"] == 1
     assert len(trainer.spans("optimizer_step 0")) == 2
 
 
@@ -152,7 +146,7 @@ def test_a_step_that_fails_is_marked_and_keeps_what_it_had(trainer: Recorded, ro
 
     [span] = trainer.spans("train step 1")
     assert (span.status.status_code.name, span.status.description) == ("ERROR", "by hand")
-    assert json.loads(str((span.attributes or {})["mlflow.spanOutputs"]))["traced"] == 1
+    assert json.loads(str((span.attributes or {})["agentic.outputs"]))["traced"] == 1
 
 
 def test_without_a_tracing_nothing_is_recorded_and_nothing_fails(rollout: Rollout):

@@ -1,0 +1,193 @@
+"""What each backend reads, made from the facts of a span.
+
+MLflow reads `mlflow.*`, and would store `gen_ai.*` messages a second time. Weave's calls read `weave.span.kind`,
+`wandb.*` and `mlflow.spanInputs/Outputs`. Every other receiver gets the GenAI semantic conventions, release v0.1.0
+(https://github.com/open-telemetry/semantic-conventions-genai), with `openinference.span.kind` for Arize Phoenix.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.util.types import AttributeValue
+from pydantic import JsonValue
+
+from trackway.tracing import attributes as names
+from trackway.tracing.attributes import SpanKind
+from trackway.tracing.context import OF_EVERY_SPAN
+from trackway.wire.tracing import TraceBackend
+
+Attributes = dict[str, AttributeValue]
+
+PROVIDER = "trackway"
+_KINDS: dict[SpanKind, tuple[str, str, str | None]] = {
+    SpanKind.TRAJECTORY: ("AGENT", "agent", "invoke_agent"),
+    SpanKind.TURN: ("CHAIN", "chain", None),
+    SpanKind.CHAT: ("CHAT_MODEL", "llm", "chat"),
+    SpanKind.TOOL: ("TOOL", "tool", "execute_tool"),
+    SpanKind.REWARD: ("EVALUATOR", "evaluator", None),
+    SpanKind.OPERATION: ("CHAIN", "chain", None),
+    SpanKind.TRAIN_STEP: ("WORKFLOW", "chain", None),
+    SpanKind.OPTIMIZER_STEP: ("TASK", "chain", None),
+}
+"""MLflow's span type, the kind of Weave and OpenInference, the GenAI operation."""
+
+
+def translated(span: ReadableSpan, readers: Sequence[TraceBackend]) -> ReadableSpan:
+    """The span as these backends read it."""
+    own = dict(span.attributes or {})
+    kind = SpanKind(str(own.pop(names.KIND, SpanKind.OPERATION)))
+    attributes: Attributes = {}
+    for reader in readers:
+        attributes |= _TRANSLATIONS[reader](own, kind)
+    is_agent = kind is SpanKind.TRAJECTORY and TraceBackend.OTLP in readers
+    return ReadableSpan(
+        name=f"invoke_agent {own.get(names.AGENT_NAME)}" if is_agent else span.name,
+        context=span.context,
+        parent=span.parent,
+        resource=span.resource,
+        attributes=attributes,
+        events=span.events,
+        links=span.links,
+        kind=span.kind,
+        status=span.status,
+        start_time=span.start_time,
+        end_time=span.end_time,
+        instrumentation_scope=span.instrumentation_scope,
+    )
+
+
+def _renamed(
+    own: Attributes,
+    kind: SpanKind,
+    new_names: Mapping[str, str],
+    tag_prefix: str,
+    tag_value: Callable[[AttributeValue], AttributeValue] = lambda value: value,
+) -> Attributes:
+    attributes: Attributes = {}
+    for key, value in own.items():
+        if key.startswith(names.TAG):
+            attributes[tag_prefix + key.removeprefix(names.TAG)] = tag_value(value)
+        elif kind is SpanKind.TRAJECTORY or key not in OF_EVERY_SPAN:
+            attributes[new_names.get(key, key)] = value
+    return attributes
+
+
+_FOR_MLFLOW = {
+    names.INPUTS: names.MLFLOW_INPUTS,
+    names.OUTPUTS: names.MLFLOW_OUTPUTS,
+    names.TITLE: names.MLFLOW_TRACE_NAME,
+    names.GROUP: names.SESSION_ID,
+}
+_FOR_WEAVE = {
+    names.INPUTS: names.MLFLOW_INPUTS,
+    names.OUTPUTS: names.MLFLOW_OUTPUTS,
+    names.TITLE: names.WEAVE_DISPLAY_NAME,
+    names.GROUP: names.CONVERSATION_ID,
+    names.WANDB_RUN: names.WANDB_RUN_ID,
+}
+
+
+def _mlflow(own: Attributes, kind: SpanKind) -> Attributes:
+    attributes = _renamed(own, kind, _FOR_MLFLOW, names.MLFLOW_TAG, str)
+    attributes[names.MLFLOW_SPAN_TYPE] = _KINDS[kind][0]
+    if kind is SpanKind.CHAT:
+        attributes[names.MLFLOW_COST] = "{}"
+    return attributes
+
+
+def _weave(own: Attributes, kind: SpanKind) -> Attributes:
+    attributes = _renamed(own, kind, _FOR_WEAVE, names.WEAVE_ATTRIBUTE)
+    _, attributes[names.WEAVE_KIND], operation = _KINDS[kind]
+    if operation is not None:
+        attributes |= {names.OPERATION: operation, names.PROVIDER: PROVIDER}
+    step = own.get(f"{names.TAG}step", own.get(names.TAG + names.TRAIN_STEP))
+    if names.WANDB_RUN in own and isinstance(step, int):
+        attributes[names.WANDB_RUN_STEP] = step
+    is_trainers = kind in (SpanKind.TRAIN_STEP, SpanKind.OPTIMIZER_STEP)
+    for key, value in own.items():
+        measured = is_trainers and isinstance(value, int | float) and key != names.PROCESS
+        if key == names.WEIGHT_VERSION or (measured and not key.startswith(names.TAG)):
+            attributes[names.WEAVE_ATTRIBUTE + key.removeprefix("agentic.")] = value
+    return attributes
+
+
+def _gen_ai(own: Attributes, kind: SpanKind) -> Attributes:
+    attributes = {**own, names.KIND: kind.value}
+    _, openinference, operation = _KINDS[kind]
+    attributes[names.OPENINFERENCE_KIND] = openinference.upper()
+    if (conversation := own.get(names.TRAJECTORY_ID)) is not None:
+        attributes[names.CONVERSATION_ID] = conversation
+    if operation is not None:
+        attributes |= {names.OPERATION: operation, names.PROVIDER: PROVIDER}
+    if kind is SpanKind.TOOL:
+        attributes[names.TOOL_TYPE] = "function"
+        for key, name in ((names.INPUTS, names.TOOL_ARGUMENTS), (names.OUTPUTS, names.TOOL_RESULT)):
+            if key in attributes:
+                attributes[name] = attributes.pop(key)
+    if kind is SpanKind.TRAJECTORY or kind is SpanKind.CHAT:
+        _messages(attributes)
+    return attributes
+
+
+def _messages(attributes: Attributes) -> None:
+    """Put the messages of inputs and outputs under their GenAI names, and the reward as an evaluation."""
+    inputs, outputs = _object(attributes.get(names.INPUTS)), _object(attributes.get(names.OUTPUTS))
+    asked, answered = _list(inputs.pop("messages", None)), _list(outputs.pop("messages", None))
+    instructions = [part for message in asked if message.get("role") == "system" for part in _parts(message)]
+    asked = [message for message in asked if message.get("role") != "system"]
+    reasons = attributes.get(names.FINISH_REASONS)
+    ending = {"finish_reason": str(reasons[0])} if isinstance(reasons, Sequence) and reasons else {}
+    made = {
+        names.SYSTEM_INSTRUCTIONS: instructions,
+        names.INPUT_MESSAGES: [_message(message) for message in asked],
+        names.OUTPUT_MESSAGES: [_message(message) | ending for message in answered],
+    }
+    attributes |= {name: json.dumps(value, ensure_ascii=False) for name, value in made.items() if value}
+    if isinstance(reward := outputs.get("reward"), int | float | str):
+        attributes |= {names.EVALUATION_NAME: "reward", names.EVALUATION_SCORE: reward}
+    for key, rest, messages in ((names.INPUTS, inputs, asked), (names.OUTPUTS, outputs, answered)):
+        if rest:
+            attributes[key] = json.dumps(rest, ensure_ascii=False)
+        elif messages or instructions:
+            attributes.pop(key, None)
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {"role": str(message.get("role")), "parts": _parts(message)}
+
+
+def _parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    content = message.get("content")
+    if message.get("role") == "tool":
+        return [{"type": "tool_call_response", "id": message.get("tool_call_id"), "response": content}]
+    calls = [_call(call, call.get("function") or {}) for call in _list(message.get("tool_calls"))]
+    return [*([{"type": "text", "content": content}] if content else []), *calls]
+
+
+def _call(call: Mapping[str, Any], function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments")
+    part = {"type": "tool_call", "id": call.get("id"), "name": str(function.get("name"))}
+    return part | {"arguments": _object(arguments) or arguments}
+
+
+def _object(text: object) -> dict[str, JsonValue]:
+    """The JSON object of a text; empty for anything else."""
+    try:
+        value = json.loads(text) if isinstance(text, str) else None
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: object) -> list[dict[str, Any]]:
+    """The objects of a list."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+_TRANSLATIONS: dict[TraceBackend, Callable[[Attributes, SpanKind], Attributes]] = {
+    TraceBackend.MLFLOW: _mlflow,
+    TraceBackend.WEAVE: _weave,
+    TraceBackend.OTLP: _gen_ai,
+}
