@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from trackway.tracing.active import activated, install, token2text
 from trackway.tracing.context import extracted, inject
-from trackway.tracing.span_handle import SpanHandle, add_event, add_incident, truncate
+from trackway.tracing.span_handle import SpanHandle, add_event, add_incident, set_tools, truncate
 from trackway.tracing.trace_stats import TraceStats, collect_trace_stats, current_trace_stats
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ __all__ = [
     "rollout_trace_attr",
     "rollout_trace_op",
     "set_outcome",
+    "set_tools",
     "token2text",
     "tool_span",
     "train_step_span",

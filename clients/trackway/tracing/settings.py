@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Literal
 
 from opentelemetry.util.re import parse_env_headers
 from pydantic import BaseModel, Field, SecretStr, field_validator
@@ -55,6 +56,9 @@ class TracingSettings(BaseModel):
     """W&B's API key; from WANDB_API_KEY."""
     weave_url: str = Field(default_factory=lambda: _env("WF_TRACE_SERVER_URL")() or HOSTED_WEAVE)
     """Weave's trace server; from WF_TRACE_SERVER_URL. Experimental: nothing has been sent to W&B's own servers."""
+    weave_view: Literal["calls", "agents"] = "calls"
+    """Weave's view that traces go to: its calls, which `trackway traces` and feedback read, or its Agents view and
+    CoreWeave Agent Lens, which read the GenAI conventions."""
     weave_project: str | None = Field(default_factory=_project_in_env)
     """Weave project (`entity/project`) of runs that name none; from WANDB_ENTITY and WANDB_PROJECT."""
     otlp_endpoint: str | None = Field(default_factory=_otlp_in_env)
@@ -111,6 +115,8 @@ class TracingSettings(BaseModel):
 
     def readers(self, backend: TraceBackend) -> tuple[TraceBackend, ...]:
         """The backends whose attributes `backend` is sent."""
+        if backend is TraceBackend.WEAVE and self.weave_view == "agents":
+            return (TraceBackend.OTLP,)
         behind = tuple(self.collected) if backend is TraceBackend.OTLP else ()
         return behind or (backend,)
 

@@ -73,10 +73,12 @@ class SpanHandle:
         if self.recording:
             self._span.set_attribute(key, shown(value))
 
-    def usage(self, prompt_tokens: int, completion_tokens: int) -> None:
-        """Set token counts under the GenAI names; MLflow sums them over the tree."""
+    def usage(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> None:
+        """Set token counts; MLflow sums them over the tree."""
         self._span.set_attribute(names.INPUT_TOKENS, prompt_tokens)
         self._span.set_attribute(names.OUTPUT_TOKENS, completion_tokens)
+        if cached_tokens:
+            self._span.set_attribute(names.CACHED_TOKENS, cached_tokens)
 
     def finish_reasons(self, reasons: Sequence[str]) -> None:
         """Set the reasons why generation ended."""
@@ -100,6 +102,13 @@ class SpanHandle:
     def event(self, name: str, **attributes: Scalar) -> None:
         """Add an event to the span."""
         _event(self._span, name, attributes)
+
+
+def set_tools(schemas: Sequence[BaseModel]) -> None:
+    """Set the tools that the model is offered on the current span; each schema has a `function`."""
+    span = trace.get_current_span()
+    if schemas and span.is_recording():
+        span.set_attribute(names.TOOL_DEFINITIONS, shown(schemas))
 
 
 def add_event(name: str, **attributes: Scalar) -> None:

@@ -98,6 +98,12 @@ def chat_span(model: str, params: SamplingParams) -> "EnteredSpan":
         names.TEMPERATURE: params.temperature,
         names.MAX_TOKENS: params.max_tokens,
     }
+    if params.top_p < 1:
+        attributes[names.TOP_P] = params.top_p
+    if params.top_k > 0:
+        attributes[names.TOP_K] = params.top_k
+    if params.seed is not None:
+        attributes[names.SEED] = params.seed
     if params.structured_outputs is not None:
         attributes[names.OUTPUT_TYPE] = "json"
     return child_span(f"chat {model}", SpanKind.CHAT, attributes)

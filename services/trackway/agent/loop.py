@@ -22,7 +22,7 @@ from trackway.agent.toolbox import Toolbox, tool_facts
 from trackway.agent.waits import waits_for
 from trackway.chat.encoding import TooLong
 from trackway.serving.user_code import located, run_user_code
-from trackway.tracing import SpanHandle, add_incident, reward_span, set_outcome, token2text, trajectory_span
+from trackway.tracing import SpanHandle, add_incident, reward_span, set_outcome, set_tools, token2text, trajectory_span
 from trackway.tracing.attributes import IS_BASELINE, STOP_REASON, group_id
 from trackway.wire.agent import AgentInfo, GroupRequest
 from trackway.wire.chat import Message, ToolSchema
@@ -107,6 +107,7 @@ class AgentLoop(ABC):
         Raises:
             TrackwayError: `invalid_request` when it exceeds its limit, or the limit of truncation.
         """
+        set_tools(schemas)
         try:
             ids = await self.services.tokens.prompt(episode.sample.prompt, schemas, episode.limits.max_rendered)
         except TooLong as error:

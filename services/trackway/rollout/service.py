@@ -13,6 +13,7 @@ from trackway.rollout.settings import RolloutSettings
 from trackway.rollout.tokenizer import TokenText
 from trackway.rollout.weight_watcher import WeightWatcher
 from trackway.tracing import SpanHandle, add_event, add_incident, chat_span, token2text
+from trackway.tracing import attributes as names
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Ready
 from trackway.wire.rollout import (
@@ -88,6 +89,7 @@ class RolloutService:
         with chat_span(self._settings.model_name, request.sampling_params) as span:
             await self._catch_up(request.min_weight_version)
             request_id = request.request_id or uuid.uuid4().hex
+            span.set(names.RESPONSE_ID, request_id)
             generation = await self._resumable.generate(request, request_id)
             await self._describe(span, request, generation)
         return self._reply(request_id, request, generation)
@@ -99,7 +101,9 @@ class RolloutService:
         collector = Collector()
         with chat_span(self._settings.model_name, request.sampling_params) as span:
             await self._catch_up(request.min_weight_version)
-            pieces = self._resumable.stream(request, request.request_id or uuid.uuid4().hex)
+            request_id = request.request_id or uuid.uuid4().hex
+            span.set(names.RESPONSE_ID, request_id)
+            pieces = self._resumable.stream(request, request_id)
             try:
                 async with aclosing(pieces):
                     async for piece in pieces:
@@ -251,7 +255,7 @@ class RolloutService:
             )
 
     async def _describe(self, span: SpanHandle, request: GenerateRequest, generation: Generation) -> None:
-        span.usage(len(request.token_ids), len(generation.token_ids))
+        span.usage(len(request.token_ids), len(generation.token_ids), generation.cached_tokens)
         span.finish_reasons([generation.finish_reason])
         span.weight_versions(generation.spans)
         if span.recording and token2text():

@@ -65,6 +65,8 @@ async def test_the_root_carries_tags_and_how_it_ended(services: AgentServices) -
     assert attributes["agentic.stop_reason"] == "answered"
     assert attributes["agentic.trajectory"] == trajectory.id
     assert (attributes["agentic.group"], attributes["agentic.title"]) == ("exp/1/7", "s1/i7/n0")
+    tools = json.loads(str(attributes["gen_ai.tool.definitions"]))
+    assert "counter" in [tool["function"]["name"] for tool in tools]
 
 
 @pytest.mark.anyio

@@ -168,11 +168,12 @@ async def test_a_recorded_generation_shows_counts_reason_version_and_new_text(
     running: Running, settings: RolloutSettings, tokenizer_path: Path
 ) -> None:
     settings = settings.model_copy(update={"model_path": tokenizer_path})
-    span = await traced(running, settings, {**PROMPT, "context_start": 1})
+    span = await traced(running, settings, {**PROMPT, "context_start": 1, "request_id": "r7"})
     attributes = span.attributes or {}
     assert attributes["gen_ai.usage.input_tokens"] == 3
     assert attributes["gen_ai.usage.output_tokens"] == 6
     assert attributes["gen_ai.response.finish_reasons"] == ("length",)
+    assert attributes["gen_ai.response.id"] == "r7"
     assert attributes["agentic.weight_version"] == "0"
     assert attributes["agentic.inputs"] == '{"messages": [{"role": "user", "content": "w12 w13"}]}'
     assert len(json.loads(str(attributes["agentic.outputs"]))["messages"][0]["content"].split()) == 6

@@ -123,7 +123,8 @@ def endpoint(backend: TraceBackend, settings: TracingSettings) -> Endpoint:
         key = settings.weave_api_key.get_secret_value() if settings.weave_api_key else ""
         if settings.weave_is_hosted:
             warn_experimental(Experimental.WANDB)
-        url = f"{settings.weave_url.rstrip('/')}/otel/v1/traces"
+        view = "/agents" if settings.weave_view == "agents" else ""
+        url = f"{settings.weave_url.rstrip('/')}{view}/otel/v1/traces"
         return Endpoint(lambda: url, {names.WEAVE_KEY_HEADER: key}, timeout_s)
     receiver = settings.otlp_endpoint or ""
     return Endpoint(lambda: receiver, settings.otlp_headers, timeout_s)

@@ -69,7 +69,7 @@ def _renamed(
     for key, value in own.items():
         if key.startswith(names.TAG):
             attributes[tag_prefix + key.removeprefix(names.TAG)] = tag_value(value)
-        elif kind is SpanKind.TRAJECTORY or key not in OF_EVERY_SPAN:
+        elif key != names.TOOL_DEFINITIONS and (kind is SpanKind.TRAJECTORY or key not in OF_EVERY_SPAN):
             attributes[new_names.get(key, key)] = value
     return attributes
 
@@ -117,17 +117,22 @@ def _gen_ai(own: Attributes, kind: SpanKind) -> Attributes:
     attributes = {**own, names.KIND: kind.value}
     _, openinference, operation = _KINDS[kind]
     attributes[names.OPENINFERENCE_KIND] = openinference.upper()
-    if (conversation := own.get(names.TRAJECTORY_ID)) is not None:
-        attributes[names.CONVERSATION_ID] = conversation
+    if names.TRAJECTORY_ID in attributes:
+        attributes[names.CONVERSATION_ID] = attributes.pop(names.TRAJECTORY_ID)
     if operation is not None:
-        attributes |= {names.OPERATION: operation, names.PROVIDER: PROVIDER}
+        attributes[names.OPERATION] = operation
     if kind is SpanKind.TOOL:
         attributes[names.TOOL_TYPE] = "function"
         for key, name in ((names.INPUTS, names.TOOL_ARGUMENTS), (names.OUTPUTS, names.TOOL_RESULT)):
             if key in attributes:
                 attributes[name] = attributes.pop(key)
+    if kind is SpanKind.CHAT:
+        attributes |= {names.PROVIDER: PROVIDER, names.RESPONSE_MODEL: own[names.MODEL]}
     if kind is SpanKind.TRAJECTORY or kind is SpanKind.CHAT:
         _messages(attributes)
+    if tools := _list(_loaded(own.get(names.TOOL_DEFINITIONS))):
+        flat = [{"type": "function", **tool["function"]} for tool in tools if isinstance(tool.get("function"), dict)]
+        attributes[names.TOOL_DEFINITIONS] = _json(flat)
     return attributes
 
 
@@ -138,18 +143,18 @@ def _messages(attributes: Attributes) -> None:
     instructions = [part for message in asked if message.get("role") == "system" for part in _parts(message)]
     asked = [message for message in asked if message.get("role") != "system"]
     reasons = attributes.get(names.FINISH_REASONS)
-    ending = {"finish_reason": str(reasons[0])} if isinstance(reasons, Sequence) and reasons else {}
+    reason = str(reasons[0]) if isinstance(reasons, Sequence) and reasons else "stop"
     made = {
         names.SYSTEM_INSTRUCTIONS: instructions,
         names.INPUT_MESSAGES: [_message(message) for message in asked],
-        names.OUTPUT_MESSAGES: [_message(message) | ending for message in answered],
+        names.OUTPUT_MESSAGES: [_message(message) | _ending(message, reason) for message in answered],
     }
-    attributes |= {name: json.dumps(value, ensure_ascii=False) for name, value in made.items() if value}
-    if isinstance(reward := outputs.get("reward"), int | float | str):
+    attributes |= {name: _json(value) for name, value in made.items() if value}
+    if isinstance(reward := outputs.pop("reward", None), int | float | str):
         attributes |= {names.EVALUATION_NAME: "reward", names.EVALUATION_SCORE: reward}
     for key, rest, messages in ((names.INPUTS, inputs, asked), (names.OUTPUTS, outputs, answered)):
         if rest:
-            attributes[key] = json.dumps(rest, ensure_ascii=False)
+            attributes[key] = _json(rest)
         elif messages or instructions:
             attributes.pop(key, None)
 
@@ -158,26 +163,42 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": str(message.get("role")), "parts": _parts(message)}
 
 
+def _ending(message: Mapping[str, Any], reason: str) -> dict[str, str]:
+    """The finish reason of an output message: deprecated, and Phoenix 20 drops messages without it."""
+    return {"finish_reason": "tool_call" if message.get("tool_calls") else reason}
+
+
 def _parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    content = message.get("content")
+    content = message.get("content") or ""
     if message.get("role") == "tool":
         return [{"type": "tool_call_response", "id": message.get("tool_call_id"), "response": content}]
-    calls = [_call(call, call.get("function") or {}) for call in _list(message.get("tool_calls"))]
-    return [*([{"type": "text", "content": content}] if content else []), *calls]
+    text = {"type": "text", "content": content if isinstance(content, str) else _json(content)}
+    return [*([text] if content else []), *map(_call, _list(message.get("tool_calls")))]
 
 
-def _call(call: Mapping[str, Any], function: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = function.get("arguments")
-    part = {"type": "tool_call", "id": call.get("id"), "name": str(function.get("name"))}
-    return part | {"arguments": _object(arguments) or arguments}
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    named = function if isinstance(function, dict) else {}
+    arguments = _loaded(named.get("arguments"))
+    part = {"type": "tool_call", "id": call.get("id"), "name": str(named.get("name"))}
+    return part | {"arguments": named.get("arguments") if arguments is None else arguments}
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _loaded(text: object) -> JsonValue:
+    """The JSON value of a text; None for anything else."""
+    try:
+        return json.loads(text) if isinstance(text, str) else None
+    except ValueError:
+        return None
 
 
 def _object(text: object) -> dict[str, JsonValue]:
     """The JSON object of a text; empty for anything else."""
-    try:
-        value = json.loads(text) if isinstance(text, str) else None
-    except ValueError:
-        return {}
+    value = _loaded(text)
     return value if isinstance(value, dict) else {}
 
 

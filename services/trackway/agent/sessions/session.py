@@ -37,6 +37,7 @@ from trackway.model_api.stream_decoder import Delta
 from trackway.serving.auth import RawHeaders
 from trackway.serving.user_code import own_context
 from trackway.tracing import inject, turn_span
+from trackway.tracing.attributes import COMPACTED
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai.requests import ChatMessage, ChatRequest, CompletionRequest, SampledRequest
@@ -672,6 +673,8 @@ class Session:
                 told(piece)
 
         with self._below(caller), turn_span(turn) as span:
+            if turn and not shown:  # the agent shortened its conversation, or began another
+                span.set(COMPACTED, True)
             try:
                 reason = await self._loop.generate(part, None if told is None else counted)
             except asyncio.CancelledError:

@@ -14,6 +14,7 @@ class Collector:
         self._top_logprobs: list[TopLogprobs] = []
         self._spans: list[WeightSpan] = []
         self._finish_reason: FinishReason = "abort"
+        self._cached_tokens = 0
 
     def add(self, part: Piece | Generation) -> None:
         """The next part."""
@@ -28,8 +29,10 @@ class Collector:
         self._logprobs.extend(part.logprobs)
         self._top_logprobs.extend(part.top_logprobs)
         self._finish_reason = part.finish_reason or self._finish_reason
+        self._cached_tokens = self._cached_tokens or part.cached_tokens
 
     def generation(self, finish_reason: FinishReason | None = None) -> Generation:
         """The joined generation, with the last finish reason or the given one."""
         reason = finish_reason or self._finish_reason
-        return Generation(self.token_ids, self._logprobs, reason, self._spans, tuple(self._top_logprobs))
+        tops = tuple(self._top_logprobs)
+        return Generation(self.token_ids, self._logprobs, reason, self._spans, tops, self._cached_tokens)

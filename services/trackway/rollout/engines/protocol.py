@@ -46,6 +46,8 @@ class Generation:
     spans: list[WeightSpan]
     top_logprobs: Sequence[TopLogprobs] = ()
     """The most likely tokens of each position; empty unless asked for."""
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was reused from the cache, if the engine tells."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Piece:
     weight_versions: Sequence[WeightSpan] = ()
     """Spans of all tokens of the request, which replace the versions of its pieces; in the last piece of an engine
     that learns them at the end."""
+    cached_tokens: int = 0
+    """As in Generation; in the last piece."""
 
 
 class EngineStats(NamedTuple):

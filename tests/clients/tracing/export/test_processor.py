@@ -77,6 +77,21 @@ def test_one_trace_goes_to_each_of_its_backends_under_that_backends_headers() ->
     assert sorted(collector.spans) == ["invoke_agent agent", "turn 0"]
 
 
+def test_weaves_agents_view_gets_the_genai_conventions_at_its_own_address(sink: Sink) -> None:
+    changes = {"mlflow_uri": None, "weave_url": sink.url, "weave_api_key": "k" * 40, "weave_view": "agents"}
+    tracing = Tracing("agent", settings("", **changes))
+    trajectory(tracing, target=TraceTarget(backends=(TraceBackend.WEAVE,), weave_project="team/gsm8k"))
+    assert tracing.shutdown(5)
+    [request] = sink.arrived
+    headers = {name: request.headers[name] for name in ("wandb-api-key", "project_id", "content-type")}
+    assert headers == {
+        "wandb-api-key": "k" * 40,
+        "project_id": "team/gsm8k",
+        "content-type": "application/x-protobuf",
+    }
+    assert (request.path, sorted(request.spans)) == ("/agents/otel/v1/traces", ["invoke_agent agent", "turn 0"])
+
+
 def test_what_is_meant_for_backends_behind_a_collector_is_sent_to_it_once_and_not_past_it(sink: Sink) -> None:
     with running_sink() as mlflow, running_sink() as weave:
         changes = {

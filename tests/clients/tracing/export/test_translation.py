@@ -7,67 +7,18 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from trackway.tracing import (
-    Tracing,
-    TracingSettings,
-    chat_span,
-    extracted,
-    inject,
-    optimizer_step_span,
-    reward_span,
-    tool_span,
-    train_step_span,
-    trajectory_span,
-    turn_span,
-)
+from tests.clients.tracing.export.example_spans import SAID, TAGS, example_spans
+from trackway.tracing import Tracing, TracingSettings, trajectory_span
 from trackway.tracing.active import activated
 from trackway.tracing.export.translation import translated
-from trackway.wire.chat import FunctionCall, Message, ToolCall
-from trackway.wire.rollout import SamplingParams
-from trackway.wire.tracing import TraceBackend, TraceTarget
-from trackway.wire.trajectory import Tags, WeightSpan
+from trackway.wire.tracing import TraceBackend
 
 MLFLOW, WEAVE, GEN_AI = TraceBackend.MLFLOW, TraceBackend.WEAVE, TraceBackend.OTLP
-TAGS = Tags.model_validate({"experiment_name": "e", "step": 3, "sample_index": 7, "rollout_n": 1, "validate": False})
-PROMPT = [Message(role="system", content="Be brief."), Message(role="user", content="6*9?")]
-CALL = ToolCall(id="c1", function=FunctionCall(name="calculator", arguments='{"expression": "6*9"}'))
-SAID = [
-    Message(role="assistant", content="", tool_calls=[CALL]),
-    Message(role="tool", content="54", tool_call_id="c1"),
-    Message(role="assistant", content="#### 54"),
-]
 
 
 @pytest.fixture(scope="module")
 def spans() -> Mapping[str, ReadableSpan]:
-    """A trajectory whose generation, tool and reward are other services', and a step of the trainer."""
-    exporter = InMemorySpanExporter()
-    tracing = Tracing("agent", TracingSettings(), exporter)
-    headers: dict[str, str] = {}
-    target = TraceTarget(wandb_run_id="run7")
-    with (
-        activated(tracing),
-        trajectory_span(TAGS, "run/3/7/1", "tool_agent", PROMPT, True, target) as root,
-        turn_span(0),
-    ):
-        inject(headers)
-        root.outputs({"reward": 1.0, "num_turns": 4, "messages": SAID})
-    with activated(tracing), extracted(headers):
-        with chat_span("tiny", SamplingParams(temperature=0.5)) as chat:
-            chat.usage(40, 9)
-            chat.finish_reasons(["stop"])
-            chat.weight_versions([WeightSpan(version=4, start=0, end=9)])
-            chat.inputs({"messages": [{"role": "user", "content": "<user>6*9?"}]})
-            chat.outputs({"messages": [{"role": "assistant", "content": "#### 54<end>"}]})
-        with tool_span("calculator", {"expression": "6*9"}, "c1") as tool:
-            tool.outputs({"text": "54", "reward": 0.0})
-            tool.error("slow", "tool_timeout")
-        with reward_span("gsm8k") as reward:
-            reward.score(1.0)
-    with activated(tracing), train_step_span(3, "e", target), optimizer_step_span(0, []) as step:
-        step.set("agentic.lr", 0.5)
-    tracing.shutdown()
-    return {span.name.split(" ")[0]: span for span in exporter.get_finished_spans()}
+    return example_spans()
 
 
 def attributes(span: ReadableSpan, *readers: TraceBackend) -> dict[str, object]:
@@ -99,8 +50,11 @@ def test_mlflow_gets_texts_in_its_own_attributes_alone(spans: Mapping[str, Reada
         "agentic.weight_version": "4",
         "gen_ai.request.max_tokens": 256,
         "gen_ai.request.model": "tiny",
+        "gen_ai.request.seed": 7,
         "gen_ai.request.temperature": 0.5,
-        "gen_ai.response.finish_reasons": ("stop",),
+        "gen_ai.request.top_k": 40,
+        "gen_ai.response.finish_reasons": ("length",),
+        "gen_ai.usage.cache_read.input_tokens": 32,
         "gen_ai.usage.input_tokens": 40,
         "gen_ai.usage.output_tokens": 9,
         "mlflow.llm.cost": "{}",
@@ -144,12 +98,19 @@ def test_the_agent_span_has_the_conversation_and_the_reward(spans: Mapping[str, 
     ]
     call = {"type": "tool_call", "id": "c1", "name": "calculator", "arguments": {"expression": "6*9"}}
     assert loaded(shown, "gen_ai.output.messages") == [
-        {"role": "assistant", "parts": [call]},
-        {"role": "tool", "parts": [{"type": "tool_call_response", "id": "c1", "response": "54"}]},
-        {"role": "assistant", "parts": [{"type": "text", "content": "#### 54"}]},
+        {"role": "assistant", "parts": [call], "finish_reason": "tool_call"},
+        {
+            "role": "tool",
+            "parts": [{"type": "tool_call_response", "id": "c1", "response": "54"}],
+            "finish_reason": "stop",
+        },
+        {"role": "assistant", "parts": [{"type": "text", "content": "#### 54"}], "finish_reason": "stop"},
     ]
     assert (shown["gen_ai.evaluation.name"], shown["gen_ai.evaluation.score.value"]) == ("reward", 1.0)
-    assert loaded(shown, "agentic.outputs") == {"reward": 1.0, "num_turns": 4}
+    assert loaded(shown, "gen_ai.tool.definitions") == [
+        {"type": "function", "name": "calculator", "description": "", "parameters": {"type": "object"}},
+    ]
+    assert loaded(shown, "agentic.outputs") == {"num_turns": 4}
     assert (shown["agentic.group"], shown["agentic.tag.step"]) == ("e/3/7", 3)
     assert not [key for key in shown if key.startswith(("mlflow.", "wandb.", "weave."))]
 
@@ -160,9 +121,11 @@ def test_generations_and_tools_have_the_genai_attributes(spans: Mapping[str, Rea
         {"role": "user", "parts": [{"type": "text", "content": "<user>6*9?"}]},
     ]
     assert loaded(chat, "gen_ai.output.messages") == [
-        {"role": "assistant", "parts": [{"type": "text", "content": "#### 54<end>"}], "finish_reason": "stop"},
+        {"role": "assistant", "parts": [{"type": "text", "content": "#### 54<end>"}], "finish_reason": "length"},
     ]
     assert (chat["gen_ai.operation.name"], chat["gen_ai.provider.name"]) == ("chat", "trackway")
+    assert (chat["gen_ai.request.seed"], chat["gen_ai.request.top_k"], chat["gen_ai.response.model"]) == (7, 40, "tiny")
+    assert "gen_ai.request.top_p" not in chat
     tool = attributes(spans["execute_tool"], GEN_AI)
     assert loaded(tool, "gen_ai.tool.call.arguments") == {"expression": "6*9"}
     assert loaded(tool, "gen_ai.tool.call.result") == {"text": "54", "reward": 0.0}
@@ -189,3 +152,28 @@ def test_a_text_that_was_cut_whole_stays_under_our_own_name() -> None:
     shown = attributes(span, GEN_AI)
     assert str(loaded(shown, "agentic.outputs")).endswith("bytes]")
     assert "gen_ai.output.messages" not in shown
+
+
+@pytest.mark.parametrize(
+    ("message", "part"),
+    [
+        ({"role": "user", "content": [{"type": "image"}]}, {"type": "text", "content": '[{"type": "image"}]'}),
+        (
+            {"role": "assistant", "tool_calls": [{"id": "c", "function": "f"}]},
+            {"type": "tool_call", "id": "c", "name": "None", "arguments": None},
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{cut"}}]},
+            {"type": "tool_call", "id": None, "name": "f", "arguments": "{cut"},
+        ),
+    ],
+)
+def test_any_message_of_a_users_own_loop_is_shown(message: dict[str, object], part: dict[str, object]) -> None:
+    exporter = InMemorySpanExporter()
+    tracing = Tracing("agent", TracingSettings(), exporter)
+    with activated(tracing), trajectory_span(TAGS, "t", "agent", [], True) as root:
+        root.outputs({"messages": [message]})
+    tracing.shutdown()
+    [span] = exporter.get_finished_spans()
+    [made] = json.loads(str(attributes(span, GEN_AI)["gen_ai.output.messages"]))
+    assert (made["role"], made["parts"]) == (message["role"], [part])

@@ -92,6 +92,17 @@ async def test_each_call_is_a_turn_below_the_sessions_root(services: AgentServic
     written = [(turn.attributes or {})["gen_ai.usage.output_tokens"] for turn in turns]
     assert written == [len(services.model.encode(text)) for text in (COUNT, ANSWER)]
     assert sorted(span.name for span in spans if span.name.startswith("chat ")) == ["chat tiny"] * 2
+    assert not any("gen_ai.conversation.compacted" in (turn.attributes or {}) for turn in turns)
+
+
+async def test_a_call_that_continues_no_earlier_one_is_a_compacted_conversation(services: AgentServices) -> None:
+    access = await opened(services, ANSWER, ANSWER, trace=True)
+    await chat(services, access, QUESTION)
+    await chat(services, access, [{"role": "user", "content": "a summary of what was said"}])
+    await ended(services, access)
+
+    turns = {span.name: span.attributes or {} for span in services.spans() if span.name.startswith("turn ")}
+    assert [turns[name].get("gen_ai.conversation.compacted") for name in ("turn 0", "turn 1")] == [None, True]
 
 
 async def test_a_call_with_a_span_of_the_sessions_trace_joins_it(services: AgentServices) -> None:

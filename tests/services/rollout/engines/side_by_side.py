@@ -113,8 +113,9 @@ async def _reuse(engine: Engine, weights: Weights) -> str:
     prompt = [*([23, 29] * BLOCK), 31, 37, 41]
     before = engine.stats().reused_tokens
     await engine.generate(prompt, _FREE, "a")
-    await engine.generate([*prompt, 5], _FREE, "b")
+    told = (await engine.generate([*prompt, 5], _FREE, "b")).cached_tokens
     reused = engine.stats().reused_tokens - before
+    assert told == reused, f"expected the generation to tell of {reused} reused tokens, got {told}"
     return {len(prompt): "every token", 2 * BLOCK: "whole blocks"}[reused]
 
 

@@ -306,7 +306,7 @@ class RemoteEngine(ABC):
             for name, start, end in runs(got.names):
                 await self.control.accepted(name)
                 if call.only not in (None, name):
-                    yield self._last(version, "abort", got.all_names[:count])
+                    yield self._last(call, version, "abort", got.all_names[:count])
                     return
                 self.control.version_of(name)
                 piece, stopped = until_stop(call, got, start, end, version)
@@ -316,19 +316,19 @@ class RemoteEngine(ABC):
                 if stopped:
                     if got.finish_reason is None:  # the server continues generating
                         self._let_go(call)
-                    yield self._last(version, "stop", got.all_names[:count])
+                    yield self._last(call, version, "stop", got.all_names[:count])
                     return
             if got.finish_reason is not None:
-                yield self._last(version, got.finish_reason, got.all_names)
+                yield self._last(call, version, got.finish_reason, got.all_names)
                 return
 
-    def _last(self, version: int, reason: FinishReason, names: Sequence[str]) -> Piece:
+    def _last(self, call: Call, version: int, reason: FinishReason, names: Sequence[str]) -> Piece:
         """The last piece, with the names of all tokens if they are known; `version` can have computed the first KV."""
         spans: list[WeightSpan] = []
         for name, start, end in runs(names):
             its = self.control.version_of(name)
             add_span(spans, its, start, end, version if version != its else None)
-        return Piece([], [], version, reason, weight_versions=spans)
+        return Piece([], [], version, reason, weight_versions=spans, cached_tokens=call.reused)
 
     def _usable(self) -> None:
         if self.control.paused:

@@ -130,7 +130,7 @@ class TorchEngine:
                 yield piece
             generation = _result(done.result())
             version = generation.spans[-1].version if generation.spans else self.version
-            yield Piece([], [], version, generation.finish_reason)
+            yield Piece([], [], version, generation.finish_reason, cached_tokens=generation.cached_tokens)
 
     async def abort(self, request_id: str) -> int:
         """Abort the requests with this id; they return their tokens so far."""

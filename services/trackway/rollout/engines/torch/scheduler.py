@@ -30,6 +30,8 @@ class Sequence:
     spans: list[WeightSpan] = field(default_factory=list)
     slot: int = -1
     cached: int = 0
+    reused: int = 0
+    """Prompt tokens whose KV came from the cache."""
     uniforms: Iterator[float] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,7 +76,7 @@ class Sequence:
 
     def result(self, reason: FinishReason) -> Generation:
         """The output so far."""
-        return Generation(self.output, self.logprobs, reason, self.spans, tuple(self.top_logprobs))
+        return Generation(self.output, self.logprobs, reason, self.spans, tuple(self.top_logprobs), self.reused)
 
 
 class Scheduler:
@@ -102,7 +104,7 @@ class Scheduler:
             if allocation is None:
                 later.append(sequence)
                 continue
-            sequence.slot, sequence.cached = allocation.slot, allocation.cached
+            sequence.slot, sequence.cached, sequence.reused = allocation.slot, allocation.cached, allocation.cached
             self.running.append(sequence)
             allocations.append(allocation)
         self.waiting.extendleft(reversed(later))
