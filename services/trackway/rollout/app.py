@@ -117,6 +117,7 @@ def create_app(
         lifespan=lifespan,
         ready=service.ready,
         tracing=tracing,
+        collectors=[service.inference],
         gauges=[
             *engine_gauges(engine, lambda: service.weights().latest),
             *([] if store is None else store_gauges(store)),

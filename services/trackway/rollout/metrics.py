@@ -1,13 +1,64 @@
 """Metrics of an engine and its weights."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from prometheus_client import Counter, Histogram
 
 from trackway.clients.weights import WeightStore
 from trackway.rollout.classifiers.protocol import Classifier
 from trackway.rollout.engines.protocol import Engine, EngineStats
 from trackway.rollout.engines.weight_proof import Judgement
 from trackway.serving import Gauge
+from trackway.serving.metrics import Collectors
+from trackway.tracing.attributes import PROVIDER_NAME
+from trackway.wire.errors import TrackwayError
 from trackway.wire.weights import Verdict
+
+_INFERENCE_BUCKETS_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+"""Advised by the GenAI conventions."""
+
+
+class InferenceMetrics(Collectors):
+    """Durations and tokens of generations, under the names of the GenAI conventions."""
+
+    def __init__(self, model: str) -> None:
+        labels = ["gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model"]
+        self._own = ("chat", PROVIDER_NAME, model)
+        self._seconds = Histogram(
+            "gen_ai_client_inference_duration_seconds",
+            "Duration of generations in seconds",
+            [*labels, "error_type"],
+            buckets=_INFERENCE_BUCKETS_S,
+            registry=None,
+        )
+        self._tokens = [
+            Counter(f"gen_ai_client_inference_usage_{name}", description, labels, registry=None)
+            for name, description in (
+                ("input_tokens", "Prompt tokens"),
+                ("output_tokens", "Generated tokens"),
+                ("cache_read_input_tokens", "Prompt tokens from the cache"),
+            )
+        ]
+        super().__init__(self._seconds, *self._tokens)
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Around one generation; `error_type` is empty when it succeeds."""
+        started, error_type = time.perf_counter(), ""
+        try:
+            yield
+        except BaseException as error:
+            error_type = error.code.value if isinstance(error, TrackwayError) else type(error).__name__
+            raise
+        finally:
+            self._seconds.labels(*self._own, error_type).observe(time.perf_counter() - started)
+
+    def count(self, *tokens: int) -> None:
+        """Add the prompt, generated and cached tokens of a generation."""
+        for counter, added in zip(self._tokens, tokens, strict=True):
+            counter.labels(*self._own).inc(added)
 
 
 def engine_gauges(engine: Engine, latest: Callable[[], int]) -> list[Gauge]:

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from trackway.rollout.continuation import ResumableGeneration
 from trackway.rollout.engines.generation_builder import Collector
 from trackway.rollout.engines.protocol import Capability, Engine, Generation, MemoryPart, PauseMode, Piece
+from trackway.rollout.metrics import InferenceMetrics
 from trackway.rollout.settings import RolloutSettings
 from trackway.rollout.tokenizer import TokenText
 from trackway.rollout.weight_watcher import WeightWatcher
@@ -58,6 +59,7 @@ class RolloutService:
         self._resumable = ResumableGeneration(engine, watcher)
         self._created = int(time.time())
         self._text_failed = False
+        self.inference = InferenceMetrics(settings.model_name)
 
     async def start(self) -> None:
         """Load the base weights and the latest published ones, and start following the store."""
@@ -86,7 +88,7 @@ class RolloutService:
         """Continue a prompt with weights of at least the requested version."""
         self.served(request.model)
         self._supports(request.sampling_params)
-        with chat_span(self._settings.model_name, request.sampling_params) as span:
+        with self.inference.timed(), chat_span(self._settings.model_name, request.sampling_params) as span:
             await self._catch_up(request.min_weight_version)
             request_id = request.request_id or uuid.uuid4().hex
             span.set(names.RESPONSE_ID, request_id)
@@ -99,7 +101,7 @@ class RolloutService:
         self.served(request.model)
         self._supports(request.sampling_params)
         collector = Collector()
-        with chat_span(self._settings.model_name, request.sampling_params) as span:
+        with self.inference.timed(), chat_span(self._settings.model_name, request.sampling_params) as span:
             await self._catch_up(request.min_weight_version)
             request_id = request.request_id or uuid.uuid4().hex
             span.set(names.RESPONSE_ID, request_id)
@@ -255,7 +257,9 @@ class RolloutService:
             )
 
     async def _describe(self, span: SpanHandle, request: GenerateRequest, generation: Generation) -> None:
-        span.usage(len(request.token_ids), len(generation.token_ids), generation.cached_tokens)
+        tokens = len(request.token_ids), len(generation.token_ids), generation.cached_tokens
+        self.inference.count(*tokens)
+        span.usage(*tokens)
         span.finish_reasons([generation.finish_reason])
         span.weight_versions(generation.spans)
         if span.recording and token2text():

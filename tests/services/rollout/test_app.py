@@ -59,12 +59,22 @@ async def test_a_prompt_comes_back_continued_with_logprobs_versions_and_counts(
     async with running(create_app(settings)) as client:
         answer = await client.post("/generate", json={**PROMPT, "request_id": "r1"})
         alias = await client.post("/inference/v1/generate", json=PROMPT)
+        refused = await client.post("/generate", json={**PROMPT, "token_ids": [11] * 100_000})
+        metrics = (await client.get("/metrics")).text.splitlines()
     reply = GenerateReply.model_validate(answer.json())
     choice = reply.choices[0]
     assert (reply.request_id, reply.model, reply.usage.total_tokens) == ("r1", "tiny", 9)
     assert [entry["token_id"] for entry in choice.logprobs.content] == choice.token_ids
     assert [(s.version, s.start, s.end) for s in choice.weight_versions] == [(0, 0, 6)]
     assert alias.json()["choices"][0]["token_ids"] == choice.token_ids
+    code = refused.json()["error"]["code"]
+    own = 'gen_ai_operation_name="chat",gen_ai_provider_name="trackway",gen_ai_request_model="tiny"'
+    assert {
+        f"gen_ai_client_inference_usage_input_tokens_total{{{own}}} 6.0",
+        f"gen_ai_client_inference_usage_output_tokens_total{{{own}}} 12.0",
+        f'gen_ai_client_inference_duration_seconds_count{{error_type="",{own}}} 2.0',
+        f'gen_ai_client_inference_duration_seconds_count{{error_type="{code}",{own}}} 1.0',
+    } <= set(metrics)
 
 
 async def test_published_weights_are_served_and_named(

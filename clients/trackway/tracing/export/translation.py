@@ -20,7 +20,6 @@ from trackway.wire.tracing import TraceBackend
 
 Attributes = dict[str, AttributeValue]
 
-PROVIDER = "trackway"
 _KINDS: dict[SpanKind, tuple[str, str, str | None]] = {
     SpanKind.TRAJECTORY: ("AGENT", "agent", "invoke_agent"),
     SpanKind.TURN: ("CHAIN", "chain", None),
@@ -101,7 +100,7 @@ def _weave(own: Attributes, kind: SpanKind) -> Attributes:
     attributes = _renamed(own, kind, _FOR_WEAVE, names.WEAVE_ATTRIBUTE)
     _, attributes[names.WEAVE_KIND], operation = _KINDS[kind]
     if operation is not None:
-        attributes |= {names.OPERATION: operation, names.PROVIDER: PROVIDER}
+        attributes |= {names.OPERATION: operation, names.PROVIDER: names.PROVIDER_NAME}
     step = own.get(f"{names.TAG}step", own.get(names.TAG + names.TRAIN_STEP))
     if names.WANDB_RUN in own and isinstance(step, int):
         attributes[names.WANDB_RUN_STEP] = step
@@ -127,7 +126,7 @@ def _gen_ai(own: Attributes, kind: SpanKind) -> Attributes:
             if key in attributes:
                 attributes[name] = attributes.pop(key)
     if kind is SpanKind.CHAT:
-        attributes |= {names.PROVIDER: PROVIDER, names.RESPONSE_MODEL: own[names.MODEL]}
+        attributes |= {names.PROVIDER: names.PROVIDER_NAME, names.RESPONSE_MODEL: own[names.MODEL]}
     if kind is SpanKind.TRAJECTORY or kind is SpanKind.CHAT:
         _messages(attributes)
     if tools := _list(_loaded(own.get(names.TOOL_DEFINITIONS))):
