@@ -32,6 +32,9 @@ _KINDS: dict[SpanKind, tuple[str, str, str | None]] = {
 }
 """MLflow's span type, the kind of Weave and OpenInference, the GenAI operation."""
 
+_GEN_AI_ALONE = (names.TOOL_DEFINITIONS, names.SEED, names.RESPONSE_ID)
+"""Attributes that MLflow and Weave's calls do not read, left out to save bytes."""
+
 
 def translated(span: ReadableSpan, readers: Sequence[TraceBackend]) -> ReadableSpan:
     """The span as these backends read it."""
@@ -68,7 +71,7 @@ def _renamed(
     for key, value in own.items():
         if key.startswith(names.TAG):
             attributes[tag_prefix + key.removeprefix(names.TAG)] = tag_value(value)
-        elif key != names.TOOL_DEFINITIONS and (kind is SpanKind.TRAJECTORY or key not in OF_EVERY_SPAN):
+        elif key not in _GEN_AI_ALONE and (kind is SpanKind.TRAJECTORY or key not in OF_EVERY_SPAN):
             attributes[new_names.get(key, key)] = value
     return attributes
 
@@ -100,7 +103,9 @@ def _weave(own: Attributes, kind: SpanKind) -> Attributes:
     attributes = _renamed(own, kind, _FOR_WEAVE, names.WEAVE_ATTRIBUTE)
     _, attributes[names.WEAVE_KIND], operation = _KINDS[kind]
     if operation is not None:
-        attributes |= {names.OPERATION: operation, names.PROVIDER: names.PROVIDER_NAME}
+        attributes[names.OPERATION] = operation
+    if kind is SpanKind.CHAT:
+        attributes[names.PROVIDER] = names.PROVIDER_NAME
     step = own.get(f"{names.TAG}step", own.get(names.TAG + names.TRAIN_STEP))
     if names.WANDB_RUN in own and isinstance(step, int):
         attributes[names.WANDB_RUN_STEP] = step
@@ -113,7 +118,7 @@ def _weave(own: Attributes, kind: SpanKind) -> Attributes:
 
 
 def _gen_ai(own: Attributes, kind: SpanKind) -> Attributes:
-    attributes = {**own, names.KIND: kind.value}
+    attributes = dict(own)
     _, openinference, operation = _KINDS[kind]
     attributes[names.OPENINFERENCE_KIND] = openinference.upper()
     if names.TRAJECTORY_ID in attributes:

@@ -50,7 +50,6 @@ def test_mlflow_gets_texts_in_its_own_attributes_alone(spans: Mapping[str, Reada
         "agentic.weight_version": "4",
         "gen_ai.request.max_tokens": 256,
         "gen_ai.request.model": "tiny",
-        "gen_ai.request.seed": 7,
         "gen_ai.request.temperature": 0.5,
         "gen_ai.request.top_k": 40,
         "gen_ai.response.finish_reasons": ("length",),
