@@ -35,8 +35,10 @@ from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.local.up import bring_up, take_down
-from trackway.deploy.runs import launch, plot
+from trackway.deploy.runs import plot
 from trackway.deploy.runs.demo import HELD_OUT_ROWS, TRAIN_ROWS
+from trackway.deploy.runs.prepare import placed
+from trackway.deploy.runs.session import RunSession
 from trackway.system import atomic_write, free_port
 from trackway.system.user_error import UserError
 from trackway.trainer.config import compose
@@ -226,10 +228,10 @@ def learn(deployment: Deployment, part: str, setting: str, seed: int, args: argp
     while RunFolder(args.outputs / folder).exists:  # an earlier attempt
         number += 1
         folder = f"{name}-{number}"
-    config = launch.placed(compose(words, config_name="tiny_demo"), deployment)
+    config = placed(compose(words, config_name="tiny_demo"), deployment)
     error = ""
     try:
-        info = launch.follow(deployment, launch.start_run(deployment, config, folder).run, progress)
+        info = RunSession(deployment).follow(RunSession(deployment).start(config, folder).run, progress)
         error = "" if info.step == args.steps else f"ended at step {info.step}"
     except (UserError, TrackwayError) as failure:
         error = str(failure)

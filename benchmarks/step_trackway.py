@@ -27,7 +27,7 @@ from trackway.deploy.bundled import CPU_CONFIG
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.local.up import bring_up, take_down
-from trackway.deploy.runs import launch
+from trackway.deploy.runs.session import RunSession
 from trackway.trainer.config import compose
 from trackway.trainer.data import make_tiny
 
@@ -205,8 +205,8 @@ def measure(work: Work, deployment: Deployment, config: Any) -> None:
     before = series(deployment)
     watch = Watch(deployment.outputs / RUN / "metrics.jsonl", total, meter, events)
     watch.start()
-    launch.start_run(deployment, config, RUN)
-    launch.follow(deployment, RUN, lambda info: None)
+    RunSession(deployment).start(config, RUN)
+    RunSession(deployment).follow(RUN, lambda info: None)
     watch.join(10)
     events.end(niceness=meter.niceness, **reported(before, series(deployment), total))
 

@@ -16,9 +16,9 @@ from tracing_run import Cpu, deployed
 
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.runs import launch
-from trackway.deploy.runs.delivery import unsent_of, wait_for_delivery
 from trackway.deploy.runs.demo import RunOutput, count_complete, gaps_on_one_machine
+from trackway.deploy.runs.losses import Unsent
+from trackway.deploy.runs.session import RunSession
 from trackway.deploy.terminal.console import run_bar
 from trackway.trainer.config import compose
 from trackway.trainer.run_state.folder import RunFolder
@@ -40,7 +40,7 @@ def measure(steps: int, prompts: int, rollouts: int, burners: int) -> None:
                 shown = time.monotonic()
                 print(f"left to send: {unsent}", flush=True)
 
-        info = wait_for_delivery(deployment, info, show)
+        info = RunSession(deployment).deliver(info, show)
         ended = time.time()
         cpu = Cpu.now(deployment).mlflow - before.mlflow
         _report(deployment, info, ended, cpu)
@@ -77,9 +77,9 @@ def _trained(deployment: Deployment, steps: int, prompts: int, rollouts: int) ->
         ],
         config_name="tiny_demo",
     )
-    launch.start_run(deployment, config, NAME)
+    RunSession(deployment).start(config, NAME)
     with run_bar(quiet=False) as bar:
-        return launch.follow(deployment, NAME, bar.show)
+        return RunSession(deployment).follow(NAME, bar.show)
 
 
 def _report(deployment: Deployment, info: RunInfo, ended: float, cpu: float) -> None:
@@ -105,7 +105,7 @@ def _report(deployment: Deployment, info: RunInfo, ended: float, cpu: float) -> 
         expected += len(names)
         found += len(names & own.keys())
     whole = count_complete(str(deployment.mlflow_uri), info.experiment_id or "", output.traced, gaps_on_one_machine)
-    print(f"left when the wait ended: {unsent_of(info)}")
+    print(f"left when the wait ended: {Unsent.of(info)}")
     print(f"traces whole: {whole} of {len(output.traced)}; linked to the run: {linked}, with one of each step")
     print(f"values of feedback: {found} of {expected}; metrics of {metrics} of {len(times)} steps")
     print(f"in MLflow {after:.0f} s after the last step's end")

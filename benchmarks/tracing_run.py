@@ -23,7 +23,7 @@ from trackway.deploy.bundled import CPU_CONFIG, TINY_MODEL
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.local.up import bring_up, take_down
-from trackway.deploy.runs import launch
+from trackway.deploy.runs.session import RunSession
 from trackway.trainer.config import compose
 from trackway.trainer.data import make_tiny
 from trackway.wire.trainer import RunInfo
@@ -143,8 +143,8 @@ def train(
         ],
         config_name="tiny_demo",
     )
-    launch.start_run(deployment, config, name)
-    info = launch.follow(deployment, name, show)
+    RunSession(deployment).start(config, name)
+    info = RunSession(deployment).follow(name, show)
     rows = [json.loads(line) for line in (Path(info.folder) / "metrics.jsonl").read_text().splitlines()]
     return [row["data"]["timing_s/step"] for row in rows if row["step"] > 1]
 

@@ -8,7 +8,7 @@ import psutil
 from tests.cluster.ray_cluster import PATIENCE_S, Cluster, until
 from tests.e2e.small_runs import small_run
 from trackway.clients import CallPolicy, RolloutClient, TrainerClient, run
-from trackway.deploy.runs import launch
+from trackway.deploy.runs.session import RunSession
 from trackway.traces import MlflowStore
 from trackway.traces.verify import Gap, dumps, verify
 from trackway.trainer.config import compose
@@ -28,7 +28,7 @@ _STORED_S = 45.0
 def start(cluster: Cluster, name: str, *overrides: str) -> str:
     """A small run whose training trajectories are all traced."""
     words = small_run(cluster.deployment.outputs, name, STEPS, *overrides)
-    return launch.start_run(cluster.deployment, compose(words, config_name="tiny_demo"), name).run
+    return RunSession(cluster.deployment).start(compose(words, config_name="tiny_demo"), name).run
 
 
 def step_of(cluster: Cluster, name: str) -> int:
@@ -46,7 +46,7 @@ def goes_on(cluster: Cluster, name: str, steps: int) -> None:
 
 def stopped(cluster: Cluster, name: str) -> RunInfo:
     """The run, asked to stop and over."""
-    return launch.stop_run(cluster.deployment, name, lambda info: None)
+    return RunSession(cluster.deployment).stop(name, lambda info: None)
 
 
 def stop_all(cluster: Cluster) -> None:

@@ -29,11 +29,11 @@ def trackway(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         (["status"], "no services are running for outputs; start them with `trackway up`"),
         (["train", "data.trian_batch_size=4"], "unknown key 'data.trian_batch_size'"),
         (["config", "explain", "data.trian_batch_size"], "unknown key 'data.trian_batch_size': did you mean"),
-        (["train", "--config", "nowhere.yaml"], "expected a file nowhere.yaml"),
+        (["train", "--config", "nowhere.yaml"], "--config: expected a folder or a YAML file, got nowhere.yaml"),
         (["up", "--model-path", "nowhere"], "model not found: nowhere/config.json"),
         (["up", "--config", "nowhere.yaml"], "Ray Serve config not found: nowhere.yaml"),
         (["traces", "list"], "no MLflow database in outputs"),
-        (["ui"], "no MLflow database in outputs/demo"),
+        (["ui"], "no MLflow database in outputs"),
         (["attach", "--base-url", "here"], "--base-url: expected an address like http://127.0.0.1:8000, got 'here'"),
         (["demo", "--attached"], "expected outputs to be attached to running services, got no attachment"),
         (["demo", "--wait", "9"], "--data-dir and --wait: expected --attached with them"),
@@ -117,13 +117,12 @@ def test_a_key_is_explained_with_what_a_preset_says_of_it(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_dry_run_on_running_services_needs_none(tmp_path: Path) -> None:
+def test_a_dry_run_without_running_services_plans_those_that_it_would_start(tmp_path: Path) -> None:
     words = ["data.train_files=nowhere.parquet", "actor_rollout_ref.model.path=Some/Model"]
     told = trackway("train", "--dry-run", "trainer.total_training_steps=7", *words, cwd=tmp_path)
 
     assert told.returncode == 0, told.stderr
-    assert "services: expected running services for outputs, got none; start them with `trackway up`" in told.stdout
-    assert {"steps 7 in all", "rollout unchanged, as deployed"} <= {
+    assert {"steps 7 in all", "rollout engine torch; replicas as in the Serve config"} <= {
         " ".join(line.split()) for line in told.stdout.splitlines()
     }
 

@@ -21,7 +21,7 @@ from trackway.clients.token import TOKEN
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.local.up import bring_up, take_down
-from trackway.deploy.runs import launch
+from trackway.deploy.runs.session import RunSession
 from trackway.trainer.config import compose
 from trackway.trainer.data import make_tiny
 from trackway.wire.trainer import RunInfo
@@ -64,6 +64,6 @@ def started(deployment: Deployment) -> Train:
 
     def start(name: str, steps: int, *overrides: str) -> RunInfo:
         words = small_run(deployment.outputs, name, steps, *overrides)
-        return launch.start_run(deployment, compose(words, config_name="tiny_demo"), name)
+        return RunSession(deployment).start(compose(words, config_name="tiny_demo"), name)
 
     return start

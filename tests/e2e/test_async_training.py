@@ -13,7 +13,7 @@ from tests.e2e.small_runs import small_run
 from tests.e2e.test_training import quiet, until, whole
 from trackway import traces
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.runs import launch
+from trackway.deploy.runs.session import RunSession
 from trackway.trainer.config import compose
 from trackway.trainer.run_state.trajectory_dump import read_trajectories
 from trackway.wire.trainer import RunInfo, RunState
@@ -53,8 +53,8 @@ def overlapped(deployment: Deployment) -> Run:
         "trainer.val_before_train=false",
         "trackway.trace_validation_samples=0",
     )
-    launch.start_run(deployment, compose(words, config_name="tiny_demo"), "overlapped")
-    info = launch.follow(deployment, "overlapped", quiet)
+    RunSession(deployment).start(compose(words, config_name="tiny_demo"), "overlapped")
+    info = RunSession(deployment).follow("overlapped", quiet)
     folder = Path(info.folder)
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     trained = {step: read_trajectories(folder / f"trajectories/step_{step}.parquet") for step in range(1, STEPS + 1)}

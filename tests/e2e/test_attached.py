@@ -23,8 +23,11 @@ from trackway.deploy.deployment import status
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.running import load_running
 from trackway.deploy.deployment.serve_api import ServeApi
-from trackway.deploy.runs import demo, launch
+from trackway.deploy.local.settings import UpSettings
+from trackway.deploy.runs import demo
 from trackway.deploy.runs.demo import PhaseTimes
+from trackway.deploy.runs.prepare import placed, prepare
+from trackway.deploy.runs.session import RunSession
 from trackway.system.user_error import UserError
 from trackway.trainer.config import compose
 from trackway.wire.health import ServiceName
@@ -124,14 +127,14 @@ def test_another_clusters_token_is_refused_in_a_line(attached: Path, monkeypatch
 def test_a_run_starts_there_with_paths_of_the_services_volume(deployment: Deployment, attached: Path) -> None:
     there = load_running(attached)
     words = small_run(deployment.outputs, "far", 1, "trainer.val_before_train=False")
-    config = launch.placed(compose(words, config_name="tiny_demo"), there)
+    config = placed(compose(words, config_name="tiny_demo"), there)
     seen: list[RunInfo] = []
 
-    info = launch.follow(there, launch.start_run(there, config).run, seen.append)
+    info = RunSession(there).follow(RunSession(there).start(config).run, seen.append)
 
     assert (info.state, info.step, seen[-1]) == (RunState.FINISHED, 1, info)
     with pytest.raises(UserError, match=r"data.train_files: expected an absolute path on the services' volume"):
-        launch.placed(compose([*words, "data.train_files=train.parquet"], config_name="tiny_demo"), there)
+        placed(compose([*words, "data.train_files=train.parquet"], config_name="tiny_demo"), there)
 
 
 def test_the_demo_runs_there_as_a_jobs_command(deployment: Deployment, attached: Path, tmp_path: Path) -> None:
@@ -139,10 +142,13 @@ def test_the_demo_runs_there_as_a_jobs_command(deployment: Deployment, attached:
     small += ["actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.total_training_steps=2"]
     words = ["--outputs", str(attached), "--data-dir", str(tmp_path), "--wait", "60", "--seed", "7", "--json"]
     there = load_running(attached)
-    first = demo.Demo(there, 7, tmp_path, MODEL, small)  # a pod that is evicted at once
-    info, started = first.start()
-    assert (started, first.start()[1]) == ("run seed7 starts", f"run seed7 is {info.state} already; following it")
-    launch.stop_run(there, info.run, lambda info: None)
+    session, settings = RunSession(there), UpSettings(outputs=attached)
+    keys = demo.demo_words(7, "seed7", tmp_path, [*small, f"actor_rollout_ref.model.path={MODEL}"])
+    demo.write_rows(7, tmp_path, small)
+    subject = prepare(keys, None, "tiny_demo", settings)
+    info = session.submit(subject, lambda info: None)  # by a pod that is evicted at once
+    assert session.submit(subject, lambda info: None).uid == info.uid  # it is followed
+    session.stop(info.run, lambda info: None)
 
     told = json.loads(trackway("demo", "--attached", *words, *small))
 
@@ -152,8 +158,8 @@ def test_the_demo_runs_there_as_a_jobs_command(deployment: Deployment, attached:
     assert json.loads((attached / "summary.json").read_text()) == told and (attached / "reward.png").exists()
     assert sorted(file.name for file in (tmp_path / "tiny-seed7").iterdir()) == ["test.parquet", "train.parquet"]
 
-    newest, free = demo.newest_of(7, demo.runs(deployment))
-    assert newest is not None and (newest.run, free, newest.uid) == ("seed7", "seed7-2", info.uid)  # it went on
+    newest = session.info("seed7")
+    assert newest.uid == info.uid and demo.name_of(7, [newest]) == "seed7-2"  # it went on
     hidden = newest.model_copy(update={"folder": "/nowhere/seed7"})
     summary, [note] = demo.summarise(there, hidden, PhaseTimes(0.0))
     assert "/nowhere/seed7 cannot be read from here" in note

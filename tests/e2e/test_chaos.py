@@ -43,7 +43,7 @@ from trackway.clients import TrainerClient, run
 from trackway.deploy.deployment import status
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local.last_spans import spans_waiting
-from trackway.deploy.runs import launch
+from trackway.deploy.runs.session import RunSession
 from trackway.traces import MlflowStore
 from trackway.traces.verify import waiting
 from trackway.trainer.config import compose
@@ -68,14 +68,14 @@ _undisturbed: dict[tuple[RunKind, int], RunInfo] = {}
 
 def start(deployment: Deployment, name: str, steps: int, *overrides: str) -> RunInfo:
     words = small_run(deployment.outputs, name, steps, *RARE_SAVES, *PATIENT, *overrides)
-    return launch.start_run(deployment, compose(words, config_name="tiny_demo"), name)
+    return RunSession(deployment).start(compose(words, config_name="tiny_demo"), name)
 
 
 def undisturbed(deployment: Deployment, kind: RunKind, steps: int) -> RunInfo:
     """A run of so many steps that was left alone; one for all schedules of a kind."""
     if (kind, steps) not in _undisturbed:
         name = start(deployment, f"undisturbed-{kind.name.lower()}-{steps}", steps, *UNTRACED, *kind.value).run
-        _undisturbed[kind, steps] = launch.follow(deployment, name, quiet)
+        _undisturbed[kind, steps] = RunSession(deployment).follow(name, quiet)
     return _undisturbed[kind, steps]
 
 
@@ -132,7 +132,7 @@ def test_a_run_on_sessions_survives_signals_to_random_processes(
         deployment.outputs, name := f"chaos-{settings.name}", settings.steps, *PATIENT, *settings.kind.value
     )
     config = compose([*words, "trainer.save_freq=2"], config_name="tiny_demo")
-    chaos = ChaosRun(deployment, launch.start_run(deployment, config, name).run)
+    chaos = ChaosRun(deployment, RunSession(deployment).start(config, name).run)
     with agents_at_work(chaos) as (opened, ended):
         info = chaos.endure(settings.schedule)
 
@@ -170,8 +170,8 @@ def test_a_run_that_got_ctrl_c_twice_goes_on_as_if_there_had_been_none(deploymen
     saw_its_end = "checkpoint saved; " in shown
     stopped = folder.info()
     print(f"{name}: {stopped.state} at step {stopped.step}; the command said: {shown[-300:]}", flush=True)
-    launch.resume_run(deployment, name)
-    info = launch.follow(deployment, name, quiet)
+    RunSession(deployment).resume(name)
+    info = RunSession(deployment).follow(name, quiet)
 
     assert process.returncode == 130 and f"trackway train --resume {name}" in shown.replace("\n", " ")
     assert not saw_its_end or stopped.state is RunState.STOPPED

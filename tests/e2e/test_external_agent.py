@@ -20,7 +20,7 @@ from trackway.deploy.config import serve_config
 from trackway.deploy.deployment import status
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.serve_api import ServeApi
-from trackway.deploy.runs import launch
+from trackway.deploy.runs.session import RunSession
 from trackway.trainer.data import make_tiny
 from trackway.wire.agent import RewardModel, Sample
 from trackway.wire.chat import Message
@@ -68,7 +68,7 @@ def rows(deployment: Deployment) -> list[str]:
 
 
 def test_a_plain_openai_script_is_trained(deployment: Deployment, agents: list[ReplicaInfo], started: Start) -> None:
-    info = launch.follow(deployment, started("external", 2, *rows(deployment)).run, quiet)
+    info = RunSession(deployment).follow(started("external", 2, *rows(deployment)).run, quiet)
 
     made = trajectories_of(info)
     assert (info.state, info.message, len(made)) == (RunState.FINISHED, "", 4 + 32 + 4)
@@ -108,7 +108,7 @@ def test_sessions_of_a_killed_replica_go_on_elsewhere_or_end_by_name(
     until(lambda: answer(opened[kept.replica]).status_code == 200)
     until(lambda: not any(program.is_running() for program in programs))
 
-    info = launch.follow(deployment, name, quiet)
+    info = RunSession(deployment).follow(name, quiet)
     made = trajectories_of(info)
     assert (info.state, info.restarts) == (RunState.FINISHED, 0)
     assert len({key(trajectory) for trajectory in made}) == len(made) == 4 + 32 + 4
@@ -137,7 +137,7 @@ def test_sessions_of_a_deployed_agent_are_trained_also_when_the_run_is_killed(
         os.kill(worker_of(deployment, name), signal.SIGKILL)
         rest = list(pool.map(lambda number: worked(deployment, number), range(32, 48)))
 
-    info = launch.follow(deployment, name, quiet)
+    info = RunSession(deployment).follow(name, quiet)
     made = trajectories_of(info)
     assert (info.state, info.restarts) == (RunState.FINISHED, 1)
     assert [trajectory.error for trajectory in made if trajectory.error] == []

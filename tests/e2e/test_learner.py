@@ -9,7 +9,7 @@ import pytest
 from tests.e2e.test_training import quiet, trajectories_of, until
 from trackway import traces
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.runs import launch
+from trackway.deploy.runs.session import RunSession
 from trackway.system.user_error import UserError
 from trackway.trainer.learner.weights.sharded_files import read_whole
 from trackway.wire.trainer import RunInfo, RunState
@@ -23,7 +23,7 @@ def adapter(deployment: Deployment, started) -> RunInfo:
     words = ("trackway.learner_ranks=2", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.actor.optim.lr=0.01")
     filtered = ("algorithm.adv_estimator=remax", "algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=2")
     traced = ("trackway.trace_prompts_per_step=2",)
-    return launch.follow(deployment, started("adapter", 3, *words, *filtered, *traced).run, quiet)
+    return RunSession(deployment).follow(started("adapter", 3, *words, *filtered, *traced).run, quiet)
 
 
 def metrics_of(info: RunInfo) -> list[dict[str, float]]:
@@ -71,7 +71,7 @@ def test_a_run_without_the_nodes_of_its_learner_fails_with_what_they_offer(deplo
     name = started("nodes", 1, "trainer.nnodes=3", "trackway.placement_timeout_s=1").run
 
     with pytest.raises(UserError) as caught:
-        launch.follow(deployment, name, quiet)
+        RunSession(deployment).follow(name, quiet)
 
     expected = "expected 2 Ray nodes besides the trainer's, offering trackway_learner 1, CPU 1 each, got none in 1 s"
     assert f"trainer.nnodes: {expected}; add such nodes, or lower trainer.nnodes" in str(caught.value)

@@ -10,7 +10,7 @@ from mlflow import MlflowClient
 from tests.chaos.run_invariants import mlflow_differences
 from tests.e2e.test_training import quiet, step_of, trajectories_of, until, whole
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.runs import launch
+from trackway.deploy.runs.session import RunSession
 from trackway.wire.trainer import RunState
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -37,7 +37,7 @@ def test_mlflow_standing_still_stops_no_step_and_loses_no_trace(deployment: Depl
     with away(deployment):
         first = step_of(deployment, name)
         until(lambda: step_of(deployment, name) >= min(8, first + 4))
-    info = launch.follow(deployment, name, quiet)
+    info = RunSession(deployment).follow(name, quiet)
     assert (info.state, info.step) == (RunState.FINISHED, 8)
     made = trajectories_of(info)
     traced = {f"tr-{trajectory.trace_id}": trajectory for trajectory in made if trajectory.trace_id}

@@ -136,7 +136,7 @@ def test_on_services_that_run_it_uses_them_and_the_same_command_goes_on_after_ct
     assert (first.returncode, stopped.state) == (130, RunState.STOPPED) and 1 <= stopped.step < 8
     seen = [" ".join(line.split()) for line in told.splitlines()]
     assert "actor_rollout_ref.rollout.name vllm as deployed decided by the running deployment" in seen
-    assert "checkpoint saved; repeat this command to resume" in seen
+    assert f"checkpoint saved; to resume: trackway train --resume by-main-ppo --outputs {deployment.outputs}" in seen
     assert "resuming run by-main-ppo with its original data.seed=None" in again.stderr
     assert again.returncode == 0 and "run by-main-ppo finished at step 8" in again.stdout, again.stderr
     assert [row.step for row in RunFolder(deployment.outputs / "by-main-ppo").rows()] == list(range(9))

@@ -27,7 +27,7 @@ from trackway.clients import TrainerClient, run
 from trackway.console.app import create_app
 from trackway.deploy.deployment import status
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.runs import launch
+from trackway.deploy.runs.session import RunSession
 from trackway.trainer.run_state.trajectory_dump import read_trajectories
 from trackway.wire.trainer import RunInfo, RunState
 from trackway.wire.trajectory import Trajectory
@@ -66,7 +66,7 @@ def runs(deployment: Deployment) -> list[RunInfo]:
 @pytest.fixture(scope="module")
 def whole_run(deployment: Deployment, started) -> RunInfo:
     """A finished run of two steps, all of whose training trajectories are traced."""
-    return launch.follow(deployment, started("whole", 2, "trackway.save_token_values=true").run, quiet)
+    return RunSession(deployment).follow(started("whole", 2, "trackway.save_token_values=true").run, quiet)
 
 
 def test_a_run_leaves_a_whole_trace_for_each_traced_trajectory(deployment: Deployment, whole_run: RunInfo) -> None:
@@ -154,7 +154,7 @@ def test_scaling_rollout_during_a_run_fails_no_request_and_both_replicas_hold_th
     name = started("scaled", 8).run
     until(lambda: step_of(deployment, name) >= 1)
     during = status.scale(deployment, "rollout", 2)
-    info = launch.follow(deployment, name, quiet)
+    info = RunSession(deployment).follow(name, quiet)
     after = until(lambda: current(deployment))
     back = status.scale(deployment, "rollout", 1)
     assert (len(during), len(after), len(back)) == (2, 2, 1)
@@ -177,7 +177,7 @@ def test_a_killed_rollout_replica_costs_no_trajectory(deployment: Deployment, st
     rollout = next(service for service in status.service_statuses(deployment) if service.service == "rollout")
     [replica] = rollout.replicas
     os.kill(replica.health.pid, signal.SIGKILL)
-    info = launch.follow(deployment, name, quiet)
+    info = RunSession(deployment).follow(name, quiet)
     assert (info.state, info.restarts) == (RunState.FINISHED, 0)
     assert [trajectory.error for trajectory in trajectories_of(info) if trajectory.error] == []
     assert next(iter(status.service_statuses(deployment))).replicas[0].health.pid != replica.health.pid
@@ -194,8 +194,8 @@ def test_ctrl_c_saves_a_checkpoint_from_which_the_run_goes_on(deployment: Deploy
     _, shown = process.communicate(timeout=180)
     assert process.returncode == 130 and "trackway train --resume interrupted" in shown.replace("\n", " ")
     [stopped] = [run for run in runs(deployment) if run.run == "interrupted"]
-    launch.resume_run(deployment, "interrupted")
-    info = launch.follow(deployment, "interrupted", quiet)
+    RunSession(deployment).resume("interrupted")
+    info = RunSession(deployment).follow("interrupted", quiet)
     rows = [json.loads(line) for line in (Path(info.folder) / "metrics.jsonl").read_text().splitlines()]
     assert (stopped.state, info.state) == (RunState.STOPPED, RunState.FINISHED)
     assert 1 <= stopped.step < 15 and [row["step"] for row in rows] == list(range(16))

@@ -13,8 +13,8 @@ from tests.e2e.test_training import quiet, step_of, until
 from trackway.deploy.commands.why import reasons
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.status import service_statuses
-from trackway.deploy.runs import launch
 from trackway.deploy.runs.found import find_run
+from trackway.deploy.runs.session import RunSession
 from trackway.trainer.config import compose
 from trackway.wire.trainer import RunInfo, RunState
 
@@ -48,9 +48,9 @@ def standing_still(deployment: Deployment, service: str) -> Iterator[str]:
 def run(deployment: Deployment) -> Iterator[str]:
     """A run that is stopped once each service has stood still."""
     words = small_run(deployment.outputs, "why", STEPS, "trackway.trace_prompts_per_step=0", "trainer.test_freq=-1")
-    name = launch.start_run(deployment, compose(words, config_name="tiny_demo"), "why").run
+    name = RunSession(deployment).start(compose(words, config_name="tiny_demo"), "why").run
     yield name
-    assert launch.stop_run(deployment, name, quiet).state is RunState.STOPPED
+    assert RunSession(deployment).stop(name, quiet).state is RunState.STOPPED
 
 
 @pytest.mark.parametrize("service", list(NAMED))

@@ -17,7 +17,7 @@ from trackway.deploy.config import serve_config
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.local.up import bring_up, take_down
-from trackway.deploy.runs import launch
+from trackway.deploy.runs.session import RunSession
 from trackway.trainer.config import compose
 from trackway.trainer.data import make_tiny
 from trackway.wire.trainer import RunState
@@ -43,8 +43,8 @@ def deployment(environment: Path, tmp_path: Path) -> Iterator[Deployment]:
 
 def test_ten_steps_train_on_tokens_of_two_replicas_under_the_weights_of_each_step(deployment: Deployment) -> None:
     words = small_run(deployment.outputs, "on-sglang", STEPS, "trackway.trace_prompts_per_step=0")
-    info = launch.start_run(deployment, compose(words, config_name="tiny_demo"), "on-sglang")
-    info = launch.follow(deployment, info.run, quiet)
+    info = RunSession(deployment).start(compose(words, config_name="tiny_demo"), "on-sglang")
+    info = RunSession(deployment).follow(info.run, quiet)
     metrics = httpx.get(f"{deployment.base_url}/rollout/replicas/metrics").raise_for_status().text
 
     made = [trajectory for trajectory in trajectories_of(info) if not trajectory.tags.validation]

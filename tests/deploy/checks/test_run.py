@@ -16,13 +16,18 @@ from typer.testing import CliRunner
 from tests.services.chat.families import FAMILIES
 from trackway.agent import loop
 from trackway.deploy.bundled import TINY_MODEL
+from trackway.deploy.checks.run import check_run
 from trackway.deploy.commands.main_ppo import app as main_ppo
 from trackway.deploy.commands.training import app as training
 from trackway.deploy.deployment.processes import ProcessRecord
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.runs.standalone import prepare
+from trackway.deploy.local.settings import UpSettings
+from trackway.deploy.runs.prepare import prepare
 from trackway.system.user_error import UserError
+from trackway.trainer.config import RunConfig
 from trackway.trainer.data.parquet import write_rows
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.agent import RewardModel, Sample
 from trackway.wire.chat import Message
 from trackway.wire.errors import TrackwayError
@@ -97,7 +102,6 @@ WRONG: list[tuple[list[str], Changes, str]] = [
     (["actor_rollout_ref.actor.clip_ratio=nan"], {}, "clip_ratio: Input should be a finite number, got nan"),
     (["trainer.experiment_name=../../evil"], {}, "trainer.experiment_name: expected a run name of letters, digits"),
     (["trainer.experiment_name=''"], {}, "trainer.experiment_name: expected a run name of letters, digits"),
-    (["actor_rollout_ref.model.path=null"], {}, "expected a value for actor_rollout_ref.model.path, got none"),
     (["data.train_batch_size=49"], {}, "expected at least data.train_batch_size=49 rows, got 48"),
     (["trainer.val_only=true"], {}, "trainer.val_only=true: expected rows in data.val_files, got none"),
     (["trainer.resume_mode=resume_path"], {}, "trainer.resume_from_path: expected .../global_step_<n>"),
@@ -307,9 +311,9 @@ def test_a_plan_names_the_updates_of_a_value_model(words) -> None:
 def test_each_part_of_a_check_ends_as_it_went(words, overrides: list[str], ends: dict[str, str]) -> None:
     states: dict[str, str] = {}
     _config_name, _outputs, outputs, *keys = words({}, *overrides)
-    run = prepare(keys, None, "tiny_demo", Path(outputs))
+    run = prepare(keys, None, "tiny_demo", UpSettings(outputs=Path(outputs)))
 
-    run.check(load=False, report=lambda name, state: states.update({name: state}))
+    check_run(run, load=False, report=lambda name, state: states.update({name: state}))
 
     assert {name: states[name] for name in ends} == ends
 
@@ -470,22 +474,22 @@ def test_a_run_that_running_services_resume_takes_no_other_configuration(running
 
     assert told == (
         2,
-        "--resume: expected no --config and no --config-name, since first goes on with its own configuration on the "
-        f"running services, got {words[1]}; give the keys to change as key=value",
+        "--resume: expected no --config and no --config-name, since first goes on with its own configuration, got "
+        f"{words[1]}; give the keys to change as key=value",
     )
 
 
 def test_a_name_that_is_taken_or_cannot_be_is_told_before_anything_is_sent(words, running: Deployment) -> None:
-    (running.outputs / "plan").mkdir()
-    (running.outputs / "plan" / "state.json").write_text("{}")
-    mine = words({}, f"{R}.trace.backend=null")
+    mine = words({}, f"{R}.trace.backend=null", "trainer.resume_mode=disable")
+    RunFolder(running.outputs / "plan").create(RunConfig(), ServiceUrls.model_construct())
 
     taken = command(training, "train", *mine, "--dry-run")
     other_run = command(training, "train", *mine, "--run", "other", "--dry-run")
     evil = command(training, "train", *mine, "--run", "../../evil")
 
     assert (taken.status, other_run.status, evil.status) == (0, 0, 2)
-    assert "run 'plan' exists in" in taken.text.partition("missing here")[2] and "exists in" not in other_run.text
+    said = f"run 'plan' is starting in {running.outputs}; give another trainer.experiment_name"
+    assert said in taken.text.partition("missing here")[2] and "is starting" not in other_run.text
     assert evil.text.startswith("--run: expected a run name of letters, digits")
 
 

@@ -22,7 +22,6 @@ from trackway.deploy.deployment.serve_api import ServeApi, ray_token
 from trackway.deploy.deployment.status import service_statuses
 from trackway.deploy.local import preflight
 from trackway.deploy.local.settings import UpSettings
-from trackway.deploy.runs import standalone
 from trackway.serving.middleware import CatchAllErrors
 from trackway.system.user_error import UserError
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -241,8 +240,6 @@ def test_commands_for_this_machine_leave_attached_services_alone(elsewhere, outp
     record(outputs, elsewhere.url, mlflow_uri="http://mlflow:5000")
     with pytest.raises(UserError, match=r"is attached to services at .*; detach with `trackway down`"):
         preflight.check(UpSettings(outputs=outputs))
-    with pytest.raises(UserError, match="but this command uses local services; use `trackway train`"):
-        standalone.prepare([], None, "tiny_demo", outputs)
     for words, remedy in ((["demo"], "add --attached to run the demo there"), (["ui"], "open http://mlflow:5000")):
         failed = CliRunner().invoke(app, [*words, "--outputs", str(outputs)])
         assert isinstance(failed.exception, UserError) and remedy in str(failed.exception)

@@ -10,11 +10,10 @@ from typer.testing import CliRunner
 from trackway.deploy.cli import app
 from trackway.deploy.deployment.attach import folder_here
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.runs import launch
-from trackway.deploy.runs.launch import elsewhere as paths_there
-from trackway.deploy.runs.launch import localised, placed
+from trackway.deploy.runs import session
 from trackway.deploy.runs.losses import run_notes
-from trackway.deploy.runs.project import configured
+from trackway.deploy.runs.prepare import configured, localised, placed
+from trackway.deploy.runs.session import RunSession
 from trackway.deploy.terminal.console import RunBar
 from trackway.system.user_error import UserError
 from trackway.trainer.config import compose
@@ -61,8 +60,8 @@ def test_paths_of_the_services_volume_stay_as_they_are(there: Deployment, tmp_pa
     here = compose([*words, f"{MODEL}=/models/tiny"])
     hub = compose([*words, f"{MODEL}=Qwen/Qwen2.5-3B-Instruct"])
 
-    assert (paths_there(here), paths_there(hub)) == (here, hub)
-    assert (placed(here, there), placed(here, None)) == (here, localised(here))
+    assert (placed(here, there), placed(hub, there)) == (here, hub)
+    assert placed(here, None) == localised(here)
 
 
 @pytest.mark.parametrize(
@@ -78,14 +77,16 @@ def test_paths_of_the_services_volume_stay_as_they_are(there: Deployment, tmp_pa
         (f"{MODEL}=model", MODEL),
     ],
 )
-def test_a_path_of_this_machine_is_refused_by_its_key(word: str, key: str, tmp_path: Path, monkeypatch) -> None:
+def test_a_path_of_this_machine_is_refused_by_its_key(
+    word: str, key: str, there: Deployment, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("model").mkdir()
     expected = (
         rf"{key}: expected an absolute path on the services' volume or a URL, got .*; .*: copy the file to their volume"
     )
     with pytest.raises(UserError, match=expected):
-        paths_there(compose([word]))
+        placed(compose([word]), there)
 
 
 def test_an_interrupted_run_is_waited_for_elsewhere_and_an_error_here(there: Deployment, folder: RunFolder) -> None:
@@ -98,23 +99,23 @@ def test_an_interrupted_run_is_waited_for_elsewhere_and_an_error_here(there: Dep
             advance(folder, RunState.STARTING, RunState.RUNNING, RunState.FINISHED, interrupted=False)
 
     with pytest.raises(UserError, match=f"resume it with `trackway train --resume {folder.name}`"):
-        launch.follow(here(there), folder.name, quiet)
-    assert launch.follow(there, folder.name, show).state is RunState.FINISHED
+        RunSession(here(there)).follow(folder.name, quiet)
+    assert RunSession(there).follow(folder.name, show).state is RunState.FINISHED
     assert seen == [RunState.FAILED, RunState.FINISHED]
 
 
 def test_an_interrupted_run_that_stays_away_is_no_success(there: Deployment, folder: RunFolder, monkeypatch) -> None:
-    monkeypatch.setattr(launch, "OUTAGE_DEADLINE_S", 0.0)
+    monkeypatch.setattr(session, "OUTAGE_DEADLINE_S", 0.0)
     advance(folder, RunState.RUNNING, RunState.STOPPING)
     folder.move(RunState.STOPPED, "interrupted after step 5; it can be resumed", interrupted=True)
     with pytest.raises(UserError) as away:
-        launch.follow(there, folder.name, quiet)
+        RunSession(there).follow(folder.name, quiet)
     assert str(away.value) == (
         f"run {folder.name} was interrupted and was not resumed automatically (interrupted after step 5; it can be "
         f"resumed); resume it with `trackway train --resume {folder.name}`; its log is {folder.log}"
     )
     folder.update(interrupted=False)
-    assert launch.follow(there, folder.name, quiet).state is RunState.STOPPED
+    assert RunSession(there).follow(folder.name, quiet).state is RunState.STOPPED
 
 
 def test_status_says_what_a_backend_lacks_of_each_run(there: Deployment, folder: RunFolder) -> None:
@@ -146,20 +147,20 @@ def test_a_service_that_moves_is_waited_for(elsewhere, there: Deployment, folder
             elsewhere.failing = 7  # more than one call tries
             advance(folder, RunState.RUNNING, RunState.FINISHED)
 
-    assert launch.follow(there, folder.name, move).state is RunState.FINISHED
+    assert RunSession(there).follow(folder.name, move).state is RunState.FINISHED
     assert elsewhere.failing == 0
 
-    monkeypatch.setattr(launch, "OUTAGE_DEADLINE_S", 0.0)
+    monkeypatch.setattr(session, "OUTAGE_DEADLINE_S", 0.0)
     elsewhere.away = {"trainer"}
     with pytest.raises(
         UserError, match=f"no answer after 5 attempts .*follow it with `trackway train --resume {folder.name}`"
     ):
-        launch.follow(there, folder.name, quiet)
+        RunSession(there).follow(folder.name, quiet)
 
 
 def test_resuming_an_active_run_follows_it(there: Deployment, folder: RunFolder) -> None:
     advance(folder, RunState.RUNNING, step=3)
-    assert launch.resume_run(there, folder.name) == folder.info()
+    assert RunSession(there).resume(folder.name) == folder.info()
 
 
 @pytest.mark.parametrize(
@@ -175,13 +176,13 @@ def test_a_run_that_is_stopping_is_resumed_once_it_has_stopped(there: Deployment
             advance(folder, RunState.STOPPED)
 
     changes = {"trainer.n_gpus_per_node": 8}
-    resumed = launch.resume_run(there, folder.name, stop, skip_damaged=True, changes=changes)
+    resumed = RunSession(there).resume(folder.name, stop, skip_damaged=True, changes=changes)
     with pytest.raises(
         UserError, match=f"n_gpus_per_node: expected a run that has ended, got run {folder.name}, which is"
     ):
-        launch.resume_run(there, folder.name, quiet, changes=changes)
+        RunSession(there).resume(folder.name, quiet, changes=changes)
     command = Path(f"/proc/{folder.owner().pid}/cmdline").read_text()
-    ended = launch.stop_run(there, folder.name, quiet)  # its learner, which the service has started
+    ended = RunSession(there).stop(folder.name, quiet)  # its learner, which the service has started
     assert (seen, resumed.state, ended.state) == (
         [RunState.STOPPING, RunState.STOPPED],
         RunState.STARTING,
@@ -193,7 +194,7 @@ def test_a_run_that_is_stopping_is_resumed_once_it_has_stopped(there: Deployment
 
 def test_a_run_that_is_interrupted_goes_on_by_itself(there: Deployment, folder: RunFolder) -> None:
     advance(folder, RunState.RUNNING, RunState.STOPPING, interrupted=True)
-    assert launch.resume_run(there, folder.name) == folder.info()
+    assert RunSession(there).resume(folder.name) == folder.info()
 
 
 def test_a_run_that_finishes_while_it_stops_is_done(there: Deployment, folder: RunFolder, monkeypatch) -> None:
@@ -233,7 +234,7 @@ def test_a_resumed_run_says_that_it_does_not_read_the_projects_file_and_takes_ch
 ) -> None:
     Path("trackway.yaml").write_text(PROJECT.replace("trackway: {", "trackway: {learner_ranks: 3, "))
     advance(of_project, RunState.STOPPING, RunState.STOPPED)
-    monkeypatch.setattr(launch, "follow", launch.stop_run)  # its learner, which the service has started
+    monkeypatch.setattr(RunSession, "follow", RunSession.stop)  # its learner, which the service has started
 
     error, shown = resumed(there, of_project, "trackway.rank_timeout_s=8")
 
@@ -244,13 +245,13 @@ def test_a_resumed_run_says_that_it_does_not_read_the_projects_file_and_takes_ch
 
 
 def test_a_run_that_does_not_end_says_what_helps(there: Deployment, folder: RunFolder, monkeypatch) -> None:
-    monkeypatch.setattr(launch, "STOP_DEADLINE_S", -1.0)
+    monkeypatch.setattr(session, "STOP_DEADLINE_S", -1.0)
     advance(folder, RunState.RUNNING, RunState.STOPPING)
     again = f"`trackway train --resume {folder.name}` waits again, then resumes it"
     with pytest.raises(UserError, match=f"expected it to stop within .* s, but it is still running; {again}$"):
-        launch.resume_run(there, folder.name)
+        RunSession(there).resume(folder.name)
     with pytest.raises(UserError, match=f"{again}; or stop it together with its services: `trackway down`$"):
-        launch.resume_run(here(there), folder.name)
+        RunSession(here(there)).resume(folder.name)
 
 
 def test_another_run_in_a_folder_of_that_name_is_not_taken_for_it(folder: RunFolder) -> None:
@@ -261,5 +262,5 @@ def test_another_run_in_a_folder_of_that_name_is_not_taken_for_it(folder: RunFol
 
 def test_a_lost_run_is_an_error_at_once(there: Deployment) -> None:
     with pytest.raises(TrackwayError) as lost:
-        launch.follow(there, "nothing", quiet)
+        RunSession(there).follow("nothing", quiet)
     assert lost.value.code is ErrorCode.NOT_FOUND

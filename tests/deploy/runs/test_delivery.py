@@ -8,8 +8,10 @@ from rich.console import Console
 
 from trackway.deploy.commands import run_output
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.runs import delivery, launch
-from trackway.deploy.runs.delivery import Unsent, wait_for_delivery
+from trackway.deploy.runs import session
+from trackway.deploy.runs.losses import Unsent
+from trackway.deploy.runs.session import RunSession
+from trackway.deploy.terminal.console import DeliveryBar
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import BackendSummary, RunInfo, RunState, TraceSummary
 
@@ -46,13 +48,13 @@ class Services:
 @pytest.fixture
 def after(monkeypatch: pytest.MonkeyPatch):
     """Makes the services; a wait without progress ends after 0.2 s."""
-    monkeypatch.setattr(delivery, "_POLL_S", 0.01)
-    monkeypatch.setattr(delivery, "STALLED_S", 0.2)
+    monkeypatch.setattr(session, "_POLL_S", 0.01)
+    monkeypatch.setattr(session, "STALLED_S", 0.2)
 
     def scripted(infos: list[RunInfo], spans: list[int]) -> None:
         services = Services(infos, spans)
-        monkeypatch.setattr(delivery, "TrainerClient", lambda url: services)
-        monkeypatch.setattr(delivery, "spans_waiting", services.spans_waiting)
+        monkeypatch.setattr(session, "TrainerClient", lambda url: services)
+        monkeypatch.setattr(session, "spans_waiting", services.spans_waiting)
 
     return scripted
 
@@ -61,7 +63,7 @@ def test_the_wait_ends_when_backends_have_everything(after):
     after([waiting(4, 2), waiting(4), waiting(1), waiting()], [9, 5, 0])
     seen: list[Unsent] = []
 
-    info = wait_for_delivery(HERE, waiting(), seen.append)
+    info = RunSession(HERE).deliver(waiting(), seen.append)
 
     assert seen == [Unsent(9, 4, 2), Unsent(5, 4, 0), Unsent(0, 1, 0), Unsent()]
     assert info.traces is not None and info.traces.spans_waiting == 0
@@ -71,17 +73,17 @@ def test_a_wait_without_progress_ends_with_what_is_left(after):
     after([waiting(4)], [3])
     began = time.monotonic()
 
-    info = wait_for_delivery(HERE, waiting(), lambda unsent: None)
+    info = RunSession(HERE).deliver(waiting(), lambda unsent: None)
 
     assert 0.2 <= time.monotonic() - began < 10
-    assert delivery.unsent_of(info) == Unsent(3, 4, 0)
+    assert Unsent.of(info) == Unsent(3, 4, 0)
 
 
 def test_spans_of_attached_services_are_not_waited_for(after):
     after([waiting()], [3])
     seen: list[Unsent] = []
 
-    wait_for_delivery(HERE.model_copy(update={"attached": True}), waiting(), seen.append)
+    RunSession(HERE.model_copy(update={"attached": True})).deliver(waiting(), seen.append)
 
     assert seen == [Unsent()]
 
@@ -90,16 +92,16 @@ def test_a_trainer_that_is_gone_ends_the_wait(after):
     gone = RunInfo(run="r", state=RunState.FINISHED, message="connection refused")
     after([gone], [3])
 
-    assert wait_for_delivery(HERE, waiting(2), lambda unsent: None) == waiting(2)
+    assert RunSession(HERE).deliver(waiting(2), lambda unsent: None) == waiting(2)
 
 
 def test_ctrl_c_says_what_is_left_and_how_to_send_it(after, monkeypatch: pytest.MonkeyPatch):
     after([waiting(4, 1)], [1200])
-    monkeypatch.setattr(run_output.DeliveryBar, "show", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(DeliveryBar, "show", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     console = Console(record=True, width=200)
     monkeypatch.setattr(run_output, "stderr", console)
 
-    run_output.wait_for_delivery(waiting(4, 1), HERE, quiet=True, stopping=True)
+    run_output.deliver(RunSession(HERE, own=True), waiting(4, 1), quiet=True)
 
     assert console.export_text() == (
         "not sent: 1,200 spans, 4 values of feedback, 1 row of metrics; kept on disk; to send it: "
@@ -110,12 +112,12 @@ def test_ctrl_c_says_what_is_left_and_how_to_send_it(after, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("info", "told"),
     [
-        (RunInfo(run="r", state=RunState.STOPPED), "checkpoint saved; resume it"),
-        (RunInfo(run="r", state=RunState.STOPPING), "run r is stopping; resume it"),
-        (RunInfo(run="r", state=RunState.RUNNING), "run r is running; resume it"),
+        (RunInfo(run="r", state=RunState.STOPPED), "checkpoint saved"),
+        (RunInfo(run="r", state=RunState.STOPPING), "run r is stopping"),
+        (RunInfo(run="r", state=RunState.RUNNING), "run r is running"),
         (
             RunInfo(run="r", state=RunState.RUNNING, message="connection refused"),
-            "the state of run r is unknown: connection refused; resume it",
+            "the state of run r is unknown: connection refused",
         ),
     ],
     ids=["once", "twice", "twice at once", "without a trainer"],
@@ -123,10 +125,10 @@ def test_ctrl_c_says_what_is_left_and_how_to_send_it(after, monkeypatch: pytest.
 def test_after_ctrl_c_a_checkpoint_is_named_only_once_there_is_one(
     monkeypatch: pytest.MonkeyPatch, info: RunInfo, told: str
 ):
-    monkeypatch.setattr(launch, "TrainerClient", lambda url: Services([info], [0]))
+    monkeypatch.setattr(session, "TrainerClient", lambda url: Services([info], [0]))
     console = Console(record=True, width=200)
     monkeypatch.setattr(run_output, "stderr", console)
 
-    run_output.report_interrupted("r", HERE, "resume it", stopping=False)
+    run_output.report_interrupted(RunSession(HERE), "r")
 
-    assert console.export_text() == f"{told}\n"
+    assert console.export_text() == f"{told}; to resume: trackway train --resume r --outputs outputs\n"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.cli import app
@@ -18,10 +18,11 @@ from trackway.deploy.deployment.progress import Report
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local import up
 from trackway.deploy.local.settings import UpSettings
-from trackway.deploy.runs import demo, launch
-from trackway.deploy.runs.demo import Demo, PhaseTimes, RunOutput, newest_of, summarise
+from trackway.deploy.runs import demo
+from trackway.deploy.runs.demo import PhaseTimes, RunOutput, demo_words, name_of, summarise, write_rows
+from trackway.deploy.runs.prepare import prepare, to_start
+from trackway.deploy.terminal.console import RunBar
 from trackway.system.user_error import UserError
-from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectory_dump import write_trajectories
 from trackway.wire.trainer import BackendSummary, MetricsRow, RunInfo, RunState
@@ -33,18 +34,27 @@ MODEL = "actor_rollout_ref.model.path"
 ACCURACY = "val-core/trackway/tiny_math/acc/mean@1"
 
 
-def test_the_demos_runs_are_numbered_by_their_seed() -> None:
-    def known(*names: str) -> list[RunInfo]:
-        return [RunInfo(run=name, state=RunState.FINISHED) for name in names]
+@pytest.mark.parametrize(
+    ("names", "state", "expected"),
+    [
+        ([], RunState.FINISHED, "seed0"),
+        (["seed01", "seed1", "seed0-x", "other"], RunState.FINISHED, "seed0"),
+        (["seed0"], RunState.FINISHED, "seed0-2"),
+        (["seed0"], RunState.FAILED, "seed0-2"),
+        (["seed0-10", "seed0-9", "seed0", "seed01-20"], RunState.FINISHED, "seed0-11"),
+        (["seed0-10", "seed0"], RunState.RUNNING, "seed0-10"),
+        (["seed0"], RunState.STOPPING, "seed0"),
+        (["seed0"], RunState.STOPPED, "seed0"),
+    ],
+)
+def test_a_demo_goes_on_with_the_newest_run_of_its_seed_until_that_has_ended(
+    names: list[str], state: RunState, expected: str
+) -> None:
+    assert name_of(0, [RunInfo(run=name, state=state) for name in names]) == expected
 
-    def found(seed: int, *names: str) -> tuple[str | None, str]:
-        newest, free = newest_of(seed, known(*names))
-        return newest and newest.run, free
 
-    assert found(0) == (None, "seed0")
-    assert found(0, "seed01", "seed1", "seed0-x", "other") == (None, "seed0")
-    assert found(0, "seed0") == ("seed0", "seed0-2")
-    assert found(0, "seed0-10", "seed0-9", "seed0", "seed01-20") == ("seed0-10", "seed0-11")
+def test_a_demo_goes_on_with_a_run_that_was_interrupted() -> None:
+    assert name_of(0, [RunInfo(run="seed0", state=RunState.FAILED, interrupted=True)]) == "seed0"
 
 
 FREE = "actor_rollout_ref.rollout.free_cache_engine=true"
@@ -85,12 +95,13 @@ def test_a_demo_asks_for_nothing_that_its_engine_cannot_do_and_takes_its_model(t
     [rollout] = [app for app in config["applications"] if app["name"] == "rollout"]
     rollout["args"]["engine"] = "mine:Engine"
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
-    overrides = [FREE, "actor_rollout_ref.rollout.name=null", f"{MODEL}={model}"]
-    services = demo.services_of(overrides, UpSettings.read(config=tmp_path / "serve.yaml"))
+    words = demo_words(3, "seed3", tmp_path, [FREE, "actor_rollout_ref.rollout.name=null", f"{MODEL}={model}"])
+    subject = prepare(words, None, "tiny_demo", UpSettings(config=tmp_path / "serve.yaml", outputs=tmp_path))
+    settings, started = to_start(subject)
 
-    assert services.overrides[3:] == ["actor_rollout_ref.rollout.free_cache_engine=null"]
-    assert services.settings.model_path == Path(model)
-    assert serve_config.args_of(services.serve_config, "rollout")["engine"] == "mine:Engine"
+    assert subject.config.actor_rollout_ref.rollout.free_cache_engine is None
+    assert settings.model_path == Path(model)
+    assert serve_config.args_of(started, "rollout")["engine"] == "mine:Engine"
 
 
 def test_a_demo_that_this_machine_cannot_run_leaves_an_earlier_one_where_it_is(tmp_path: Path) -> None:
@@ -101,76 +112,61 @@ def test_a_demo_that_this_machine_cannot_run_leaves_an_earlier_one_where_it_is(t
     assert [path.name for path in tmp_path.iterdir()] == ["demo"]
 
 
-def wanted(there: Deployment, seed: int, data_dir: Path | None, *overrides: str) -> Demo:
-    return Demo(there, seed, data_dir, "/models/tiny", list(overrides))
+def demo_there(there: Deployment, seed: int, *words: str) -> Result:
+    """`trackway demo --attached`."""
+    return CliRunner().invoke(app, ["demo", "--attached", "--outputs", str(there.outputs), "--seed", f"{seed}", *words])
 
 
-def test_an_active_demo_is_followed_and_no_rows_are_written(elsewhere, there: Deployment, tmp_path: Path) -> None:
-    ours = wanted(there, 11, tmp_path / "data")
-    active = elsewhere.hold("seed11", ours._config("seed11"), RunState.RUNNING)
-    info, told = ours.start()
-    assert (info.run, told) == ("seed11", "run seed11 is running already; following it")
-    assert not (tmp_path / "data").exists()
-    active.move(RunState.FINISHED)
+NAMED = ["data.train_files=/volume/train.parquet", "data.val_files=/volume/test.parquet"]
 
 
-def test_a_stopped_demo_goes_on_only_if_it_is_the_same(elsewhere, there: Deployment, tmp_path: Path) -> None:
-    ours = wanted(there, 12, tmp_path / "data")
-    shorter = wanted(there, 12, tmp_path / "data", "trainer.total_training_steps=5")
-    elsewhere.hold("seed12", ours._config("seed12"), RunState.RUNNING, RunState.STOPPING, RunState.STOPPED)
-    newest, free = newest_of(12, demo.runs(there))
-    assert newest is not None and free == "seed12-2"
-    assert (ours._may_go_on(newest), shorter._may_go_on(newest)) == (True, False)
-    stopping, finished = (
-        newest.model_copy(update={"state": state}) for state in (RunState.STOPPING, RunState.FINISHED)
-    )
-    assert (ours._may_go_on(stopping), shorter._may_go_on(stopping)) == (True, False)
-    hidden = newest.model_copy(update={"folder": "/nowhere/seed12"})
-    assert (ours._may_go_on(finished), ours._may_go_on(hidden)) == (False, False)
+def test_a_demo_that_somebody_stopped_is_no_success(elsewhere, there: Deployment, monkeypatch) -> None:
+    config = prepare([*NAMED, f"{MODEL}=/models/tiny"], None, "tiny_demo", UpSettings(outputs=there.outputs)).config
+    active = elsewhere.hold("seed15", config, RunState.RUNNING)
+    active.update(step=3, total_steps=30)
 
-
-def test_a_demo_that_is_being_stopped_is_to_go_on(elsewhere, there: Deployment, monkeypatch) -> None:
-    words = ["+data.train_files=/volume/train.parquet", "data.val_files=/volume/test.parquet"]
-    ours = wanted(there, 16, None, *words)
-    stopping = elsewhere.hold("seed16", ours._config("seed16"), RunState.RUNNING, RunState.STOPPING)
-    monkeypatch.setattr(launch, "STOP_DEADLINE_S", -1.0)
-    with pytest.raises(UserError, match="run seed16: expected it to stop within"):
-        ours.start()
-    stopping.move(RunState.STOPPED)
-
-
-def test_a_demo_that_somebody_stopped_is_no_success(there: Deployment, folder: RunFolder) -> None:
-    folder.move(RunState.RUNNING, step=3, total_steps=30)
-
-    def stop(info: RunInfo) -> None:
+    def stop(bar: RunBar, info: RunInfo) -> None:
         if info.state is RunState.RUNNING:
-            folder.move(RunState.STOPPING)
-            folder.move(RunState.STOPPED)
+            active.move(RunState.STOPPING)
+            active.move(RunState.STOPPED)
 
-    with pytest.raises(UserError, match="was stopped at step 3 of 30; repeat this command to resume"):
-        wanted(there, 15, None).follow(folder.info(), stop)
+    monkeypatch.setattr(RunBar, "show", stop)
+    told = demo_there(there, 15, "--model-path", "/models/tiny", *NAMED)
+
+    assert str(told.exception) == (
+        f"run seed15 was stopped at step 3 of 30; resume it with `trackway train --resume seed15 --outputs "
+        f"{there.outputs}`"
+    )
+    assert [path.name for path in elsewhere.volume.glob("seed15*")] == ["seed15"]  # it was followed
 
 
-def test_what_the_demo_lacks_is_said_before_anything_is_written(there: Deployment, tmp_path: Path, monkeypatch) -> None:
-    with pytest.raises(UserError, match="--data-dir: expected a folder on the services' volume for the demo's dataset"):
-        wanted(there, 13, None).start()
-    with pytest.raises(
-        UserError, match="--model-path: expected the model's path or id as the services see it, got none"
-    ):
-        Demo(there, 13, tmp_path, None, []).start()
-    with pytest.raises(UserError, match=r"data.train_files: expected an absolute path on the services' volume"):
-        wanted(there, 13, Path("data")).start()
-    assert list(tmp_path.glob("tiny*")) == []
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model-path=/m"], "--data-dir: expected a folder on the services' volume for the demo's dataset, got none"),
+        (["--data-dir=/data"], "--model-path: expected the model's path or id as the services see it, got none"),
+        (["--model-path=/m", "--data-dir=data"], "data.train_files: expected an absolute path on the services' volume"),
+        (["--model-path=/m", "--data-dir={file}"], "--data-dir: expected a folder on the services' volume that is wri"),
+    ],
+)
+def test_what_the_demo_lacks_is_said_before_anything_is_written(
+    there: Deployment, tmp_path: Path, words: list[str], message: str
+) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"--data-dir: expected a folder .* that is writable from here, got .*/file"):
-        wanted(there, 13, tmp_path / "file").start()
+
+    told = demo_there(there, 13, *(word.format(file=tmp_path / "file") for word in words))
+
+    assert str(told.exception).startswith(message)
+    assert list(tmp_path.rglob("tiny*")) == []
 
 
-def test_rows_that_are_there_already_are_named_instead(there: Deployment) -> None:
-    words = ["+data.train_files=/volume/train.parquet", "data.val_files=/volume/test.parquet", f"{MODEL}=/volume/model"]
-    config: RunConfig = Demo(there, 14, None, None, words)._config("seed14")
+def test_rows_that_are_there_already_are_named_instead(tmp_path: Path) -> None:
+    words = demo_words(14, "seed14", None, [f"+{NAMED[0]}", NAMED[1], f"{MODEL}=/volume/model"])
+    config = prepare(words, None, "tiny_demo", UpSettings(outputs=tmp_path)).config
+
     assert (config.data.train_files, config.data.val_files) == (["/volume/train.parquet"], ["/volume/test.parquet"])
     assert (config.actor_rollout_ref.model.path, config.trackway.seed) == ("/volume/model", 14)
+    write_rows(14, None, words)
 
 
 def trajectory(number: int) -> Trajectory:

@@ -6,13 +6,14 @@ import pytest
 from typer.testing import CliRunner
 
 from trackway.deploy.bundled import TINY_MODEL
+from trackway.deploy.checks.run import check_start
 from trackway.deploy.cli import app
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.runs.launch import check_backends_here, localised, placed
+from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs.losses import rollout_losses, trace_losses, tracking_losses
+from trackway.deploy.runs.prepare import localised, placed, prepare
 from trackway.system.user_error import UserError
 from trackway.trainer.config import compose
-from trackway.wire.errors import TrackwayError
 from trackway.wire.trainer import BackendSummary, RunInfo, RunState, TraceSummary
 
 TRACE = "actor_rollout_ref.rollout.trace"
@@ -79,29 +80,22 @@ def test_failed_rollouts_are_counted_with_the_page_that_has_their_errors() -> No
     assert rollout_losses(info.model_copy(update={"rollout_states": states | dict.fromkeys(states, 0)}), None) == []
 
 
-def test_a_demo_for_a_backend_without_its_key_is_refused_before_it_starts(monkeypatch) -> None:
+def test_a_demo_for_a_backend_without_its_key_is_refused_before_it_starts(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    config = compose([f"{TRACE}.backend=[mlflow,weave]", f"{TRACE}.project_name=me/p"], config_name="tiny_demo")
+    words = [f"{TRACE}.backend=[mlflow,weave]", f"{TRACE}.project_name=me/p", "data.train_files=/rows.parquet"]
+    demo = prepare(words, None, "tiny_demo", UpSettings(outputs=tmp_path))
 
-    with pytest.raises(
-        TrackwayError, match="needs W&B's API key: set WANDB_API_KEY in the environment of this command"
-    ):
-        check_backends_here(config)
+    with pytest.raises(UserError, match="needs W&B's API key: set WANDB_API_KEY in the environment of this command"):
+        check_start(demo)
     monkeypatch.setenv("WANDB_API_KEY", "key")
-    check_backends_here(config)
+    check_start(demo)
 
 
 def test_damaged_checkpoints_are_skipped_only_by_a_run_that_is_resumed() -> None:
     told = CliRunner().invoke(app, ["train", "--skip-damaged"])
 
     assert isinstance(told.exception, UserError)
-    assert str(told.exception) == "--skip-damaged: expected --resume with it, got none; give --resume NAME"
-
-
-def test_a_demo_brings_its_own_mlflow(monkeypatch) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-
-    check_backends_here(compose([], config_name="tiny_demo"))
+    assert str(told.exception) == "--skip-damaged: expected --resume with it, got none; give --resume RUN"
 
 
 def test_every_path_of_this_machine_is_made_whole_and_names_of_other_places_stay(tmp_path, monkeypatch) -> None:

@@ -8,15 +8,15 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from trackway.deploy.checks.run import Subject
 from trackway.deploy.commands.training import app
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.services_for_run import services_for
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local.settings import UpSettings
-from trackway.deploy.runs.project import configured, project_file
-from trackway.deploy.runs.standalone import prepare, resumes_with
+from trackway.deploy.runs.prepare import configured, prepare, project_file
 from trackway.system.user_error import UserError
-from trackway.trainer.config import RunConfig, compose
+from trackway.trainer.config import compose
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.errors import TrackwayError
@@ -105,27 +105,28 @@ def test_a_run_with_services_of_its_own_resumes_with_its_own_settings_and_change
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(project)
-    file, outputs = Path("trackway.yaml"), Path("outputs")
+    file, settings = Path("trackway.yaml"), UpSettings(outputs=Path("outputs"))
     seqs = "actor_rollout_ref.rollout.max_num_seqs"
     keys = ["trackway.learner_ranks=2", "trackway.seed=7", f"{seqs}=9", "trainer.resume_mode=disable"]
-    began = prepare(["trainer.experiment_name=run", *keys], file, "default", outputs).config
-    folder = RunFolder(outputs.resolve() / "run")
+    began = prepare(["trainer.experiment_name=run", *keys], file, "default", settings).config
+    folder = RunFolder(Path("outputs").resolve() / "run")
     folder.create(began, ServiceUrls(agent_url="http://a", tools_url="http://t", weights_url="w"))
     for state in (RunState.RUNNING, RunState.STOPPING, RunState.STOPPED):
         folder.move(state)
     file.write_text(yaml.safe_dump({**CONFIG, "trackway": {"modules": ["my_agent"], "seed": 8}}))
 
-    def again(*words: str) -> RunConfig:
-        run = prepare([*words], file, "default", outputs, resume="run")
+    def again(*words: str) -> Subject:
+        run = prepare([*words], None, "default", settings, resume="run")
         assert run.services is not None
         assert serve_config.args_of(run.services.serve_config, "rollout")["max_num_seqs"] == 9
-        assert run.left_off() is not None
-        return run.config
+        assert (run.resumes, run.occupied) == ("run run", "")
+        return run
 
-    assert again() == began.with_values({"trainer.resume_mode": "auto"})
+    assert again().config == began
     now = again("trackway.learner_ranks=null")
-    assert (now.trackway.learner_ranks, now.trackway.seed, now.trackway.code_path) == (None, 7, str(project))
-    assert resumes_with(folder, now) == (" with trackway.learner_ranks=None instead of 2")
+    kept = now.config.trackway
+    assert (kept.learner_ranks, kept.seed, kept.code_path) == (None, 7, str(project))
+    assert now.changes == {"trackway.learner_ranks": None}
     with pytest.raises(TrackwayError, match=r"^trackway\.seed: expected no other value for a resumed run"):
         again("trackway.seed=3")
 

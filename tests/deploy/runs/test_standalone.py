@@ -10,10 +10,12 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from trackway.deploy.bundled import CPU_CONFIG, TINY_MODEL
+from trackway.deploy.checks.run import Subject, check_run
 from trackway.deploy.commands.main_ppo import app
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.services_for_run import services_for
-from trackway.deploy.runs.standalone import prepare, with_models
+from trackway.deploy.local.settings import UpSettings
+from trackway.deploy.runs.prepare import prepare, with_models
 from trackway.system.user_error import UserError
 from trackway.trainer.config import compose
 from trackway.trainer.data.parquet import write_rows
@@ -29,6 +31,7 @@ pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[3] / "examples"
 CONFIG = EXAMPLES / "sglang_multiturn" / "config"
 R = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model.path=Some/Model"
 SHORT = Sample(
     data_source="openai/gsm8k",
     agent_name="tool_agent",
@@ -155,10 +158,12 @@ def test_the_table_says_what_is_set_what_is_decided_here_and_what_does_nothing(t
 
 
 def test_cfg_job_prints_a_file_that_composes_to_the_same(tmp_path: Path) -> None:
-    told = main_ppo(f"--config-path={CONFIG}", "--config-name=gsm8k_multiturn_grpo", "data.seed=3", "--cfg", "job")
+    told = main_ppo(
+        f"--config-path={CONFIG}", "--config-name=gsm8k_multiturn_grpo", "data.seed=3", MODEL, "--cfg", "job"
+    )
     (tmp_path / "again.yaml").write_text(told.stdout)
 
-    given = compose(["data.seed=3"], CONFIG, "gsm8k_multiturn_grpo")
+    given = compose(["data.seed=3", MODEL], CONFIG, "gsm8k_multiturn_grpo")
     again = compose([], tmp_path / "again.yaml")
 
     assert yaml.safe_load(told.stdout)["data"]["seed"] == 3
@@ -170,7 +175,7 @@ def test_cfg_job_prints_a_file_that_composes_to_the_same(tmp_path: Path) -> None
     ("words", "message"),
     [
         (["trainer.nnodes=2"], "missing here: trainer.nnodes: expected 1 on this machine, got 2"),
-        (["--config-path=nowhere"], "--config-path: expected a folder or a YAML file, got nowhere"),
+        (["--config-path=nowhere"], "--config: expected a folder or a YAML file, got nowhere"),
         (
             [f"--config-path={CONFIG}", "--config-name=gsm8k"],
             "expected a file gsm8k.yaml in .*, found: gsm8k_multiturn_grpo",
@@ -215,20 +220,24 @@ def test_a_name_that_is_taken_is_refused_before_anything_starts(
     rows: Path, tmp_path: Path, state: RunState, mode: str, refused: bool
 ) -> None:
     words = [f"data.train_files={rows}", f"actor_rollout_ref.model.path={TINY_MODEL}"]
-    run = prepare([*words, "trainer.experiment_name=again", f"trainer.resume_mode={mode}"], None, "default", tmp_path)
-    checked = lambda: run.check(load=False).findings.missing_here  # noqa: E731
+
+    def run(*more: str) -> Subject:
+        return prepare([*words, "trainer.experiment_name=again", *more], None, "default", UpSettings(outputs=tmp_path))
+
+    def checked(*more: str) -> list[str]:
+        return check_run(run(*more), load=False).findings.missing_here
+
     folder = RunFolder(tmp_path / "again")
-    folder.create(run.config, ServiceUrls(agent_url="http://a", tools_url="http://t", weights_url="w"))
+    folder.create(run().config, ServiceUrls(agent_url="http://a", tools_url="http://t", weights_url="w"))
     for step in (RunState.RUNNING, *([RunState.STOPPING] if state is RunState.STOPPED else []), state):
         folder.move(step)
     if not refused:
-        assert checked() == []
+        assert checked() == [] and run("data.seed=7").resumes == "run again with its original data.seed=None"
         return
-    [reason] = checked()
+    [reason] = checked(f"trainer.resume_mode={mode}")
     remedy = "give another trainer.experiment_name or --outputs"
     resume = "set trainer.resume_mode=auto to resume it"
     if state is RunState.FINISHED:
         resume = "a larger trainer.total_training_steps to extend it"
-        longer = [*words, "trainer.experiment_name=again", "trainer.total_training_steps=9"]
-        assert prepare(longer, None, "default", tmp_path).check(load=False).findings.missing_here == []
+        assert checked("trainer.total_training_steps=9") == []
     assert reason == f"run 'again' is {state} in {tmp_path}; {remedy}, or {resume}"

@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 
 from trackway.deploy.commands.new_project import templates, write_project
-from trackway.deploy.runs import trial
-from trackway.deploy.runs.trial import Tried, advantages_of
+from trackway.deploy.local.settings import UpSettings
+from trackway.deploy.runs.prepare import prepare
+from trackway.deploy.runs.trial import Trial, Tried, advantages_of
 from trackway.deploy.runs.trial_report import trial_report
 from trackway.system.user_error import UserError
 from trackway.trainer.config import resolve
@@ -39,8 +40,12 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
     return make
 
 
+def trial_of(*overrides: str, rows: Path | None = Path("rows.jsonl"), outputs: Path = Path("outputs")) -> Trial:
+    return Trial(prepare(overrides, None, "default", UpSettings(outputs=outputs), trial=True), rows)
+
+
 def tried(*overrides: str, row: int = 1, n: int = 1) -> Tried:
-    prepared = trial.prepare([*overrides], Path("rows.jsonl"), None, "default", Path("outputs"))
+    prepared = trial_of(*overrides)
     findings, rows = prepared.check(lambda name, state: None)
     findings.refuse()
     assert rows is not None
@@ -48,7 +53,7 @@ def tried(*overrides: str, row: int = 1, n: int = 1) -> Tried:
 
 
 def problems(rows: str = "rows.jsonl") -> tuple[list[str], list[str]]:
-    findings, _ = trial.prepare([], Path(rows), None, "default", Path("outputs")).check(lambda name, state: None)
+    findings, _ = trial_of(rows=Path(rows)).check(lambda name, state: None)
     return findings.wrong, findings.missing_here
 
 
@@ -188,7 +193,7 @@ def test_without_rows_the_message_says_how_to_name_them(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
 
     with pytest.raises(UserError, match="expected a file of rows, got none; name one: trackway try"):
-        trial.prepare([], None, None, "default", tmp_path)
+        trial_of(rows=None, outputs=tmp_path)
 
 
 def trajectory(rollout_n: int, score: float | None, error: ErrorBody | None = None) -> Trajectory:

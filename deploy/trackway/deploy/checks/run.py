@@ -7,9 +7,11 @@ With `load=False` (a dry run) the checks read files and query running services; 
 written. With `load=True` they also load the tokenizer, every prompt, agent loops, scorers and tools.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+from pydantic import JsonValue
 
 from trackway.chat.template_support import template_support
 from trackway.clients import ServiceClient, run
@@ -21,7 +23,14 @@ from trackway.deploy.checks.served_names import offered_by
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.code_versions import changed_since_start
 from trackway.deploy.config.engine_python import check_engine_python
-from trackway.deploy.config.services_for_run import RunServices, gpu_bytes, gpus_here, too_many_nodes
+from trackway.deploy.config.services_for_run import (
+    Decision,
+    RunServices,
+    decided_already,
+    gpu_bytes,
+    gpus_here,
+    too_many_nodes,
+)
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.serve_api import ServeApi, ray_token
 from trackway.deploy.local import preflight
@@ -48,7 +57,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True)
+@dataclass
 class Subject:
     """A run and its services, which are either started for it or already running."""
 
@@ -62,6 +71,15 @@ class Subject:
     """The reason why the run's name is not available; empty when it is."""
     unsupported: Sequence[UnsupportedKey] = ()
     """Keys that `config` leaves out, as Trackway does not have what they ask for."""
+    changes: Mapping[str, JsonValue] = field(default_factory=dict[str, JsonValue])
+    """Values of the command line that a run which is resumed takes."""
+    resumes: str = ""
+    """The run of this machine that is resumed, and the settings that it keeps, in words; empty for a new run."""
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """How the keys that describe the deployment were applied."""
+        return self.services.decisions if self.services is not None else decided_already(self.config)
 
     @property
     def elsewhere(self) -> bool:
@@ -140,11 +158,6 @@ class RunCheck:
             self._asks_a_reward_model(deployment)
         if self._subject.services is not None:
             self._start(self._subject.services)
-        elif deployment is None:
-            findings.missing_here.append(
-                f"services: expected running services for {self._subject.settings.outputs}, got none; start them with "
-                "`trackway up`"
-            )
 
     def _takes_weights(self, deployment: Deployment) -> None:
         """Compare how the run offers weights with how the running rollout service takes them."""
@@ -233,13 +246,13 @@ class RunCheck:
         """The agents, scorers and tools that the services offer: queried from running services, else loaded here."""
         deployment, services = self._subject.deployment, self._subject.services
         with self.findings.part(self._report, "services", "querying" if deployment else "loading"):
-            if deployment is not None:
+            if services is None:
+                assert deployment is not None
                 return self._asked(deployment)
-            config = services.serve_config if services else serve_config.load(self._subject.settings.config)
-            if services is None or services.has_tool_files:
-                return offered_by(config, self.findings, start=self._load)
+            if services.has_tool_files:
+                return offered_by(services.serve_config, self.findings, start=self._load)
             no_files = {"tool_config_path": None, "function_tool_path": None}
-            config = serve_config.with_options(config, "tools", no_files)
+            config = serve_config.with_options(services.serve_config, "tools", no_files)
             return replace(offered_by(config, self.findings, start=False), tools=None, schemas=())
 
     def _asked(self, deployment: Deployment) -> Served:
@@ -307,6 +320,14 @@ def check_run(subject: Subject, load: bool, report: Report = lambda name, state:
         check.findings.wrong.append(error.message)
         plan = forecast(config, None)
     return Checked(check.findings, plan, here.sentence, check.memory())
+
+
+def check_start(subject: Subject) -> None:
+    """Raise UserError if a value of the configuration is invalid, or this machine lacks what the run needs."""
+    check = RunCheck(subject, False, lambda name, state: None)
+    check.values()
+    check.machine()
+    check.findings.refuse()
 
 
 def check_parts(subject: Subject, report: Report = lambda name, state: None) -> tuple[Findings, dict[str, Rows]]:

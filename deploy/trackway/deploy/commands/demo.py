@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from trackway.deploy.commands.options import DEMO_MEMORY_GB, DEMO_OUTPUTS, Wait, json_of, up_settings
-from trackway.deploy.commands.run_output import report_interrupted, report_losses, wait_for_delivery
-from trackway.deploy.terminal.console import board, print_json, run_bar, stderr, stdout
+from trackway.deploy.commands.options import DEMO_MEMORY_GB, Keep, Wait, json_of, up_settings
+from trackway.deploy.commands.run_output import deliver, report_losses, run_to_end, session_of
+from trackway.deploy.terminal.console import board, print_json, stderr, stdout
 from trackway.system.user_error import UserError
 
 if TYPE_CHECKING:
     from trackway.deploy.deployment.record import Deployment
-    from trackway.deploy.runs.demo import Demo, PhaseTimes, Summary
+    from trackway.deploy.runs.demo import Summary
     from trackway.wire.trainer import RunInfo
 
 app = typer.Typer()
+
+DEMO_OUTPUTS = Path("outputs/demo")
 
 
 @app.command()
@@ -30,7 +32,7 @@ def demo(
         ),
     ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="Overrides of the tiny_demo preset: key=value.")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep services and MLflow running afterwards.")] = False,
+    keep: Keep = False,
     attached: Annotated[
         bool, typer.Option("--attached", help="Train on the services given to `trackway attach`.")
     ] = False,
@@ -50,98 +52,91 @@ def demo(
 
     Example: trackway demo --attached --data-dir /var/lib/trackway/data --wait 600
     """
+    from trackway.deploy.checks.run import check_start
+    from trackway.deploy.runs.demo import PhaseTimes, demo_words, set_aside, summarise, write_rows
+    from trackway.deploy.runs.prepare import prepare
+    from trackway.wire.trainer import RunState
+
+    clock, name, words = PhaseTimes(time.monotonic()), f"seed{seed}", overrides or []
     if attached:
-        deployment = _attached(up_settings().outputs if outputs is None else outputs)
-        _train_attached(deployment, seed, data_dir, model_path, overrides or [], wait, as_json)
-        return
-    if data_dir or wait:
+        settings = up_settings(**({"outputs": outputs} if outputs else {}))
+        name, words = _attached(settings.outputs, seed, model_path, words, wait, as_json)
+    elif data_dir or wait:
         raise UserError("--data-dir and --wait: expected --attached with them, got none; add --attached")
-    _train_here(seed, outputs or DEMO_OUTPUTS, overrides or [], keep, as_json)
-
-
-def _train_here(seed: int, outputs: Path, overrides: list[str], keep: bool, as_json: bool) -> None:
-    from trackway.deploy.local.up import bring_up, take_down
-    from trackway.deploy.runs.demo import Demo, PhaseTimes, services_of
-    from trackway.deploy.runs.launch import check_backends_here
-    from trackway.trainer.config import compose
-
-    check_backends_here(compose(overrides, config_name="tiny_demo"))
-    settings = up_settings(outputs=outputs, min_memory_gb=DEMO_MEMORY_GB)
-    settings.mlflow_uri = None  # the demo starts its own MLflow and ignores MLFLOW_TRACKING_URI
-    services = services_of(overrides, settings) if overrides else None  # the preset's are those of the settings
-    clock = PhaseTimes(time.monotonic())
-    _set_aside(outputs)
-    if services is not None:
-        settings, overrides = services.settings, services.overrides
-        for key, asked, got, reason in services.decisions:
-            stderr.print(escape(f"{key}={asked}: {got}{f', {reason}' if reason else ''}"), soft_wrap=True)
-    with board(as_json) as shown:
-        deployment = bring_up(settings, shown.report, None if services is None else services.serve_config)
-    started = dict(shown.seconds)
-    if not as_json:
-        stderr.print(
-            f"seconds: Ray ready at {started['ray']:.0f}, MLflow at {started['mlflow']:.0f}, all services at "
-            f"{max(started.values()):.0f}"
-        )
-    model = str(settings.model_path.resolve())
-    demo = Demo(deployment, seed, deployment.outputs / "data", model, overrides)
-    try:
-        _train(demo, clock, f"run `trackway up --outputs {outputs}`, then", as_json, keep)
-    finally:
-        if not keep:
-            with board(as_json) as shown:
-                take_down(deployment, shown.report)
-
-
-def _train_attached(
-    deployment: "Deployment",
-    seed: int,
-    data_dir: Path | None,
-    model_path: str | None,
-    overrides: list[str],
-    wait: float,
-    as_json: bool,
-) -> None:
-    from trackway.deploy.deployment.attach import wait_for
-    from trackway.deploy.runs.demo import Demo, PhaseTimes
-    from trackway.wire.health import Ready
-
-    clock = PhaseTimes(time.monotonic())
-    with board(as_json) as shown:
-        wait_for(deployment, wait, shown.report, "/ready", Ready)
-    _train(
-        Demo(deployment, seed, data_dir, model_path, overrides),
-        clock,
-        "repeat this command or run:",
-        as_json,
-        keep=True,
-    )
-
-
-def _train(demo: "Demo", clock: "PhaseTimes", to_resume: str, as_json: bool, keep: bool) -> None:
-    """Start or resume the run, follow it, and print its summary. `keep`: the services run on afterwards."""
-    from trackway.deploy.runs.demo import summarise
-
-    deployment = demo.deployment
-    clock.services_ready = time.monotonic()
-    info, done = demo.start()
-    stderr.print(escape(done), soft_wrap=True)
-    try:
-        with run_bar(as_json) as bar:
-            info = demo.follow(info, bar.show)
-    except KeyboardInterrupt:
-        resume = f"to resume, {to_resume} trackway train --resume {info.run} --outputs {deployment.outputs}"
-        report_interrupted(info.run, deployment, resume, stopping=not keep)
-        raise
-    clock.trained = time.monotonic()
-    info = wait_for_delivery(info, deployment, as_json, stopping=not keep)
-    summary, notes = summarise(deployment, info, clock)
+    else:
+        settings = up_settings(outputs=outputs or DEMO_OUTPUTS, min_memory_gb=DEMO_MEMORY_GB)
+        settings.mlflow_uri = None  # the demo starts its own MLflow and ignores MLFLOW_TRACKING_URI
+        data_dir = settings.outputs.resolve() / "data"
+        _check_free(settings.outputs)
+    subject = prepare(demo_words(seed, name, data_dir, words), None, "tiny_demo", settings)
+    if not attached:
+        subject.occupied = ""  # its folder is set aside
+        check_start(subject)
+        if aside := set_aside(settings.outputs):
+            stderr.print(f"earlier demo kept in {aside}")
+    for key, asked, got, reason in subject.decisions:
+        stderr.print(escape(f"{key}={asked}: {got}{f', {reason}' if reason else ''}"), soft_wrap=True)
+    write_rows(seed, data_dir, words)
+    with session_of(subject, keep, as_json) as session:
+        clock.services_ready = time.monotonic()
+        info = run_to_end(session, name, lambda show: session.submit(subject, show), as_json)
+        clock.trained = time.monotonic()
+        if info.state is not RunState.FINISHED:
+            raise UserError(
+                f"run {name} was stopped at step {info.step} of {info.total_steps}; resume it with "
+                f"`trackway train --resume {name} --outputs {settings.outputs}`"
+            )
+        info = deliver(session, info, as_json)
+        summary, notes = summarise(session.deployment, info, clock)
     if as_json:
         print_json(summary)
         return
     for note in notes:
         stderr.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
-    _print_end(summary, info, deployment)
+    _print_end(summary, info, session.deployment)
+
+
+def _attached(
+    outputs: Path, seed: int, model_path: str | None, overrides: list[str], wait: float, as_json: bool
+) -> tuple[str, list[str]]:
+    """The name of the run on attached services, once they are ready, and the overrides with their model."""
+    from trackway.clients import TrainerClient
+    from trackway.clients import run as wait_for_reply
+    from trackway.deploy.deployment.attach import wait_for
+    from trackway.deploy.deployment.record import Deployment
+    from trackway.deploy.runs.demo import name_of
+    from trackway.deploy.runs.prepare import typed
+    from trackway.wire.health import Ready
+
+    deployment = Deployment.load(outputs.resolve())
+    if deployment is None or not deployment.attached:
+        raise UserError(
+            f"expected {outputs} to be attached to running services, got no attachment; run `trackway attach "
+            f"--base-url http://... --outputs {outputs}` first"
+        )
+    if not typed(overrides) & {"actor_rollout_ref.model.path"}:
+        if model_path is None:
+            raise UserError(
+                "--model-path: expected the model's path or id as the services see it, got none; give it, or set "
+                "TRACKWAY_MODEL_PATH to the services' value"
+            )
+        overrides = [*overrides, f"actor_rollout_ref.model.path='{model_path}'"]
+    with board(as_json) as shown:
+        wait_for(deployment, wait, shown.report, "/ready", Ready)
+    return name_of(seed, wait_for_reply(TrainerClient(deployment.url("trainer")).runs())), overrides
+
+
+def _check_free(outputs: Path) -> None:
+    from trackway.deploy.deployment.running import recorded
+
+    previous = recorded(outputs)
+    if previous and previous.attached:
+        raise UserError(
+            f"{outputs} is attached to services at {previous.address}; add --attached to run the demo there, or give "
+            "another --outputs"
+        )
+    if previous:
+        raise UserError(f"a demo is already running in {outputs}; stop it with `trackway down --outputs {outputs}`")
 
 
 def _print_end(summary: "Summary", info: "RunInfo", deployment: "Deployment") -> None:
@@ -174,32 +169,3 @@ def _print_summary(summary: "Summary", deployment: "Deployment", run: str) -> No
     stdout.print(f"summary        {outputs / 'summary.json'}", soft_wrap=True)
     if where:
         stdout.print(f"traces         {where}   then filter by Tag: step = 1", soft_wrap=True)
-
-
-def _set_aside(outputs: Path) -> None:
-    from trackway.deploy.deployment.record import Deployment
-    from trackway.deploy.runs.demo import set_aside
-
-    previous = Deployment.load(outputs.resolve())
-    if previous and previous.attached:
-        raise UserError(
-            f"{outputs} is attached to services at {previous.address}; add --attached to run the demo there, or give "
-            "another --outputs"
-        )
-    if previous and previous.started_here:
-        raise UserError(f"a demo is already running in {outputs}; stop it with `trackway down --outputs {outputs}`")
-    aside = set_aside(outputs)
-    if aside:
-        stderr.print(f"earlier demo kept in {aside}")
-
-
-def _attached(outputs: Path) -> "Deployment":
-    from trackway.deploy.deployment.record import Deployment
-
-    deployment = Deployment.load(outputs.resolve())
-    if deployment is None or not deployment.attached:
-        raise UserError(
-            f"expected {outputs} to be attached to running services, got no attachment; run `trackway attach "
-            f"--base-url http://... --outputs {outputs}` first"
-        )
-    return deployment

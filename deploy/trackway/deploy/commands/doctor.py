@@ -7,7 +7,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from trackway.deploy.commands.options import DEMO_MEMORY_GB, DEMO_OUTPUTS, Outputs, json_of, up_settings
+from trackway.deploy.commands.options import DEMO_MEMORY_GB, OUTPUTS, Outputs, json_of, up_settings
 from trackway.deploy.terminal.console import print_json, stdout
 
 app = typer.Typer()
@@ -15,7 +15,7 @@ app = typer.Typer()
 
 @app.command()
 def doctor(
-    outputs: Outputs = DEMO_OUTPUTS,
+    outputs: Outputs = OUTPUTS,
     model_path: Annotated[
         Path | None, typer.Option(help="Hugging Face folder of the policy; default: the demo's.")
     ] = None,

@@ -23,16 +23,18 @@ Preflight = Annotated[
         help="Load the model's tokenizer, data and tools, start no service, report problems; exit status 2 if any.",
     ),
 ]
+Keep = Annotated[bool, typer.Option("--keep", help="Keep services and MLflow running afterwards.")]
 ConfigName = Annotated[
     str,
     typer.Option(
+        "--config-name",
+        "-cn",
         help="Preset: default, grpo, dr_grpo, ppo, rloo, reinforce_plus_plus, gspo, dapo, tiny_demo; verl's: "
-        "ppo_trainer, one_step_off_ppo_trainer, fully_async_ppo_trainer."
+        "ppo_trainer, one_step_off_ppo_trainer, fully_async_ppo_trainer.",
     ),
 ]
 Wait = Annotated[float, typer.Option(min=0, help="Seconds to wait for attached services to become reachable.")]
 OUTPUTS = Path("outputs")
-DEMO_OUTPUTS = Path("outputs/demo")
 DEMO_MEMORY_GB = 4.0
 
 

@@ -56,7 +56,7 @@ def up(
     """
     from trackway.deploy.deployment.record import Deployment
     from trackway.deploy.local.up import bring_up
-    from trackway.deploy.runs.standalone import services_of_project
+    from trackway.deploy.runs.prepare import prepare, project_file, to_start
 
     settings = up_settings(
         outputs=outputs,
@@ -71,7 +71,11 @@ def up(
     )
     deployment = Deployment.load(outputs.resolve()) if reload else None
     if deployment is None or deployment.attached or not deployment.started_here:
-        settings, serve_config = services_of_project(settings)
+        serve_config = None
+        if project_file(None) is not None and (subject := prepare([], None, "default", settings)).services:
+            started, serve_config = to_start(subject)
+            if "model_path" not in settings.model_fields_set:
+                settings = settings.model_copy(update={"model_path": started.model_path})
         with board(as_json) as shown:
             deployment = bring_up(settings, shown.report, serve_config)
     if as_json:

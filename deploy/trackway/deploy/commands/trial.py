@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from trackway.deploy.commands.options import OUTPUTS, ConfigName, Outputs, json_of
+from trackway.deploy.commands.options import OUTPUTS, ConfigName, Outputs, json_of, up_settings
 from trackway.deploy.terminal.console import board, print_json, stderr, stdout
 
 app = typer.Typer()
@@ -30,14 +30,15 @@ def try_row(
 
     Example: trackway try rows.jsonl --row 3 --n 8
     """
-    from trackway.deploy.runs import trial as trials
+    from trackway.deploy.runs.prepare import prepare
+    from trackway.deploy.runs.trial import Trial
     from trackway.deploy.runs.trial_report import trial_report
     from trackway.deploy.terminal.tables import wide
 
     words = [*(overrides or [])]
     if rows is not None and "=" in str(rows) and not rows.exists():  # an override, as no rows were given
         words, rows = [str(rows), *words], None
-    trial = trials.prepare(words, rows, config, config_name, outputs)
+    trial = Trial(prepare(words, config, config_name, up_settings(outputs=outputs), trial=True), rows)
     with board(as_json) as shown:
         findings, usable = trial.check(shown.report)
         findings.refuse()

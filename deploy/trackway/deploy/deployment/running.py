@@ -29,6 +29,12 @@ def find_running(outputs: Path) -> Deployment | None:
         return None
 
 
+def recorded(outputs: Path) -> Deployment | None:
+    """The deployment that an outputs folder is attached to, or that runs on this machine; it may not answer."""
+    deployment = Deployment.load(outputs.resolve())
+    return deployment if deployment and (deployment.attached or deployment.started_here) else None
+
+
 def load_running(outputs: Path) -> Deployment:
     """The running deployment of an outputs folder; attached services count as running if at least one answers.
 
@@ -36,8 +42,8 @@ def load_running(outputs: Path) -> Deployment:
         NothingRuns: nothing is running; the message has the remedy.
         TrackwayError: attached services refuse the token.
     """
-    deployment = Deployment.load(outputs.resolve())
-    if deployment is None or not (deployment.attached or deployment.started_here):
+    deployment = recorded(outputs)
+    if deployment is None:
         raise NothingRuns(f"no services are running for {outputs}; start them with `trackway up`, or give --outputs")
     os.environ.setdefault("NO_PROXY", "127.0.0.1,localhost")
     if deployment.attached:

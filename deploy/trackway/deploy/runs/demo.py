@@ -1,13 +1,4 @@
-"""`trackway demo`: train the tiny model with a trace of every trajectory, on local or attached services.
-
-An active run of the same seed is followed. A stopped run is resumed if its settings are the same. Otherwise a new run
-starts under the next free name: seed0, seed0-2, seed0-3, ...
-
-demo = Demo(deployment, seed, data_dir, model_path, overrides)
-info, done = demo.start()
-info = demo.follow(info, show)
-summary, notes = summarise(deployment, info, clock)
-"""
+"""The dataset, the names and the summary of `trackway demo`'s runs."""
 
 import importlib.util
 import re
@@ -16,37 +7,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from trackway import traces
 from trackway.clients import TrainerClient, run
-from trackway.deploy.config.engine_python import SERVERS
-from trackway.deploy.config.services_for_run import Decision
 from trackway.deploy.deployment.attach import folder_here
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.local.settings import UpSettings
-from trackway.deploy.runs import launch, plot
+from trackway.deploy.runs import plot
 from trackway.deploy.runs.losses import trace_losses, tracking_losses
-from trackway.deploy.runs.standalone import SERVER_START_S, changed_since, model_of, services_here
+from trackway.deploy.runs.prepare import typed
 from trackway.system import atomic_write
 from trackway.system.user_error import UserError
 from trackway.traces import rules
 from trackway.traces.verify import Rule, settle
-from trackway.trainer.config import RunConfig, compose
-from trackway.trainer.config.changes import changes_between
-from trackway.trainer.config.compose import leaves
 from trackway.trainer.data import make_tiny
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectory_dump import read_trajectories
 from trackway.wire.base import NON_FINITE
 from trackway.wire.tracing import TraceBackend
-from trackway.wire.trainer import ENDED, MetricsRow, RunInfo, RunState
+from trackway.wire.trainer import MetricsRow, RunInfo, RunState
 from trackway.wire.trajectory import Trajectory
 
 TRAIN_ROWS, HELD_OUT_ROWS = 2000, 256
 REWARD_CURVE = "reward.png"
+_TRAIN_FILES = "data.train_files"
 TRACES_DEADLINE_S = 60.0
 """Longest wait for the last spans to arrive in MLflow."""
 
@@ -137,125 +122,50 @@ def set_aside(outputs: Path) -> Path | None:
     return aside
 
 
-@dataclass(frozen=True)
-class DemoServices:
-    """The services that a demo with overrides starts."""
+def demo_words(seed: int, name: str, data_dir: Path | None, overrides: Sequence[str]) -> list[str]:
+    """The overrides of the demo's preset.
 
-    settings: UpSettings
-    serve_config: dict[str, Any]
-    overrides: list[str]
-    """Given overrides, and null for what this machine cannot provide."""
-    decisions: list[Decision]
-    """How the keys that describe the deployment were applied."""
-
-
-def services_of(overrides: Sequence[str], settings: UpSettings) -> DemoServices:
-    """The services for the preset with these overrides; raises UserError for what this machine lacks."""
-    config = launch.placed(compose([*overrides], config_name="tiny_demo"), None)
-    services = services_here(config, settings)
-    requested = leaves(config.model_dump(mode="json"))
-    supported = leaves(services.config.model_dump(mode="json"))
-    without = [f"{key}=null" for key, value in requested.items() if value is not None and supported[key] is None]
-    changes: dict[str, object] = {"model_path": model_of(config)}
-    if services.engine in SERVERS:
-        changes["start_timeout_s"] = max(settings.start_timeout_s, SERVER_START_S)
-    return DemoServices(
-        settings.model_copy(update=changes), services.serve_config, [*overrides, *without], services.decisions
-    )
+    Raises UserError when they need a folder for the dataset and there is none.
+    """
+    words = [f"trackway.seed={seed}", f"trainer.experiment_name={name}", *overrides]
+    if _TRAIN_FILES in typed(overrides):
+        return words
+    if data_dir is None:
+        raise UserError(
+            "--data-dir: expected a folder on the services' volume for the demo's dataset, got none; give one, "
+            "such as /var/lib/trackway/data, or existing data.train_files=... and data.val_files=..."
+        )
+    rows = _rows(data_dir, seed)
+    return [f"{_TRAIN_FILES}='{rows}/train.parquet'", f"data.val_files='{rows}/test.parquet'", *words]
 
 
-@dataclass(frozen=True)
-class Demo:
-    """The demo's run on the services of a deployment."""
-
-    deployment: Deployment
-    seed: int
-    data_dir: Path | None
-    """A folder for datasets that the services mount under the same path."""
-    model_path: str | None
-    """The model's path or id as the services see it."""
-    overrides: list[str]
-
-    def start(self) -> tuple[RunInfo, str]:
-        """The run, and whether it was followed, resumed or started, in words. Raises UserError and TrackwayError."""
-        newest, free = newest_of(self.seed, runs(self.deployment))
-        config = self._config(free)
-        if newest and self._may_go_on(newest):
-            return launch.resume_run(self.deployment, newest.run), f"run {newest.run} resumes from its last checkpoint"
-        if newest and newest.state not in ENDED:
-            return newest, f"run {newest.run} is {newest.state} already; following it"
-        if not self._given("data.train_files"):
-            self._write_rows()
-        return launch.start_run(self.deployment, config, free), f"run {free} starts"
-
-    def follow(self, info: RunInfo, show: launch.Show) -> RunInfo:
-        """Like `launch.follow`, but also raises UserError for a run that was stopped."""
-        info = launch.follow(self.deployment, info.run, show)
-        if info.state is not RunState.FINISHED:
-            raise UserError(
-                f"run {info.run} was stopped at step {info.step} of {info.total_steps}; repeat this command to resume"
-            )
-        return info
-
-    def _config(self, name: str) -> RunConfig:
-        words = [f"trackway.seed={self.seed}", f"trainer.experiment_name={name}"]
-        if not self._given("data.train_files"):
-            words += [f"data.train_files={self._rows}/train.parquet", f"data.val_files={self._rows}/test.parquet"]
-        if not self._given("actor_rollout_ref.model.path"):
-            if self.model_path is None:
-                raise UserError(
-                    "--model-path: expected the model's path or id as the services see it, got none; give it, or set "
-                    "TRACKWAY_MODEL_PATH to the services' value"
-                )
-            words.append(f"actor_rollout_ref.model.path={self.model_path}")
-        return launch.placed(compose([*words, *self.overrides], config_name="tiny_demo"), self.deployment)
-
-    def _given(self, key: str) -> bool:
-        return any(word.lstrip("+").partition("=")[0] == key for word in self.overrides)
-
-    @property
-    def _rows(self) -> Path:
-        if self.data_dir is None:
-            raise UserError(
-                "--data-dir: expected a folder on the services' volume for the demo's dataset, got none; give one, "
-                "such as /var/lib/trackway/data, or existing data.train_files=... and data.val_files=..."
-            )
-        return self.data_dir / f"tiny-seed{self.seed}"
-
-    def _write_rows(self) -> None:
-        try:
-            make_tiny(self._rows, TRAIN_ROWS, HELD_OUT_ROWS, self.seed)
-        except OSError as error:
-            raise UserError(
-                f"--data-dir: expected a folder on the services' volume that is writable from here, got "
-                f"{self.data_dir} ({error}); otherwise write the dataset on the volume with `trackway data make-tiny` "
-                "and give data.train_files=... and data.val_files=..."
-            ) from error
-
-    def _may_go_on(self, info: RunInfo) -> bool:
-        stopped = info.interrupted or info.state in (RunState.STOPPING, RunState.STOPPED)
-        folder = folder_here(info) if stopped else None
-        if folder is None:
-            return False
-        config = self._config(info.run)
-        return not changed_since(folder, config) and not changes_between(folder.config(), config)
+def write_rows(seed: int, data_dir: Path | None, overrides: Sequence[str]) -> None:
+    """Write the demo's dataset, unless the overrides name another one. Raises UserError where it cannot be written."""
+    if data_dir is None or _TRAIN_FILES in typed(overrides):
+        return
+    try:
+        make_tiny(_rows(data_dir, seed), TRAIN_ROWS, HELD_OUT_ROWS, seed)
+    except OSError as error:
+        raise UserError(
+            f"--data-dir: expected a folder on the services' volume that is writable from here, got {data_dir} "
+            f"({error}); otherwise write the dataset on the volume with `trackway data make-tiny` and give "
+            "data.train_files=... and data.val_files=..."
+        ) from error
 
 
-def runs(deployment: Deployment) -> list[RunInfo]:
-    """All runs of the services."""
-    return run(_trainer(deployment).runs())
+def _rows(data_dir: Path, seed: int) -> Path:
+    return data_dir / f"tiny-seed{seed}"
 
 
-def newest_of(seed: int, known: Sequence[RunInfo]) -> tuple[RunInfo | None, str]:
-    """The seed's newest run, if any, and the next free name."""
-    pattern = re.compile(rf"{_name(seed)}(?:-(\d+))?")
+def name_of(seed: int, known: Sequence[RunInfo]) -> str:
+    """The name of the seed's newest run if it has not ended; otherwise the next one: seed0, seed0-2, seed0-3, ..."""
+    pattern = re.compile(rf"seed{seed}(?:-(\d+))?")
     numbered = {int(match[1] or 1): info for info in known if (match := pattern.fullmatch(info.run))}
     last = max(numbered, default=0)
-    return numbered.get(last), f"{_name(seed)}-{last + 1}" if last else _name(seed)
-
-
-def _name(seed: int) -> str:
-    return f"seed{seed}"
+    newest = numbered.get(last)
+    if newest is not None and (newest.interrupted or newest.state not in (RunState.FINISHED, RunState.FAILED)):
+        return newest.run
+    return f"seed{seed}-{last + 1}" if last else f"seed{seed}"
 
 
 def summarise(deployment: Deployment, info: RunInfo, clock: PhaseTimes) -> tuple[Summary, list[str]]:
@@ -342,8 +252,4 @@ def gaps_on_one_machine(tree: traces.TraceTree | None, trajectory: Trajectory) -
 
 
 async def _rows_of(deployment: Deployment, name: str) -> list[MetricsRow]:
-    return [row async for row in _trainer(deployment).metrics(name)]
-
-
-def _trainer(deployment: Deployment) -> TrainerClient:
-    return TrainerClient(deployment.url("trainer"))
+    return [row async for row in TrainerClient(deployment.url("trainer")).metrics(name)]

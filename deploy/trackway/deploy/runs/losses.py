@@ -1,5 +1,6 @@
 """Rollouts of a run that are open or failed, and spans, metrics and feedback that reached no backend."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from trackway.clients import CallPolicy, TrainerClient, run
@@ -11,6 +12,35 @@ from trackway.wire.errors import TrackwayError
 from trackway.wire.trainer import ENDED, RunInfo
 
 _ASK = CallPolicy.question(30.0)
+
+
+@dataclass(frozen=True)
+class Unsent:
+    """Counts of data that the backends have not received."""
+
+    spans: int = 0
+    """Spans of all runs of the services. Attached services are not counted, since others use them too."""
+    feedback: int = 0
+    """Values, and links of traces to the run."""
+    rows: int = 0
+    """Rows of metrics."""
+
+    @classmethod
+    def of(cls, info: RunInfo) -> "Unsent":
+        """The counts that the run reports."""
+        feedback = sum(summary.feedback_waiting for summary in info.tracking)
+        rows = sum(summary.rows_waiting + summary.end_waiting for summary in info.tracking)
+        return cls(info.traces.spans_waiting if info.traces else 0, feedback, rows)
+
+    @property
+    def total(self) -> int:
+        """All of it; 0 when nothing is left."""
+        return self.spans + self.feedback + self.rows
+
+    def __str__(self) -> str:
+        counts = ((self.spans, "span", ""), (self.feedback, "value", " of feedback"), (self.rows, "row", " of metrics"))
+        parts = [f"{count:,} {noun}{'s' * (count != 1)}{of}" for count, noun, of in counts if count]
+        return ", ".join(parts) or "nothing"
 
 
 def run_notes(deployment: Deployment) -> list[str]:

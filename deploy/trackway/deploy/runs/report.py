@@ -1,6 +1,7 @@
 """Reports on a run as tables: settings, decisions about the deployment, and the plan of a dry run."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -67,6 +68,18 @@ def plan_report(checked: Checked, config: RunConfig, services: RunServices | Non
         ("traces", _traces(plan, config)),
     ]
     return table("plan", ("", ""), lines)
+
+
+def plan_as_json(checked: Checked) -> dict[str, object]:
+    """The plan and the findings as JSON."""
+    findings = checked.findings
+    return {
+        "starts_here": findings.starts_here,
+        **findings.model_dump(),
+        "rows": checked.rows,
+        "plan": asdict(checked.plan),
+        "gpu_memory": None if checked.memory is None else asdict(checked.memory),
+    }
 
 
 def _passes(plan: Forecast, config: RunConfig) -> str:

@@ -1,12 +1,12 @@
 """A trial before any training: the rollouts of one row, with the loop, tools and scorer that a run would use.
 
-trial = prepare(words, Path("rows.jsonl"), None, "default", outputs)
+trial = Trial(prepare(words, None, "default", settings, trial=True))
 findings, rows = trial.check(report)
 findings.refuse()
 result = trial.run(rows, number=1, n=8, report)
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -14,12 +14,8 @@ from pydantic import BaseModel
 from trackway.clients import AgentClient, Deadline, run
 from trackway.deploy.checks.findings import Findings
 from trackway.deploy.checks.run import Report, Subject, check_parts
-from trackway.deploy.config import serve_config
-from trackway.deploy.config.services_for_run import gpus_here, services_for
-from trackway.deploy.deployment.running import find_running
 from trackway.deploy.local.in_process import services_here
-from trackway.deploy.local.settings import UpSettings
-from trackway.deploy.runs import project, standalone
+from trackway.deploy.runs.prepare import model_of
 from trackway.serving.own_code import add_to_path
 from trackway.system.user_error import UserError
 from trackway.trainer.config import RunConfig
@@ -33,8 +29,6 @@ from trackway.wire.trajectory import Trajectory
 
 RUN = "try"
 """Name of the run in the ids of the trajectories."""
-_OTHER_ROWS = ("data.train_files=[]", "data.val_files=[]", "trainer.n_gpus_per_node=null", "trainer.nnodes=null")
-"""Overrides: rows are named apart, and one engine suffices."""
 
 
 class Tried(BaseModel):
@@ -50,11 +44,22 @@ class Tried(BaseModel):
     """Advantage of each trajectory; None for those that a training step would leave out."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trial:
-    """A configuration and its services: those that run already, or those started in this process."""
+    """A configuration and its services: those that run already, or those started in this process.
+
+    Raises UserError without rows.
+    """
 
     subject: Subject
+    rows: InitVar[Path | None] = None
+    """Replaces `data.train_files`."""
+
+    def __post_init__(self, rows: Path | None) -> None:
+        if rows is not None:
+            self.subject.config = self.subject.config.with_values({"data.train_files": [str(rows.absolute())]})
+        if not self.subject.config.data.train_files:
+            raise UserError("expected a file of rows, got none; name one: trackway try rows.jsonl")
 
     def check(self, report: Report) -> tuple[Findings, Rows | None]:
         """Faults of the rows, tools, scorers and loops; and the rows, None when they cannot be read."""
@@ -79,7 +84,7 @@ class Trial:
             return await self._collected(AgentClient(deployment.url("agent")), sample, n, report)
         assert services is not None
         report("model and services", "starting")
-        model, start_s = standalone.model_of(self.subject.config), self.subject.settings.start_timeout_s
+        model, start_s = model_of(self.subject.config), self.subject.settings.start_timeout_s
         async with services_here(services.serve_config, model, start_s) as client:
             report("model and services", "ready")
             return await self._collected(client, sample, n, report)
@@ -97,24 +102,6 @@ class Trial:
             raise TrackwayError(ErrorCode.UNAVAILABLE, message)
         report(name, "ready")
         return sorted(trajectories, key=lambda trajectory: trajectory.tags.rollout_n)
-
-
-def prepare(overrides: list[str], rows: Path | None, config: Path | None, config_name: str, outputs: Path) -> Trial:
-    """The trial of a command line; starts nothing. `rows` replaces `data.train_files`.
-
-    Raises TrackwayError and UserError for an invalid command line.
-    """
-    running = find_running(outputs)
-    files = [str(rows.absolute())] if rows else project.configured(overrides, config, config_name).data.train_files
-    if not files:
-        raise UserError("expected a file of rows, got none; name one: trackway try rows.jsonl")
-    # The rows are read here and sent, so attached services need not have them.
-    placed = project.configured([*overrides, *_OTHER_ROWS], config, config_name, running)
-    data = placed.data.model_copy(update={"train_files": list(files)})
-    used = placed.model_copy(update={"data": data})
-    settings = UpSettings.read(outputs=outputs)
-    services = None if running else services_for(used, gpus_here(), serve_config.load(settings.config))
-    return Trial(Subject(services.config if services else used, services, running, settings))
 
 
 def _row(rows: Rows, number: int) -> tuple[Sample, RowLocation]:
