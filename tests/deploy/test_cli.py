@@ -37,7 +37,6 @@ def trackway(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         (["attach", "--base-url", "here"], "--base-url: expected an address like http://127.0.0.1:8000, got 'here'"),
         (["demo", "--attached"], "expected outputs to be attached to running services, got no attachment"),
         (["demo", "--wait", "9"], "--data-dir and --wait: expected --attached with them"),
-        (["tools", "call", "calculator", "{broken"], "ARGUMENTS: expected JSON"),
         (["data", "gsm8k", "--local-dataset-path", "nowhere"], "nowhere"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -25,7 +25,6 @@ from trackway.deploy.deployment.running import load_running
 from trackway.deploy.deployment.serve_api import ServeApi
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs import demo
-from trackway.deploy.runs.demo import PhaseTimes
 from trackway.deploy.runs.prepare import placed, prepare
 from trackway.deploy.runs.session import RunSession
 from trackway.system.user_error import UserError
@@ -160,8 +159,3 @@ def test_the_demo_runs_there_as_a_jobs_command(deployment: Deployment, attached:
 
     newest = session.info("seed7")
     assert newest.uid == info.uid and demo.name_of(7, [newest]) == "seed7-2"  # it went on
-    hidden = newest.model_copy(update={"folder": "/nowhere/seed7"})
-    summary, [note] = demo.summarise(there, hidden, PhaseTimes(0.0))
-    assert "/nowhere/seed7 cannot be read from here" in note
-    assert (summary.trajectories, summary.traced, summary.complete_traces) == (32, 24, None)
-    assert (summary.accuracy_before, summary.accuracy_after) == (told["accuracy_before"], told["accuracy_after"])

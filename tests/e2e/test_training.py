@@ -201,7 +201,7 @@ def test_ctrl_c_saves_a_checkpoint_from_which_the_run_goes_on(deployment: Deploy
     assert 1 <= stopped.step < 15 and [row["step"] for row in rows] == list(range(16))
 
 
-def test_the_command_line_shows_and_calls_the_running_services(deployment: Deployment) -> None:
+def test_the_command_line_shows_the_running_services(deployment: Deployment) -> None:
     def trackway(*words: str) -> str:
         command = [sys.executable, "-m", "trackway.deploy.cli", *words, "--outputs", str(deployment.outputs)]
         return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
@@ -210,5 +210,4 @@ def test_the_command_line_shows_and_calls_the_running_services(deployment: Deplo
     assert {service["service"]: service["status"] for service in services} == dict.fromkeys(
         deployment.services, "RUNNING"
     )
-    assert trackway("tools", "call", "calculator", '{"expression": "12*7"}').strip() == "84"
     assert json.loads(trackway("traces", "list", "--step", "99", "--json")) == []

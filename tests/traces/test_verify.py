@@ -50,19 +50,6 @@ class Late(MemoryStore):
         return found
 
 
-class Told:
-    """A meter that remembers."""
-
-    def __init__(self) -> None:
-        self.counts: list[str] = []
-
-    def expect(self, count: int) -> None:
-        self.counts.append(f"expect {count}")
-
-    def advance(self, count: int) -> None:
-        self.counts.append(f"advance {count}")
-
-
 def test_every_traced_trajectory_is_counted_and_the_untraced_are_not(tmp_path: Path) -> None:
     made = examples(3)
     files = [dump(tmp_path / "tiny", "step_3", *made[:2], untraced=5), dump(tmp_path / "tiny", "step_4", made[2])]
@@ -104,10 +91,11 @@ def test_waiting_ends_with_the_gaps_that_are_left() -> None:
 
 def test_a_large_step_is_asked_for_in_parts_and_its_progress_is_told(tmp_path: Path) -> None:
     made = examples(250)
-    shelf, told = MemoryStore(*made), Told()
-    verify(shelf, RunFolder(tmp_path), [dump(tmp_path, "step_3", *made)], wait_s=0, meter=told)
-    assert [len(ids) for ids in shelf.asked] == [100, 100, 50]
-    assert told.counts == ["expect 250", "advance 100", "advance 100", "advance 50"]
+    shelf, shown = MemoryStore(*made), list[tuple[int, int]]()
+    files = [dump(tmp_path, "step_3", *made[:220]), dump(tmp_path, "step_4", *made[220:])]
+    verify(shelf, RunFolder(tmp_path), files, wait_s=0, meter=lambda known, checked: shown.append((known, checked)))
+    assert [len(ids) for ids in shelf.asked] == [100, 100, 20, 30]
+    assert shown == [(220, 100), (220, 100), (220, 20), (250, 30)]
 
 
 def test_spans_that_wait_on_disk_are_counted(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def at(store: TraceStore, ref: TrajectoryRef) -> TraceTree:
     trees = list(store.search(TraceFilter(tags=ref.tags)))
     runs = sorted({tree.tags.get("experiment_name", "") for tree in trees})
     if len(runs) > 1:
-        raise UserError(f"{ref.name} exists in several runs: {', '.join(runs)}; add --experiment-name")
+        raise UserError(f"{ref.name} exists in several runs: {', '.join(runs)}; add --run")
     if not trees:
         where = f" of run {ref.experiment_name!r}" if ref.experiment_name else ""
         raise UserError(f"no trace of {ref.name}{where}; `trackway traces list --step {ref.step}` shows what is there")

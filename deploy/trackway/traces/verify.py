@@ -4,8 +4,8 @@ import itertools
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from pydantic import BaseModel
 
@@ -56,26 +56,12 @@ class Verification(BaseModel):
     waiting: WaitingSpans
 
 
-class Meter(Protocol):
-    """Receives the progress of a verification."""
-
-    def expect(self, count: int) -> None:
-        """`count` more trajectories will be checked."""
-        ...
-
-    def advance(self, count: int) -> None:
-        """`count` more trajectories were checked."""
-        ...
+Meter = Callable[[int, int], object]
+"""Called with the number of trajectories known so far, and the number of them that were checked since the last call."""
 
 
-class Unseen:
-    """A meter without output."""
-
-    def expect(self, count: int) -> None:
-        """Nothing."""
-
-    def advance(self, count: int) -> None:
-        """Nothing."""
+def _unseen(*counts: int) -> None:
+    """Show no progress."""
 
 
 def find_run(outputs: Path, name: str | None) -> RunFolder:
@@ -111,17 +97,16 @@ def dumps(run: RunFolder, steps: Steps | None, validate: bool | None) -> list[Pa
 
 
 def verify(
-    store: TraceStore, run: RunFolder, files: Sequence[Path], wait_s: float, meter: Meter | None = None
+    store: TraceStore, run: RunFolder, files: Sequence[Path], wait_s: float, meter: Meter = _unseen
 ) -> Verification:
     """Check each traced trajectory of the files against its trace, waiting `wait_s` seconds for late spans."""
-    meter, total, traced = meter or Unseen(), 0, 0
+    total = traced = 0
     suspects: list[Trajectory] = []
     for path in files:
         trajectories = read_trajectories(path)
         recorded = [trajectory for trajectory in trajectories if trajectory.trace_id]
-        meter.expect(len(recorded))
         total, traced = total + len(trajectories), traced + len(recorded)
-        gaps = look(store, recorded, meter=meter)
+        gaps = look(store, recorded, seen=partial(meter, traced))
         suspects += [trajectory for trajectory in recorded if trajectory.trace_id in gaps]
     gaps = settle(store, suspects, wait_s)
     return Verification(
@@ -148,17 +133,19 @@ def settle(store: TraceStore, trajectories: Sequence[Trajectory], wait_s: float,
 
 
 def look(
-    store: TraceStore, trajectories: Sequence[Trajectory], rule: Rule = rules.gaps, meter: Meter | None = None
+    store: TraceStore,
+    trajectories: Sequence[Trajectory],
+    rule: Rule = rules.gaps,
+    seen: Callable[[int], object] = _unseen,
 ) -> dict[str, list[str]]:
-    """The reasons of each trajectory with an incomplete trace, by trace id."""
+    """The reasons of each trajectory with an incomplete trace, by trace id; `seen` gets the size of each part."""
     reasons_by_id: dict[str, list[str]] = {}
     for chunk in _chunks(trajectories):
         trees = store.get([trajectory.trace_id for trajectory in chunk if trajectory.trace_id])
         for trajectory in chunk:
             if trajectory.trace_id and (reasons := rule(trees.get(trajectory.trace_id), trajectory)):
                 reasons_by_id[trajectory.trace_id] = reasons
-        if meter is not None:
-            meter.advance(len(chunk))
+        seen(len(chunk))
     return reasons_by_id
 
 

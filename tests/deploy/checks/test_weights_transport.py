@@ -31,8 +31,8 @@ def found(folder: Path, attached: bool = False, **rollout: Any) -> Findings:
 
 def test_services_that_read_the_store_alone_are_named(tmp_path: Path) -> None:
     assert found(tmp_path).missing_here == [
-        "trackway.weights_transport=ipc: expected a rollout service with weights_transport: ipc, got store; start the "
-        "services with engine: vllm and that setting, or leave the key out"
+        "trackway.weights_transport: expected a rollout service with weights_transport: ipc, got none; stop the "
+        "services with `trackway down`, so that the run starts its own"
     ]
 
 
@@ -44,5 +44,5 @@ def test_services_elsewhere_are_asked_when_the_run_starts(tmp_path: Path) -> Non
     findings = found(tmp_path, attached=True)
     assert (findings.missing_here, findings.not_checked) == (
         [],
-        ["trackway.weights_transport: whether the rollout service takes ipc; the run asks it when it starts"],
+        ["trackway.weights_transport: whether the rollout service has weights_transport: ipc"],
     )

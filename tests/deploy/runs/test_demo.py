@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.cli import app
-from trackway.deploy.commands.demo import _print_end, console_of
+from trackway.deploy.commands.demo import _print_end
 from trackway.deploy.config import serve_config
 from trackway.deploy.deployment.attach import runs_folder
 from trackway.deploy.deployment.progress import Report
@@ -198,29 +198,22 @@ def made_run(folder: RunFolder) -> RunInfo:
     return folder.info()
 
 
-def test_the_summary_counts_what_the_volume_or_else_the_trainer_shows(
-    elsewhere, there: Deployment, folder: RunFolder
-) -> None:
+def test_the_summary_counts_what_the_runs_folder_shows(elsewhere, there: Deployment, folder: RunFolder) -> None:
     info, clock = made_run(folder), PhaseTimes(time.monotonic())
 
-    near, [no_mlflow] = summarise(there, info, clock)
     lost = BackendSummary(backend="mlflow", feedback_lost=5, lost_because="no room on disk")
-    away = info.model_copy(update={"folder": "/nowhere", "tracking": [lost]})
-    far, [not_here] = summarise(there, away, clock)
+    info = info.model_copy(update={"tracking": [lost]})
+    summary, [no_mlflow] = summarise(there, folder, info, clock)
 
-    assert (near.trajectories, near.traced, near.complete_traces, near.failed_trajectories) == (3, 3, None, 0)
-    assert (far.trajectories, far.traced, far.complete_traces, far.failed_trajectories) == (8, 0, None, 2)
-    assert (
-        "the address of their MLflow is unknown here" in no_mlflow and "/nowhere cannot be read from here" in not_here
+    counts = (summary.trajectories, summary.traced, summary.complete_traces, summary.failed_trajectories)
+    assert counts == (3, 3, None, 0)
+    assert "the address of their MLflow is unknown here" in no_mlflow
+    assert (summary.accuracy_before, summary.accuracy_after, summary.steps) == (0.25, 0.75, 2)
+    assert summary.undelivered == ["5 values of feedback lost for MLflow: no room on disk"]
+    assert demo.sentence(summary) == (
+        "accuracy on held-out problems 0.25 -> 0.75 in 2 steps; 3 trajectories, 0 failed; 3 traced"
     )
-    assert {(summary.accuracy_before, summary.accuracy_after, summary.steps) for summary in (near, far)} == {
-        (0.25, 0.75, 2)
-    }
-    assert (near.undelivered, far.undelivered) == ([], ["5 values of feedback lost for MLflow: no room on disk"])
-    assert demo.sentence(far) == (
-        "accuracy on held-out problems 0.25 -> 0.75 in 2 steps; 8 trajectories, 2 failed; 0 traced"
-    )
-    assert (there.outputs / "summary.json").read_text() == far.model_dump_json(indent=2)
+    assert (there.outputs / "summary.json").read_text() == summary.model_dump_json(indent=2)
     assert runs_folder(there.outputs) == elsewhere.volume
 
 
@@ -250,34 +243,18 @@ def test_only_validations_that_ran_are_in_the_sentence(there: Deployment, folder
 def test_an_mlflow_that_does_not_answer_costs_the_count_only(there: Deployment, folder: RunFolder, monkeypatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     info = made_run(folder).model_copy(update={"experiment_id": "1", "mlflow_uri": "http://127.0.0.1:1"})
-    summary, [note] = summarise(there, info, PhaseTimes(time.monotonic()))
+    summary, [note] = summarise(there, folder, info, PhaseTimes(time.monotonic()))
     assert summary.complete_traces is None
     assert note.startswith("traces were not checked: MLflow at http://127.0.0.1:1 refused, or did not answer")
 
 
 def test_a_demo_ends_with_the_command_that_opens_its_run(
-    there: Deployment, folder: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    there: Deployment, folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    here = there.model_copy(update={"attached": False, "outputs": tmp_path / "demo"})
     info = made_run(folder)
     summary = RunOutput.of(folder).summary(info, PhaseTimes(0.0), "sqlite:///mlflow.db", None)
-    last = []
 
-    for deployment in (here, there):
-        _print_end(summary, info, deployment)
-        last.append(capsys.readouterr().out.splitlines()[-1])
+    _print_end(summary, info, there)
 
-    assert last == [
-        f"console        trackway console --outputs {tmp_path / 'demo'}",
-        f"console        trackway console --outputs {folder.path.parent}",
-    ]
-
-
-def test_a_demo_on_a_volume_that_is_not_here_says_where_its_console_can_start(
-    there: Deployment, folder: RunFolder
-) -> None:
-    info = made_run(folder).model_copy(update={"folder": "/volume/outputs/seed0"})
-
-    command = console_of(info, there)
-
-    assert command == "trackway console --outputs /volume/outputs   where the services' volume is mounted"
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"console        trackway console --outputs {folder.path.parent}"

@@ -27,7 +27,6 @@ PYTHONS = ((3, 11), (3, 14))
 """The first version that works, and the first that does not."""
 DISK_GB = 2.0
 SHARED_MEMORY_GB = 0.2
-CORES = 2
 _TIMEOUT_S = 10.0
 _SKEW_S = 5.0
 """Clock differences up to this many seconds are ignored: `Date` is rounded, and an answer takes time."""
@@ -61,13 +60,10 @@ def examine(settings: UpSettings) -> Examination:
         *_gpu(settings),
         _template(str(settings.model_path)),
         _sandbox(),
-        _chromium(),
         *_ports(settings),
         _memory(settings),
         _disk(settings.outputs),
         *_shared_memory(),
-        _cores(),
-        _niceness(),
         _clock(),
         *_clocks_of_services(settings.outputs.resolve()),
     ]
@@ -174,12 +170,6 @@ def _sandbox() -> Finding:
     return Finding(name=name, ok=True, found="isolates the code of the tool `python`")
 
 
-def _chromium() -> Finding:
-    path = shutil.which("chromium")
-    remedy = "" if path else "apt-get install chromium (for the pictures and page tests of a checkout)"
-    return Finding(name="chromium", ok=path is not None, found=path or "not on PATH", remedy=remedy)
-
-
 def _ports(settings: UpSettings) -> Iterator[Finding]:
     for option, port in preflight.ports(settings).items():
         found, remedy = "free", ""
@@ -216,18 +206,6 @@ def _shared_memory() -> Iterator[Finding]:
         ok = free >= SHARED_MEMORY_GB
         remedy = "" if ok else f"make room until {SHARED_MEMORY_GB:.1f} GB are free; in a container, --shm-size=1g"
         yield Finding(name="shared memory", ok=ok, found=f"{free:.1f} GB free in {folder}", remedy=remedy)
-
-
-def _cores() -> Finding:
-    count = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count() or 1
-    remedy = "" if count >= CORES else f"with fewer than {CORES} cores a start may take longer than its limit"
-    return Finding(name="CPU cores", ok=count >= CORES, found=str(count), remedy=remedy)
-
-
-def _niceness() -> Finding:
-    niceness = os.getpriority(os.PRIO_PROCESS, 0)
-    remedy = "" if niceness <= 0 else "other programs go first; start from a shell of ordinary priority, not under nice"
-    return Finding(name="niceness", ok=niceness <= 0, found=str(niceness), remedy=remedy)
 
 
 def _clock() -> Finding:

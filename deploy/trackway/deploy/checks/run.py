@@ -148,59 +148,37 @@ class RunCheck:
         if deployment is None:
             self._backends([TraceBackend.MLFLOW, *TracingSettings().usable], "this command")
             self.findings.missing_here += without_entity(self._subject.config)
-        if deployment is not None and config.trackway.weights_transport != "store":
-            self._takes_weights(deployment)
-        if deployment is not None and config.actor_rollout_ref.model.override_config.max_position_embeddings:
-            self._reads_as_long(deployment)
-        if deployment is not None and config.placement.nodes > 1:
-            self._nodes(deployment)
-        if deployment is not None and config.reward.reward_model.enable:
-            self._asks_a_reward_model(deployment)
+        if deployment is not None:
+            self._compare_services(deployment)
+            if config.placement.nodes > 1:
+                self._nodes(deployment)
         if self._subject.services is not None:
             self._start(self._subject.services)
 
-    def _takes_weights(self, deployment: Deployment) -> None:
-        """Compare how the run offers weights with how the running rollout service takes them."""
-        want = self._subject.config.trackway.weights_transport
-        if deployment.attached:
-            self.findings.not_checked.append(
-                f"trackway.weights_transport: whether the rollout service takes {want}; the run asks it when it starts"
-            )
-            return
-        got = serve_config.args_of(deployment.serve_config, "rollout").get("weights_transport", "store")
-        if got != want:
-            self.findings.missing_here.append(
-                f"trackway.weights_transport={want}: expected a rollout service with weights_transport: {want}, got "
-                f"{got}; start the services with engine: vllm and that setting, or leave the key out"
-            )
-
-    def _reads_as_long(self, deployment: Deployment) -> None:
-        """Compare the longest sequence of the run's model with that of the running rollout service."""
-        key = "actor_rollout_ref.model.override_config.max_position_embeddings"
-        want = self._subject.config.actor_rollout_ref.model.override_config.max_position_embeddings
-        if deployment.attached:
-            self.findings.not_checked.append(f"{key}: whether the rollout service has max_position_embeddings: {want}")
-            return
-        got = serve_config.args_of(deployment.serve_config, "rollout").get("max_position_embeddings")
-        if got != want:
-            self.findings.missing_here.append(
-                f"{key}: expected a rollout service with max_position_embeddings: {want}, got {got or 'none'}; stop "
-                "the services with `trackway down`, so that the run starts its own"
-            )
-
-    def _asks_a_reward_model(self, deployment: Deployment) -> None:
-        """Running services must have been started with the run's reward model."""
-        key = "reward.reward_model.enable"
-        if deployment.attached:
-            self.findings.not_checked.append(f"{key}: whether the reward service asks the run's reward model")
-            return
-        want = self._subject.config.reward.reward_model.model_path
-        got = serve_config.args_of(deployment.serve_config, REWARD_MODEL).get("model_name")
-        if got != want:
-            self.findings.missing_here.append(
-                f"{key}: expected running services with the reward model {want}, got {got or 'none'}; stop them with "
-                "`trackway down`, so that the run starts its own"
-            )
+    def _compare_services(self, deployment: Deployment) -> None:
+        """Compare keys with the settings that running services were started with; those of others are not known."""
+        config, remedy = self._subject.config, "stop the services with `trackway down`, so that the run starts its own"
+        transport = config.trackway.weights_transport
+        positions = config.actor_rollout_ref.model.override_config.max_position_embeddings
+        judge = config.reward.reward_model.model_path if config.reward.reward_model.enable else None
+        for key, want, service, setting in (
+            ("trackway.weights_transport", None if transport == "store" else transport, "rollout", "weights_transport"),
+            (
+                "actor_rollout_ref.model.override_config.max_position_embeddings",
+                positions,
+                "rollout",
+                "max_position_embeddings",
+            ),
+            ("reward.reward_model.enable", judge, REWARD_MODEL, "model_name"),
+        ):
+            if not want:
+                continue
+            if deployment.attached:
+                self.findings.not_checked.append(f"{key}: whether the {service} service has {setting}: {want}")
+            elif (got := serve_config.args_of(deployment.serve_config, service).get(setting)) != want:
+                self.findings.missing_here.append(
+                    f"{key}: expected a {service} service with {setting}: {want}, got {got or 'none'}; {remedy}"
+                )
 
     def _nodes(self, deployment: Deployment) -> None:
         """Compare the nodes that the learner's ranks need with those of the cluster, which may still grow."""

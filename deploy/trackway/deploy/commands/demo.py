@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 
 from trackway.deploy.commands.options import DEMO_MEMORY_GB, Keep, Wait, json_of, up_settings
-from trackway.deploy.commands.run_output import deliver, report_losses, run_to_end, session_of
+from trackway.deploy.commands.run_output import deliver, print_end, report_losses, run_to_end, session_of
 from trackway.deploy.terminal.console import board, print_json, stderr, stdout
 from trackway.system.user_error import UserError
 
@@ -53,6 +53,7 @@ def demo(
     Example: trackway demo --attached --data-dir /var/lib/trackway/data --wait 600
     """
     from trackway.deploy.checks.run import check_start
+    from trackway.deploy.deployment.attach import folder_here
     from trackway.deploy.runs.demo import PhaseTimes, demo_words, set_aside, summarise, write_rows
     from trackway.deploy.runs.prepare import prepare
     from trackway.wire.trainer import RunState
@@ -87,7 +88,11 @@ def demo(
                 f"`trackway train --resume {name} --outputs {settings.outputs}`"
             )
         info = deliver(session, info, as_json)
-        summary, notes = summarise(session.deployment, info, clock)
+        folder = folder_here(info)
+        if folder is None:
+            print_end(info, session.deployment, as_json)
+            return
+        summary, notes = summarise(session.deployment, folder, info, clock)
     if as_json:
         print_json(summary)
         return
@@ -143,17 +148,7 @@ def _print_end(summary: "Summary", info: "RunInfo", deployment: "Deployment") ->
     """Print the summary, what was lost and, last, the command that opens the run."""
     _print_summary(summary, deployment, f"{info.run} in {info.folder}")
     report_losses(info, deployment)
-    stdout.print(f"console        {console_of(info, deployment)}", soft_wrap=True)
-
-
-def console_of(info: "RunInfo", deployment: "Deployment") -> str:
-    """The command that opens the run in the console, and where to start it if not here."""
-    from trackway.deploy.deployment.attach import folder_here
-
-    if not deployment.attached:
-        return f"trackway console --outputs {deployment.outputs}"
-    command = f"trackway console --outputs {Path(info.folder).parent}"
-    return command if folder_here(info) else f"{command}   where the services' volume is mounted"
+    stdout.print(f"console        trackway console --outputs {Path(info.folder).parent}", soft_wrap=True)
 
 
 def _print_summary(summary: "Summary", deployment: "Deployment", run: str) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from trackway.deploy.commands.options import OUTPUTS, Outputs, json_of
+from trackway.deploy.commands.options import OUTPUTS, Outputs, RunName, json_of
 from trackway.deploy.terminal.console import print_json, stdout
 from trackway.system import visible
 
@@ -15,7 +15,7 @@ app = typer.Typer()
 
 @app.command()
 def export(
-    name: Annotated[str, typer.Argument(help="Name of the run, as `trackway runs list` shows it.")],
+    name: RunName,
     folder: Annotated[Path, typer.Argument(help="New folder for the model or the adapter.")],
     step: Annotated[int | None, typer.Option(min=0, help="Step of the checkpoint; default the newest.")] = None,
     merge: Annotated[

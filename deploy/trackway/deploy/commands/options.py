@@ -33,6 +33,7 @@ ConfigName = Annotated[
         "ppo_trainer, one_step_off_ppo_trainer, fully_async_ppo_trainer.",
     ),
 ]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run, as `trackway runs list` shows it.")]
 Wait = Annotated[float, typer.Option(min=0, help="Seconds to wait for attached services to become reachable.")]
 OUTPUTS = Path("outputs")
 DEMO_MEMORY_GB = 4.0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trackway.deploy.commands.options import OUTPUTS, Outputs, json_of
+from trackway.deploy.commands.options import OUTPUTS, Outputs, RunName, json_of
 from trackway.deploy.terminal.console import print_json, rollout_account, run_detail, sparkline, stderr, stdout
 from trackway.system import visible
 from trackway.system.user_error import UserError
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from trackway.deploy.runs.found import FoundRun
 
 app = typer.Typer(no_args_is_help=True)
-
-RunName = Annotated[str, typer.Argument(help="Name of the run, as `trackway runs list` shows it.")]
 
 _POLL_S = 0.5
 _SHOWN = (

@@ -67,9 +67,10 @@ MlflowUri = Annotated[
     str | None,
     typer.Option(help="MLflow URI; default the MLflow of --outputs, else MLFLOW_TRACKING_URI.", show_default=False),
 ]
-Experiment = Annotated[str | None, typer.Option("--experiment-name", help="Name of the run.")]
+Experiment = Annotated[
+    str | None, typer.Option("--run", "--experiment-name", metavar="RUN", help="Name of the run, a tag of its traces.")
+]
 Validate = Annotated[bool | None, typer.Option("--validate/--train", help="Only validation or only training.")]
-Width = Annotated[int | None, typer.Option(min=60, max=1000, help="Width in columns; default the terminal's, or 120.")]
 
 
 def open_store(
@@ -105,44 +106,18 @@ def tags_of(pairs: list[str]) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in pairs)
 
 
-def wide_enough(width: int | None) -> Console:
+def wide_enough() -> Console:
     """A console on standard output. For a pipe, rich would assume 80 columns, too narrow for a tree."""
-    return Console(width=width or (None if stdout.is_terminal else _PIPE_WIDTH))
-
-
-class _Bar:
-    """A progress bar whose total grows as more traces are found."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("traces", total=0)
-        self._total = 0
-
-    def expect(self, count: int) -> None:
-        """See `verify.Meter`."""
-        self._total += count
-        self._progress.update(self._task, total=self._total)
-
-    def advance(self, count: int) -> None:
-        """See `verify.Meter`."""
-        self._progress.advance(self._task, count)
+    return stdout if stdout.is_terminal or "COLUMNS" in os.environ else Console(width=_PIPE_WIDTH)
 
 
 @contextmanager
-def meter(quiet: bool) -> "Iterator[Meter | None]":
-    """A transient progress bar on standard error; None with `quiet` or without a terminal."""
-    if quiet or not stderr.is_terminal:
-        yield None
-        return
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        console=stderr,
-        transient=True,
-    ) as progress:
-        yield _Bar(progress)
+def meter(quiet: bool) -> "Iterator[Meter]":
+    """A transient progress bar on standard error; nothing is shown with `quiet` or without a terminal."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=stderr, transient=True, disable=quiet or not stderr.is_terminal) as progress:
+        task = progress.add_task("traces", total=0)
+        yield lambda known, checked: progress.update(task, total=known, advance=checked)
 
 
 _MOST_LOOKED_AT = 200
@@ -163,16 +138,14 @@ def traces_list(
     reward_min: Annotated[float | None, typer.Option(help="Minimum reward.")] = None,
     reward_max: Annotated[float | None, typer.Option(help="Maximum reward.")] = None,
     kind: Annotated[TraceKind, typer.Option(help="Trajectories or training steps.")] = TraceKind.TRAJECTORY,
-    sort: Annotated[str, typer.Option(help=f"{rows.SORTS}; -KEY sorts descending.")] = rows.NEWEST_FIRST,
     limit: Annotated[int, typer.Option(min=1, max=10000)] = 50,
     project: Project = None,
     backend: BackendOption = Backend.MLFLOW,
     mlflow_uri: MlflowUri = None,
     outputs: Outputs = OUTPUTS,
-    width: Width = None,
     as_json: Annotated[bool, json_of("the rows of the list")] = False,
 ) -> None:
-    """List traces by tag, step and reward.
+    """List traces by tag, step and reward, the newest first.
 
     Example: trackway traces list --step 3-7 --outcome 'error:*' --outputs outputs/demo
     """
@@ -187,26 +160,26 @@ def traces_list(
     steps = None if step is None else Steps.parse(step)
     wanted = TraceFilter(kind, {**tags, **tags_of(tag or [])}, steps, reward_min, reward_max)
     store = open_store(backend, outputs, project, mlflow_uri)
-    matches = rows.ordered((rows.row(tree) for tree in store.search(wanted)), sort, limit + 1)
+    matches = [rows.row(tree) for tree in islice(store.search(wanted), limit + 1)]
     if not matches and experiment_name is not None:
         raise UserError(_no_experiment(store, kind, experiment_name))
     if as_json:
         print_json([row.model_dump(mode="json") for row in matches[:limit]])
         return
-    console = wide_enough(width)
+    console = wide_enough()
     console.print(tables.listing(matches[:limit], console.width))
     more = " (more exist: raise --limit)" if len(matches) > limit else ""
     console.print(f"{min(len(matches), limit)} traces{more}", highlight=False)
 
 
 def _no_experiment(store: TraceStore, kind: TraceKind, name: str) -> str:
-    """Why a search with --experiment-name found nothing: the name, or the other options."""
+    """Why a search with --run found nothing: the name, or the other options."""
     newest = islice(store.search(TraceFilter(kind)), _MOST_LOOKED_AT)
     names = sorted({tree.tags.get("experiment_name", "") for tree in newest})
     if name in names:
-        return f"no trace of --experiment-name {name} matches the other options; leave one out"
+        return f"no trace of --run {name} matches the other options; leave one out"
     known = ", ".join(names) or "none"
-    return f"--experiment-name: expected a run with traces (the newest are of {known}), got {name!r}"
+    return f"--run: expected a run with traces (the newest are of {known}), got {name!r}"
 
 
 @app.command("show")
@@ -218,7 +191,6 @@ def traces_show(
     backend: BackendOption = Backend.MLFLOW,
     mlflow_uri: MlflowUri = None,
     outputs: Outputs = OUTPUTS,
-    width: Width = None,
     as_json: Annotated[bool, json_of("the trace as a tree of spans")] = False,
 ) -> None:
     """Draw one trajectory: spans, texts, tool calls, rewards.  Example: trackway traces show s3/i17/n2"""
@@ -226,7 +198,7 @@ def traces_show(
     if as_json:
         print_json(tree)
         return
-    console = wide_enough(width)
+    console = wide_enough()
     console.print(render.draw(tree, render.Style(console.width, full)))
 
 
@@ -245,7 +217,6 @@ def traces_compare(
     backend: BackendOption = Backend.MLFLOW,
     mlflow_uri: MlflowUri = None,
     outputs: Outputs = OUTPUTS,
-    width: Width = None,
     as_json: Annotated[bool, json_of("the trajectories and their differences")] = False,
 ) -> None:
     """Show trajectories side by side: facts, and with --html texts and tool calls.
@@ -265,7 +236,7 @@ def traces_compare(
     elif html is not None:
         stdout.print(Text(str(html)), soft_wrap=True)
     else:
-        wide_enough(width).print(tables.facts(comparison))
+        wide_enough().print(tables.facts(comparison))
         stderr.print("the texts side by side: --html FILE", highlight=False)
 
 
@@ -273,13 +244,12 @@ def traces_compare(
 def traces_verify(
     step: Annotated[str | None, typer.Option(help="Step or range of steps: 3, 3-7, 3-; default all.")] = None,
     validate: Validate = None,
-    run: Annotated[str | None, typer.Option(help="Name of the run; default the latest.")] = None,
+    run: Annotated[str | None, typer.Option(metavar="RUN", help="Name of the run; default the latest.")] = None,
     wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for late spans.")] = 10.0,
     project: Project = None,
     backend: BackendOption = Backend.MLFLOW,
     mlflow_uri: MlflowUri = None,
     outputs: Outputs = OUTPUTS,
-    width: Width = None,
     as_json: Annotated[bool, json_of("the counts, and each trace with its gaps")] = False,
 ) -> None:
     """Check that each traced trajectory of a run has a complete trace. Exit status 1 if any trace has gaps.
@@ -297,6 +267,6 @@ def traces_verify(
     if as_json:
         print_json(verification)
     else:
-        wide_enough(width).print(tables.verification(verification))
+        wide_enough().print(tables.verification(verification))
     if verification.gaps:
         raise typer.Exit(1)

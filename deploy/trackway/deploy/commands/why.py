@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from trackway.deploy.commands.options import OUTPUTS, Outputs, json_of
+from trackway.deploy.commands.options import OUTPUTS, Outputs, RunName, json_of
 from trackway.deploy.terminal.console import print_json, stdout
 from trackway.system import visible
 
@@ -20,7 +20,7 @@ app = typer.Typer()
 
 @app.command()
 def why(
-    name: Annotated[str, typer.Argument(help="Name of the run, as `trackway runs list` shows it.")],
+    name: RunName,
     outputs: Outputs = OUTPUTS,
     as_json: Annotated[bool, json_of("the run's state, message and waits")] = False,
 ) -> None:

@@ -11,8 +11,6 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from trackway import traces
-from trackway.clients import TrainerClient, run
-from trackway.deploy.deployment.attach import folder_here
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs import plot
 from trackway.deploy.runs.losses import trace_losses, tracking_losses
@@ -47,7 +45,7 @@ class Summary(BaseModel):
     """Accuracy of its newest validation after a step; None without one."""
     steps: int
     trajectories: int
-    """Validation included, unless the run's folder cannot be read."""
+    """Validation included."""
     traced: int
     complete_traces: int | None
     """None when the traces could not be read."""
@@ -168,46 +166,24 @@ def name_of(seed: int, known: Sequence[RunInfo]) -> str:
     return f"seed{seed}-{last + 1}" if last else f"seed{seed}"
 
 
-def summarise(deployment: Deployment, info: RunInfo, clock: PhaseTimes) -> tuple[Summary, list[str]]:
+def summarise(deployment: Deployment, folder: RunFolder, info: RunInfo, clock: PhaseTimes) -> tuple[Summary, list[str]]:
     """The summary of the run, and notes on what could not be read from here.
 
     Checks every trace in MLflow. Writes `summary.json`, and `reward.png` if matplotlib is installed. Raises UserError
     when the MLflow of local services lacks the run or does not answer; for attached services that is a note.
     """
-    notes: list[str] = []
-    folder, mlflow_uri = folder_here(info), deployment.mlflow_uri or info.mlflow_uri or ""
-    if folder is None:
-        output = RunOutput(run(_rows_of(deployment, info.run)), [])
-        notes.append(
-            f"{info.folder} cannot be read from here: counts come from the trainer's metrics, without validation, and "
-            "traces were not checked"
-        )
-        summary = output.summary(info, clock, mlflow_uri, None).model_copy(update=_counts(output.rows, info))
-    else:
-        if not deployment.attached and not info.experiment_id:
-            raise UserError(f"expected the run in MLflow, got none; see {folder.log} for the reason")
-        output = RunOutput.of(folder)
-        complete = _complete(deployment, info, output, folder.config().actor_rollout_ref.rollout.trace.backend, notes)
-        # The server of local services stops with them.
-        database = f"sqlite:///{deployment.outputs / 'mlflow' / 'mlflow.db'}"
-        summary = output.summary(info, clock, mlflow_uri if deployment.attached else database, complete)
+    if not deployment.attached and not info.experiment_id:
+        raise UserError(f"expected the run in MLflow, got none; see {folder.log} for the reason")
+    notes, output = list[str](), RunOutput.of(folder)
+    complete = _complete(deployment, info, output, folder.config().actor_rollout_ref.rollout.trace.backend, notes)
+    mlflow_uri = deployment.mlflow_uri or info.mlflow_uri or ""
+    if not deployment.attached:  # the server of local services stops with them
+        mlflow_uri = f"sqlite:///{deployment.outputs / 'mlflow' / 'mlflow.db'}"
+    summary = output.summary(info, clock, mlflow_uri, complete)
     atomic_write(deployment.outputs / "summary.json", summary.model_dump_json(indent=2))
     if importlib.util.find_spec("matplotlib") is not None:
         plot.reward_curve(output.rows, deployment.outputs / REWARD_CURVE, f"GRPO on tiny word problems, {info.run}")
     return summary, notes
-
-
-def _counts(rows: Sequence[MetricsRow], info: RunInfo) -> dict[str, int]:
-    """Counts of trajectories according to the metrics."""
-
-    def total(*names: str) -> int:
-        return int(sum(value for row in rows for name, value in row.data.items() if name.startswith(names)))
-
-    return {
-        "trajectories": total("training/trajectories", "training/left_out/"),
-        "failed_trajectories": total("training/rollout_failure/failed_trajectories", "val-aux/failed_trajectories"),
-        "traced": info.traces.trajectories if info.traces else 0,
-    }
 
 
 def _complete(
@@ -249,7 +225,3 @@ def count_complete(mlflow_uri: str, experiment_id: str, traced: list[Trajectory]
 def gaps_on_one_machine(tree: traces.TraceTree | None, trajectory: Trajectory) -> list[str]:
     """The gaps of a trace; each of the five services must also have processes of its own."""
     return [*rules.gaps(tree, trajectory), *(rules.shared_processes(tree) if tree else [])]
-
-
-async def _rows_of(deployment: Deployment, name: str) -> list[MetricsRow]:
-    return [row async for row in TrainerClient(deployment.url("trainer")).metrics(name)]

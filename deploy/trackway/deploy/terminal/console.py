@@ -80,10 +80,10 @@ def board(quiet: bool) -> Iterator[Board]:
 class RunBar:
     """The progress of a run: step, reward, accuracy, time left."""
 
-    def __init__(self, progress: Progress | None, quiet: bool) -> None:
+    def __init__(self, progress: Progress, quiet: bool) -> None:
         self._progress = progress
         self._quiet = quiet
-        self._task = None if progress is None else progress.add_task("starting", total=None, detail="")
+        self._task = progress.add_task("starting", total=None, detail="")
         self._shown = -1
         self._last_message = ""
         self._rewards: dict[int, float] = {}
@@ -98,15 +98,14 @@ class RunBar:
         detail, total = run_detail(info), info.total_steps or None
         if "critic/score/mean" in info.metrics:
             self._rewards[info.step] = info.metrics["critic/score/mean"]
-        if self._progress is not None and self._task is not None:
-            self._progress.update(
-                self._task,
-                description=info.state.value,
-                completed=info.step,
-                total=total,
-                detail=f"{sparkline([*self._rewards.values()])} {detail}",
-            )
-        elif not self._quiet and info.step != self._shown:
+        self._progress.update(
+            self._task,
+            description=info.state.value,
+            completed=info.step,
+            total=total,
+            detail=f"{sparkline([*self._rewards.values()])} {detail}",
+        )
+        if self._progress.disable and not self._quiet and info.step != self._shown:
             step = f" step {info.step}/{info.total_steps} {detail}" if info.total_steps else ""
             stderr.print(f"{info.state.value}{step}")
             self._shown = info.step
@@ -148,9 +147,6 @@ def rollout_account(info: "RunInfo") -> list[str]:
 @contextmanager
 def run_bar(quiet: bool) -> Iterator[RunBar]:
     """A bar for the duration of the block; prints nothing with `quiet`."""
-    if quiet or not stderr.is_terminal:
-        yield RunBar(None, quiet)
-        return
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -159,7 +155,7 @@ def run_bar(quiet: bool) -> Iterator[RunBar]:
         TextColumn("{task.fields[detail]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=stderr) as progress:
+    with Progress(*columns, console=stderr, disable=quiet or not stderr.is_terminal) as progress:
         yield RunBar(progress, quiet)
 
 
@@ -177,20 +173,25 @@ def print_json(value: "BaseModel | Mapping[str, object] | list[object]") -> None
 class DeliveryBar:
     """The progress of what is sent to backends after a run."""
 
-    def __init__(self, progress: Progress | None, quiet: bool) -> None:
+    def __init__(self, progress: Progress, quiet: bool) -> None:
         self._progress = progress
         self._quiet = quiet
-        self._task = None if progress is None else progress.add_task("sending", total=None)
+        self._task = progress.add_task("sending", total=None)
         self._most = 0
         self._shown = ""
 
     def show(self, total: int, what: str) -> None:
         """Show that `total` things are left, `what` in words. Without a terminal, print the first and the last."""
         self._most = max(self._most, total)
-        if self._progress is not None and self._task is not None:
-            done = self._most - total
-            self._progress.update(self._task, description=f"sending {what}", completed=done, total=self._most or None)
-        elif not self._quiet and self._most and (not self._shown or not total) and what != self._shown:
+        done = self._most - total
+        self._progress.update(self._task, description=f"sending {what}", completed=done, total=self._most or None)
+        if (
+            self._progress.disable
+            and not self._quiet
+            and self._most
+            and (not self._shown or not total)
+            and what != self._shown
+        ):
             stderr.print(f"waiting until the backends have {what}" if total else "the backends have everything")
             self._shown = what
 
@@ -198,9 +199,6 @@ class DeliveryBar:
 @contextmanager
 def delivery_bar(quiet: bool) -> Iterator[DeliveryBar]:
     """A bar for the duration of the block; prints nothing with `quiet`."""
-    if quiet or not stderr.is_terminal:
-        yield DeliveryBar(None, quiet)
-        return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=stderr, transient=True) as progress:
+    with Progress(*columns, console=stderr, transient=True, disable=quiet or not stderr.is_terminal) as progress:
         yield DeliveryBar(progress, quiet)
