@@ -1,6 +1,5 @@
 """A run's dump held against a store: what is counted, what is waited for, what a user may get wrong."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,10 +9,9 @@ from tests.traces.example_trace import ExampleTrace, MemoryStore
 from trackway.system.user_error import UserError
 from trackway.traces.store import Steps
 from trackway.traces.tree import TraceTree
-from trackway.traces.verify import Gap, WaitingSpans, dumps, find_run, settle, verify, waiting
+from trackway.traces.verify import Gap, WaitingSpans, dumps, settle, verify, waiting
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectory_dump import write_trajectories
-from trackway.wire.trainer import RunInfo, RunState
 
 
 def examples(count: int) -> list[ExampleTrace]:
@@ -26,14 +24,6 @@ def dump(run: Path, name: str, *made: ExampleTrace, untraced: int = 0) -> Path:
     others = [ExampleTrace(rollout_n=100 + n).trajectory(trace_id=None) for n in range(untraced)]
     write_trajectories(path, [*(example.trajectory() for example in made), *others])
     return path
-
-
-def state(run: Path, age_s: float = 0.0) -> None:
-    run.mkdir(parents=True, exist_ok=True)
-    file = run / "state.json"
-    file.write_text(RunInfo(run=run.name, state=RunState.FINISHED).model_dump_json())
-    changed = file.stat().st_mtime - age_s
-    os.utime(file, (changed, changed))
 
 
 class Late(MemoryStore):
@@ -106,19 +96,6 @@ def test_spans_that_wait_on_disk_are_counted(tmp_path: Path) -> None:
     (folder / "00000001-512.otlp").write_bytes(b"x" * 700)
     (folder / "00000002-9.otlp").write_bytes(b"x" * 30)
     assert waiting(tmp_path) == WaitingSpans(files=2, bytes=730)
-
-
-def test_the_newest_run_is_taken_unless_one_is_named(tmp_path: Path) -> None:
-    state(tmp_path / "old", age_s=100)
-    state(tmp_path / "new")
-    assert (find_run(tmp_path, None).name, find_run(tmp_path, "old").name) == ("new", "old")
-    with pytest.raises(UserError, match=r"expected run 'other' in .*, found new, old; give --run or --outputs"):
-        find_run(tmp_path, "other")
-
-
-def test_a_folder_without_runs_says_so(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"expected a run in .*, found none"):
-        find_run(tmp_path / "nowhere", None)
 
 
 @pytest.mark.parametrize(

@@ -64,17 +64,6 @@ def _unseen(*counts: int) -> None:
     """Show no progress."""
 
 
-def find_run(outputs: Path, name: str | None) -> RunFolder:
-    """The named run of an outputs folder, else the most recently active one. Raises UserError if there is none."""
-    states = sorted(outputs.glob("*/state.json"), key=lambda path: path.stat().st_mtime)
-    runs = [state.parent for state in states if name in (None, state.parent.name)]
-    if not runs:
-        wanted = "a run" if name is None else f"run {name!r}"
-        found = ", ".join(sorted(state.parent.name for state in states)) or "none"
-        raise UserError(f"expected {wanted} in {outputs}, found {found}; give --run or --outputs")
-    return RunFolder(runs[-1])
-
-
 def dumps(run: RunFolder, steps: Steps | None, validate: bool | None) -> list[Path]:
     """The run's files of trajectories, by step; `validate` True or False leaves the other kind out.
 

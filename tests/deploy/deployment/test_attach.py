@@ -14,7 +14,7 @@ from trackway.clients.token import TOKEN
 from trackway.deploy.cli import app
 from trackway.deploy.commands.traces import store_uri
 from trackway.deploy.deployment import status
-from trackway.deploy.deployment.attach import attach, runs_folder, wait_for
+from trackway.deploy.deployment.attach import attach, wait_for
 from trackway.deploy.deployment.processes import ProcessRecord
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.running import NothingRuns, find_running, load_running, unanswered
@@ -253,13 +253,6 @@ def test_down_forgets_them_and_they_run_on(elsewhere, outputs: Path) -> None:
     assert Deployment.load(outputs) is None
     words = ["attach", "--base-url", elsewhere.url, "--outputs", str(outputs), "--json"]
     assert json.loads(CliRunner().invoke(app, words).stdout)["base_url"] == elsewhere.url
-
-
-def test_runs_are_read_where_the_services_volume_is(elsewhere, outputs: Path) -> None:
-    assert runs_folder(outputs) == outputs
-    record(outputs, elsewhere.url)
-    with pytest.raises(UserError, match=f"expected to read the runs of {elsewhere.url}, but there is no run"):
-        runs_folder(outputs)
 
 
 def test_rays_token_is_found_where_ray_looks(tmp_path: Path, monkeypatch) -> None:

@@ -13,13 +13,13 @@ from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.cli import app
 from trackway.deploy.commands.demo import _print_end
 from trackway.deploy.config import serve_config
-from trackway.deploy.deployment.attach import runs_folder
 from trackway.deploy.deployment.progress import Report
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local import up
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs import demo
 from trackway.deploy.runs.demo import PhaseTimes, RunOutput, demo_words, name_of, summarise, write_rows
+from trackway.deploy.runs.found import find_run
 from trackway.deploy.runs.prepare import prepare, to_start
 from trackway.deploy.terminal.console import RunBar
 from trackway.system.user_error import UserError
@@ -214,7 +214,7 @@ def test_the_summary_counts_what_the_runs_folder_shows(elsewhere, there: Deploym
         "accuracy on held-out problems 0.25 -> 0.75 in 2 steps; 3 trajectories, 0 failed; 3 traced"
     )
     assert (there.outputs / "summary.json").read_text() == summary.model_dump_json(indent=2)
-    assert runs_folder(there.outputs) == elsewhere.volume
+    assert find_run(there.outputs, folder.name).folder.path == elsewhere.volume / folder.name
 
 
 def test_only_validations_that_ran_are_in_the_sentence(there: Deployment, folder: RunFolder) -> None:

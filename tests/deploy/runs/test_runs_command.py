@@ -9,6 +9,7 @@ from typer.testing import CliRunner, Result
 from trackway.deploy.cli import app
 from trackway.deploy.commands.why import reasons
 from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.runs.found import find_run
 from trackway.deploy.terminal.console import sparkline
 from trackway.system.user_error import UserError
 from trackway.trainer.config import RunConfig
@@ -53,6 +54,13 @@ def test_runs_are_listed_with_those_of_the_folders_in_it(outputs: Path) -> None:
     state = ["running", "when", "last", "written"]
     assert inner == ["inner", *state, "1/4", "▁", "reward", "0.50", f"{outputs}/demo"]
     assert old == ["old", "finished", "4/4", "▁▅█▃", "reward", "0.25", str(outputs)]
+
+
+def test_the_newest_run_is_taken_unless_one_is_named(outputs: Path, tmp_path: Path) -> None:
+    assert find_run(outputs, None).folder.path == outputs / "demo" / "inner"
+    assert find_run(outputs, "old").folder.path == outputs / "old"
+    with pytest.raises(UserError, match=r"expected a run of .*/nowhere \(none\), got 'none'; give its name"):
+        find_run(tmp_path / "nowhere", None)
 
 
 def test_json_has_every_run_whole(outputs: Path) -> None:

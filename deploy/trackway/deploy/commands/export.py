@@ -27,10 +27,9 @@ def export(
     """Write a checkpoint as a Hugging Face folder.  Example: trackway export tiny-demo outputs/model"""
     from trackway.deploy.runs.found import find_run
     from trackway.trainer.run_state.export import export_checkpoint
-    from trackway.trainer.run_state.folder import RunFolder
 
     run = find_run(outputs, name)
-    exported = export_checkpoint(RunFolder(run.outputs.resolve() / name), folder, step, merge=merge)
+    exported = export_checkpoint(run.folder, folder, step, merge=merge)
     if as_json:
         print_json(exported._asdict())
         return

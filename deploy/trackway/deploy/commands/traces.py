@@ -256,12 +256,13 @@ def traces_verify(
 
     Example: trackway traces verify --step 3 --outputs outputs/demo
     """
-    from trackway.deploy.deployment.attach import runs_folder
-    from trackway.traces.verify import dumps, find_run, verify
+    from trackway.deploy.runs.found import find_run
+    from trackway.traces.verify import dumps, verify
 
-    folder = find_run(runs_folder(outputs), run)
+    found = find_run(outputs, run)
+    folder = found.folder
     files = dumps(folder, None if step is None else Steps.parse(step), validate)
-    store = open_store(backend, outputs, project, mlflow_uri, fallback=folder.info().mlflow_uri)
+    store = open_store(backend, found.outputs, project, mlflow_uri, fallback=found.info.mlflow_uri)
     with meter(as_json) as shown:
         verification = verify(store, folder, files, wait, shown)
     if as_json:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, get_args
 import httpx
 from pydantic import BaseModel
 
-from trackway.clients import TrainerClient, run
 from trackway.deploy.deployment.progress import Report
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.running import summarize_reasons, unanswered
@@ -94,23 +93,6 @@ def wait_for(
             )
         time.sleep(_POLL_S)
     _report_all_but({}, deployment, report)
-
-
-def runs_folder(outputs: Path) -> Path:
-    """The folder of the runs: the outputs folder, or the one on the volume of attached services.
-
-    Raises:
-        UserError: this machine does not mount the volume, or there is no run yet.
-    """
-    deployment = Deployment.load(outputs.resolve())
-    if deployment is None or not deployment.attached:
-        return outputs
-    known = run(TrainerClient(deployment.url("trainer")).runs())
-    here = next((folder for info in known if (folder := folder_here(info))), None)
-    if here is None:
-        where = f"they are in {Path(known[0].folder).parent} on the services' machines" if known else "there is no run"
-        raise UserError(f"expected to read the runs of {deployment.address}, but {where}; run this command there")
-    return here.path.parent
 
 
 def folder_here(info: RunInfo) -> "RunFolder | None":

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trackway.clients import run
 from trackway.clients.trainer import TrainerClient
+from trackway.deploy.deployment.attach import folder_here
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.running import find_running
 from trackway.system.user_error import UserError
@@ -28,13 +29,25 @@ class FoundRun:
     @property
     def log(self) -> Path | None:
         """The log of its process; None when it lies on another machine."""
-        is_elsewhere = self.services is not None and self.services.attached
-        return None if is_elsewhere else self.outputs.resolve() / self.info.run / "worker.log"
+        return None if self.services is not None and self.services.attached else self.folder.log
+
+    @property
+    def folder(self) -> RunFolder:
+        """Its folder. Raises UserError when this machine does not mount the services' volume."""
+        if self.services is None or not self.services.attached:
+            return RunFolder(self.outputs.resolve() / self.info.run)
+        folder = folder_here(self.info)
+        if folder is None:
+            raise UserError(
+                f"expected the folder of run {self.info.run} on this machine, but {self.info.folder} is on the "
+                "services' machines; run this command there"
+            )
+        return folder
 
     def rows(self) -> list[MetricsRow]:
         """The metrics of its steps."""
         if self.services is None or not self.services.attached:
-            return RunFolder(self.outputs.resolve() / self.info.run).rows()
+            return self.folder.rows()
         client = TrainerClient(self.services.url("trainer"))
 
         async def read() -> list[MetricsRow]:
@@ -49,17 +62,19 @@ def find_runs(outputs: Path) -> list[FoundRun]:
     return sorted(found, key=_changed, reverse=True)
 
 
-def find_run(outputs: Path, name: str) -> FoundRun:
-    """The run of that name. Raises UserError when there is none, or when two outputs folders have one."""
+def find_run(outputs: Path, name: str | None) -> FoundRun:
+    """The run of that name, or the newest. Raises UserError when there is none, or two outputs folders have one."""
     found = find_runs(outputs)
-    named = [found_run for found_run in found if found_run.info.run == name]
-    if len(named) == 1:
+    named = [found_run for found_run in found if name in (None, found_run.info.run)]
+    if named and (name is None or len(named) == 1):
         return named[0]
     if named:
         folders = " and ".join(str(found_run.outputs) for found_run in named)
         raise UserError(f"expected one run {name!r}, got one in each of {folders}; give --outputs")
     known = ", ".join(dict.fromkeys(found_run.info.run for found_run in found)) or "none"
-    raise UserError(f"expected a run of {outputs} ({known}), got {name!r}; give its name, or another --outputs")
+    raise UserError(
+        f"expected a run of {outputs} ({known}), got {name or 'none'!r}; give its name, or another --outputs"
+    )
 
 
 def rewards(rows: Sequence[MetricsRow]) -> list[float]:
