@@ -99,6 +99,10 @@ class RunServices:
             if decision.reason == NO_GPU
         ]
 
+    def give(self, service: str, args: serve_config.Options, deployment: serve_config.Options | None = None) -> None:
+        """Merge settings and deployment options into those of a service."""
+        self.serve_config = serve_config.with_options(self.serve_config, service, args, deployment)
+
     def decide(self, key: str, asked: object, got: str, reason: str = "") -> None:
         """Record a decision."""
         self.decisions.append(Decision(key, str(asked), got, reason))
@@ -168,10 +172,7 @@ def services_for(config: RunConfig, gpus: int, base: dict[str, Any]) -> RunServi
         _place_without_gpu(config, services)
     _set_engine(config, gpus, services)
     services.missing += _too_long(services, "rollout", config.actor_rollout_ref.model.path, OF_POLICY)
-    _set_tools(config, services)
-    _set_agent(config, services)
-    _set_modules(config, services)
-    _set_reward_function(config, services)
+    _set_own_parts(config, services)
     if config.reward.reward_model.enable:
         _set_reward_model(config, gpus, base, services)
     keeps_memory = services.engine not in (*SERVERS, "torch") or _keeps_memory(services.engine, gpus, rollout_args)
@@ -227,9 +228,7 @@ def _place_on_gpus(config: RunConfig, gpus: int, services: RunServices) -> RunCo
     services.decide("trainer.n_gpus_per_node", run_gpus, f"{services.replicas} rollout replicas", services.arithmetic)
     replicas = Replicas(services.replicas, services.replicas)
     services.serve_config = serve_config.with_replicas(services.serve_config, "rollout", replicas)
-    services.serve_config = serve_config.with_options(
-        services.serve_config, "rollout", {}, {"ray_actor_options": {"num_gpus": each}}
-    )
+    services.give("rollout", {}, {"ray_actor_options": {"num_gpus": each}})
     return config.with_values({_GPUS: run_gpus})
 
 
@@ -304,7 +303,7 @@ def _set_engine(config: RunConfig, gpus: int, services: RunServices) -> None:
         args["enable_sleep"] = True
         why = _WHILE_ASLEEP if gpus else "the weights of the engine are in a file while the learner computes"
         services.decide(f"{_ROLLOUT}.free_cache_engine", True, "on", why)
-    services.serve_config = serve_config.with_options(services.serve_config, "rollout", args, options)
+    services.give("rollout", args, options)
 
 
 def _too_long(services: RunServices, application: str, model: str | None, keys: tuple[str, str]) -> list[str]:
@@ -348,51 +347,27 @@ def _shared_gpus(config: RunConfig, services: RunServices) -> dict[str, Any]:
     return {"enable_sleep": sleeps, **({} if parallel is None else {"tensor_parallel_size": parallel})}
 
 
-def _set_tools(config: RunConfig, services: RunServices) -> None:
-    multi_turn = config.actor_rollout_ref.rollout.multi_turn
-    args: dict[str, Any] = {}
-    for name in ("tool_config_path", "function_tool_path"):
-        file = getattr(multi_turn, name)
-        if file is None:
-            continue
-        if not Path(file).is_file():
+def _set_own_parts(config: RunConfig, services: RunServices) -> None:
+    """Give the services the run's modules, files of tools and loops, formats, chat template and scoring function."""
+    rollout, own, function = config.actor_rollout_ref.rollout, config.trackway, config.custom_reward_function
+    tools = {name: getattr(rollout.multi_turn, name) for name in ("tool_config_path", "function_tool_path")}
+    for name, file in tools.items():
+        if file is not None and not Path(file).is_file():
             services.missing.append(f"{_ROLLOUT}.multi_turn.{name}: expected a file, got {file}; correct the path")
             services.has_tool_files = False
-        args[name] = file
-    services.serve_config = serve_config.with_options(services.serve_config, "tools", args)
-
-
-def _set_agent(config: RunConfig, services: RunServices) -> None:
-    rollout = config.actor_rollout_ref.rollout
-    given = {"agent_loop_config_path": rollout.agent.agent_loop_config_path, "tool_parser": rollout.multi_turn.format}
-    args: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if config.data.apply_chat_template_kwargs:
-        args["chat_template_kwargs"] = config.data.apply_chat_template_kwargs
-    services.serve_config = serve_config.with_options(services.serve_config, "agent", args)
-    if rollout.multi_turn.format in BUILT_IN:  # the rollout service loads no code of a project
-        parser = {"tool_parser": rollout.multi_turn.format}
-        services.serve_config = serve_config.with_options(services.serve_config, "rollout", parser)
-
-
-def _set_modules(config: RunConfig, services: RunServices) -> None:
-    own = config.trackway
-    args: dict[str, Any] = {}
-    if own.modules is not None:
-        args["modules"] = own.modules
-    if own.code_path is not None:
-        if not Path(own.code_path).is_dir():
-            services.missing.append(f"trackway.code_path: expected a folder, got {own.code_path}; correct the path")
-        args["code_path"] = own.code_path
-    for service in ("agent", "tools", "reward"):
-        services.serve_config = serve_config.with_options(services.serve_config, service, args)
-
-
-def _set_reward_function(config: RunConfig, services: RunServices) -> None:
-    function = config.custom_reward_function
-    if function.path is None:
-        return
-    args = {"custom_reward_function": function.model_dump(mode="json")}
-    services.serve_config = serve_config.with_options(services.serve_config, "reward", args)
+    if own.code_path is not None and not Path(own.code_path).is_dir():
+        services.missing.append(f"trackway.code_path: expected a folder, got {own.code_path}; correct the path")
+    parser, template = rollout.multi_turn.format, config.data.apply_chat_template_kwargs or None
+    loops = {"agent_loop_config_path": rollout.agent.agent_loop_config_path}
+    scorer = None if function.path is None else function.model_dump(mode="json")
+    code = {"modules": own.modules, "code_path": own.code_path}
+    for service, args in {
+        "tools": {**tools, **code},
+        "agent": {**loops, "tool_parser": parser, "chat_template_kwargs": template, **code},
+        "reward": {"custom_reward_function": scorer, **code},
+        "rollout": {"tool_parser": parser if parser in BUILT_IN else None},  # it loads no code of a project
+    }.items():
+        services.give(service, {name: value for name, value in args.items() if value is not None})
 
 
 def _set_reward_model(config: RunConfig, gpus: int, base: dict[str, Any], services: RunServices) -> None:
@@ -433,7 +408,7 @@ def _set_reward_model(config: RunConfig, gpus: int, base: dict[str, Any], servic
     services.serve_config = serve_config.with_another(services.serve_config, "rollout", REWARD_MODEL, args, options)
     services.missing += _too_long(services, REWARD_MODEL, model.model_path, OF_REWARD_MODEL)
     asks = {REWARD_MODEL: {"path": model.model_path}}
-    services.serve_config = serve_config.with_options(services.serve_config, "reward", asks)
+    services.give("reward", asks)
 
 
 def not_scoring(folder: Path) -> str:
