@@ -1,17 +1,15 @@
 """Problems that prevent a run: invalid on any machine, or missing on this one."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from pydantic import BaseModel, Field
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from trackway.deploy.deployment.progress import Report
 from trackway.system.user_error import UserError
 from trackway.trainer.config import UnsupportedKey
-
-Report = Callable[[str, str], None]
-"""Called with the name of the checked part and its state; see `Findings.part` for the last one."""
 
 
 class Findings(BaseModel):

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trackway.deploy.checks.findings import Findings, Report
+from trackway.deploy.checks.findings import Findings
+from trackway.deploy.deployment.progress import Report
 from trackway.trainer.config import RunConfig
 from trackway.trainer.data.dataset import RowChoice, Rows, load_rows
 from trackway.trainer.data.name_check import Served

@@ -15,7 +15,7 @@ from pydantic import JsonValue
 
 from trackway.chat.template_support import template_support
 from trackway.clients import ServiceClient, run
-from trackway.deploy.checks.findings import Findings, Report
+from trackway.deploy.checks.findings import Findings
 from trackway.deploy.checks.gpu_memory import GpuMemory, gpu_memory
 from trackway.deploy.checks.model import tokenizer_here
 from trackway.deploy.checks.rows import MEASURED_ROWS, RowsHere
@@ -31,6 +31,7 @@ from trackway.deploy.config.services_for_run import (
     gpus_here,
     too_many_nodes,
 )
+from trackway.deploy.deployment.progress import Report
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.serve_api import ServeApi, ray_token
 from trackway.deploy.local import preflight

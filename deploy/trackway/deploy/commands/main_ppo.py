@@ -13,5 +13,6 @@ app.command(name="trackway.main_ppo")(train)
 
 def main() -> None:
     """Entry point."""
-    sys.argv.insert(1, "--config-name=ppo_trainer")  # the last one given counts
+    if not any(word.startswith("--resume") for word in sys.argv):  # a resumed run has its own configuration
+        sys.argv.insert(1, "--config-name=ppo_trainer")  # the last one given counts
     enter(app)

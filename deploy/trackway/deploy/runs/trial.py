@@ -13,7 +13,8 @@ from pydantic import BaseModel
 
 from trackway.clients import AgentClient, Deadline, run
 from trackway.deploy.checks.findings import Findings
-from trackway.deploy.checks.run import Report, Subject, check_parts
+from trackway.deploy.checks.run import Subject, check_parts
+from trackway.deploy.deployment.progress import Report
 from trackway.deploy.local.in_process import services_here
 from trackway.deploy.runs.prepare import model_of
 from trackway.serving.own_code import add_to_path
