@@ -75,11 +75,11 @@ class Subject:
     changes: Mapping[str, JsonValue] = field(default_factory=dict[str, JsonValue])
     """Values of the command line that a run which is resumed takes."""
     resumes: str = ""
-    """The run of this machine that is resumed, and the settings that it keeps, in words; empty for a new run."""
+    """The run of this machine that is resumed, and the settings that it keeps, in words. Empty for a new run."""
 
     @property
     def decisions(self) -> list[Decision]:
-        """How the keys that describe the deployment were applied."""
+        """Decisions about the keys that describe the deployment."""
         return self.services.decisions if self.services is not None else decided_already(self.config)
 
     @property
@@ -157,7 +157,7 @@ class RunCheck:
             self._start(self._subject.services)
 
     def _compare_services(self, deployment: Deployment) -> None:
-        """Compare keys with the settings that running services were started with; those of others are not known."""
+        """Compare keys with the settings of running services. The settings of attached services are not known."""
         config, remedy = self._subject.config, "stop the services with `trackway down`, so that the run starts its own"
         transport = config.trackway.weights_transport
         positions = config.actor_rollout_ref.model.override_config.max_position_embeddings

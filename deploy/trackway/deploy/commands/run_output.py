@@ -1,4 +1,4 @@
-"""What commands that train share: a plan with all problems, services, a run's progress, its end and its losses."""
+"""Parts of all commands that train: a plan with its problems, services, a run's progress, its end and its losses."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress

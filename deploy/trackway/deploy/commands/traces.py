@@ -113,7 +113,7 @@ def wide_enough() -> Console:
 
 @contextmanager
 def meter(quiet: bool) -> "Iterator[Meter]":
-    """A transient progress bar on standard error; nothing is shown with `quiet` or without a terminal."""
+    """Show a progress bar on standard error, except with `quiet` or without a terminal."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=stderr, transient=True, disable=quiet or not stderr.is_terminal) as progress:
         task = progress.add_task("traces", total=0)

@@ -30,7 +30,7 @@ def find_running(outputs: Path) -> Deployment | None:
 
 
 def recorded(outputs: Path) -> Deployment | None:
-    """The deployment that an outputs folder is attached to, or that runs on this machine; it may not answer."""
+    """Return the deployment that an outputs folder is attached to, or that runs on this machine. It may not answer."""
     deployment = Deployment.load(outputs.resolve())
     return deployment if deployment and (deployment.attached or deployment.started_here) else None
 

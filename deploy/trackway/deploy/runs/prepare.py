@@ -99,7 +99,7 @@ def prepare(
 
 
 def goes_on(info: RunInfo, subject: Subject) -> bool:
-    """Whether the subject continues the run of its name: one that has not finished, or is given more steps."""
+    """Return whether the subject continues the run of its name, which has not finished or is given more steps."""
     steps = subject.changes.get("trainer.total_training_steps")
     ended = info.state is RunState.FINISHED and not (isinstance(steps, int) and steps > info.step)
     return subject.config.trainer.resume_mode == "auto" and not ended
@@ -178,7 +178,7 @@ def typed(overrides: Sequence[str]) -> set[str]:
 def placed(
     config: RunConfig, deployment: Deployment | None, folder: Path | None = None, from_here: Collection[str] = ()
 ) -> RunConfig:
-    """The configuration with paths as the services' machines see them; `folder` and `from_here` as in `localised`."""
+    """Return the configuration with paths as the services' machines see them. For the parameters, see `localised`."""
     if deployment and deployment.attached:
         return _with_paths(config, _path_there, _model_there)
     if not config.actor_rollout_ref.model.path:
@@ -245,9 +245,9 @@ def model_of(config: RunConfig) -> Path:
 
 
 def with_models(config: dict[str, Any]) -> dict[str, Any]:
-    """The Serve config with the folder of the reward model, if there is one; a Hub id is downloaded here once.
+    """Return the Serve config with the folder of the reward model, if it has one. A Hub id is downloaded here once.
 
-    UserError for a generative model that no function asks.
+    Raises UserError for a generative model that no function asks.
     """
     path = serve_config.args_of(config, REWARD_MODEL).get("model_path")
     if path is None:

@@ -67,7 +67,7 @@ class RunSession:
             up.take_down(self.deployment, report)
 
     def start(self, config: RunConfig, name: str | None = None) -> RunInfo:
-        """Start a run and return at once; raises TrackwayError (a run is active, the name is taken)."""
+        """Start a run and return at once. Raises TrackwayError: a run is active, or the name is taken."""
         return run(self._trainer.start(RunRequest(config=config.model_dump(mode="json"), run=name)))
 
     def submit(self, subject: Subject, show: Show, skip_damaged: bool = False) -> RunInfo:
@@ -127,8 +127,8 @@ class RunSession:
         """Show a run until it ends. Ctrl-C makes the run save a checkpoint and stop, and is then raised again.
 
         Raises:
-            UserError: the run failed; it was interrupted and not resumed automatically; or attached services became
-                unreachable while the run may continue.
+            UserError: the run failed, was interrupted and not resumed automatically, or became unreachable with its
+                attached services.
         """
         try:
             info = run(self._until_ended(name, show, deadline_s=None))
@@ -162,7 +162,7 @@ class RunSession:
         return run(stop())
 
     def deliver(self, info: RunInfo, show: Callable[[Unsent], None]) -> RunInfo:
-        """Wait until backends have what a run recorded, or received nothing for STALLED_S; returns it as it is then.
+        """Wait until backends have what a run recorded, or received nothing for STALLED_S. Return it as it is then.
 
         Everything that waits is on disk. The services send the spans, and the trainer service sends the rest of an
         ended run. Spans of attached services are not counted, since others use them too. Ctrl-C is raised again. A
@@ -209,7 +209,7 @@ class RunSession:
             await asyncio.sleep(_POLL_S)
 
     async def _look(self, name: str, patient: bool) -> RunInfo | None:
-        """The state of the run; None when there was no answer and `patient` allows another attempt."""
+        """Return the state of the run, or None when there was no answer and `patient` allows another attempt."""
         try:
             return await self._trainer.run(name)
         except TrackwayError as error:
