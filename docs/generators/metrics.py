@@ -69,7 +69,7 @@ def rows(families: Iterable[Metric], collector: Collector | None = None) -> list
     return sorted(
         Row(_name(family), family.type, _labels(family, collector), family.documentation)
         for family in families
-        if family.name.startswith("trackway_")
+        if family.name.startswith(("trackway_", "gen_ai_"))
     )
 
 
