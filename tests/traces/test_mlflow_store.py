@@ -110,13 +110,13 @@ def test_steps_of_the_trainer_are_listed_apart(exported: ExportedTraces) -> None
     assert [link.trace_id for link in update.links] == [exported.made["s1n0"].trace_id]
 
 
-def test_a_list_is_cut(exported: ExportedTraces, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_has_the_newest_first_and_is_cut(exported: ExportedTraces, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     shown = trackway(exported, "list", "--step", "1", "--run", "whole", "--limit", "1")
     [header, first, count] = [line.split() for line in shown.splitlines()]
     assert header[:4] == ["name", "trace", "step", "sample"]
     assert first == [
-        *["s1/i7/n0", f"tr-{exported.made['s1n0'].trace_id}", "1", "7", "0", "ok", "0.75", "2", "30+20"],
+        *["s1/i7/n1", f"tr-{exported.made['s1n1'].trace_id}", "1", "7", "1", "ok", "0", "2", "30+20"],
         *[first[9], "so", "[the", "answer]", "is⏎####", "54"],
     ]
     assert " ".join(count) == "1 traces (more exist: raise --limit)"
