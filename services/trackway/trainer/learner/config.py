@@ -48,20 +48,40 @@ class LoraSettings(NamedTuple):
         return cls(model.lora_rank, model.lora_alpha, names, excluded, seed, adapter_path, trains_head)
 
 
+class PolicySettings(NamedTuple):
+    """Settings of a model that a learner computes with."""
+
+    path: str
+    """Folder or Hugging Face id."""
+    dtype: str = "float32"
+    """Compute dtype, as in LearnerConfig."""
+    device: str = "cpu"
+    sharding: ShardingConfig = ShardingConfig()
+    """The dtype of the weights, their offload, and their sharding over several ranks."""
+    gradient_checkpointing: bool = False
+    remove_padding: bool = False
+    """Whether batches are packed, if the model can be packed."""
+    is_frozen: bool = False
+    """Whether the model has no gradients."""
+    lora: LoraSettings | None = None
+    """The adapter that is trained while the model's own weights stay as loaded; None trains the whole model."""
+    head_in_chunks: bool | None = None
+    """Whether logits are computed in chunks of tokens; None does so where they are large."""
+    head_chunk_size: int = 1024
+    """Tokens of a chunk."""
+    max_positions: int | None = None
+    """Replaces the `max_position_embeddings` of the folder's configuration, also in exports."""
+    float32_head: bool = False
+    """Whether logits are float32 where the compute dtype is bfloat16."""
+
+
 class CriticSettings(NamedTuple):
     """Settings of a value model and its training; sizes count trajectories."""
 
-    model_path: str
-    """Folder or Hugging Face id of the model that its training starts from."""
-    max_positions: int | None
-    """Replaces the `max_position_embeddings` of that model."""
-    remove_padding: bool
-    gradient_checkpointing: bool
-    fsdp: ShardingConfig
+    model: PolicySettings
+    """The model that its training starts from."""
     contents: CheckpointContents
     """Its contents in a checkpoint."""
-    lora: LoraSettings | None
-    """The adapter that is trained with the head; None trains the whole model."""
     optim: CriticOptimConfig
     clip_grad: float
     """The gradient's norm is scaled down to this."""
@@ -138,6 +158,33 @@ class LearnerConfig:
         """The adapter that is trained; None trains the whole model."""
         return LoraSettings.of(self.model, self.seed, self.model.lora_adapter_path)
 
+    def policy_settings(self) -> PolicySettings:
+        """Return the settings of the policy."""
+        fsdp = self.actor.fsdp_config
+        return PolicySettings(
+            self.model_path,
+            self.dtype,
+            self.device,
+            fsdp,
+            self.model.enable_gradient_checkpointing,
+            self.model.use_remove_padding,
+            lora=self.lora,
+            head_in_chunks=self.model.use_fused_kernels,
+            head_chunk_size=fsdp.entropy_from_logits_chunk_size,
+            max_positions=self.max_positions,
+            float32_head=self.float32_head,
+        )
+
+    def reference_settings(self) -> PolicySettings:
+        """Return the settings of the reference model, which is sharded as the policy is."""
+        weights = {**dict(self.ref.fsdp_config), "offload_policy": False}
+        return self.policy_settings()._replace(
+            sharding=self.actor.fsdp_config.model_copy(update=weights),
+            gradient_checkpointing=False,
+            is_frozen=True,
+            lora=None,
+        )
+
     @property
     def is_deterministic(self) -> bool:
         """Whether the kernels of this process are deterministic."""
@@ -160,13 +207,18 @@ class LearnerConfig:
         is_dynamic = actor.use_dynamic_bsz if critic.use_dynamic_bsz is None else critic.use_dynamic_bsz
         tokens = critic.ppo_max_token_len_per_gpu
         return CriticSettings(
-            model_path=critic.model.path or self.model_path,
-            max_positions=critic.model.override_config.max_position_embeddings,
-            remove_padding=critic.model.use_remove_padding,
-            gradient_checkpointing=critic.model.enable_gradient_checkpointing,
-            fsdp=critic.fsdp,
+            model=PolicySettings(
+                critic.model.path or self.model_path,
+                self.dtype,
+                self.device,
+                critic.fsdp,
+                critic.model.enable_gradient_checkpointing,
+                critic.model.use_remove_padding,
+                lora=LoraSettings.of(critic.model, self.seed, trains_head=True),
+                head_in_chunks=False,
+                max_positions=critic.model.override_config.max_position_embeddings,
+            ),
             contents=critic.checkpoint,
-            lora=LoraSettings.of(critic.model, self.seed, trains_head=True),
             optim=critic.optim,
             clip_grad=critic.optim.clip_grad or critic.grad_clip,
             mini_batch_size=mini,

@@ -219,7 +219,7 @@ def learner_memory(config: LearnerConfig, placement: Placement, size: ModelSize,
     other = None
     if values is not None:
         rows = _tokens(config, values.limit, ranks)
-        other = _Trained.of(config, critic, values.fsdp, ranks, values.gradient_checkpointing, rows)
+        other = _Trained.of(config, critic, values.model.sharding, ranks, values.model.gradient_checkpointing, rows)
     beside = reference + (other.resting if other is not None else 0)
     phases = [
         policy.computing | {"logits": logits, "other models": beside},
@@ -365,5 +365,5 @@ def with_advice(error: Exception, config: LearnerConfig, placement: Placement) -
 def forecast_learner(config: LearnerConfig, placement: Placement, *, download: bool = False) -> LearnerMemory:
     """Forecast one rank of a learner. Raises OSError and ValueError for a model that cannot be read."""
     size, values = ModelSize.read(config.model_path, config.lora, download=download), config.value_model
-    critic = size if values is None else ModelSize.read(values.model_path, values.lora, download=download)
+    critic = size if values is None else ModelSize.read(values.model.path, values.model.lora, download=download)
     return learner_memory(config, placement, size, critic.with_value_head())

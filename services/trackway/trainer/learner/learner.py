@@ -165,31 +165,14 @@ class Learner:
     def __init__(self, config: LearnerConfig, ranks: Ranks = ALONE) -> None:
         self.config = config
         self.ranks = ranks = ranks.dividing_sequences(config.sequence_parallel_size)
-        model, fsdp = config.model, config.actor.fsdp_config
+        fsdp = config.actor.fsdp_config
         if config.is_deterministic:
             make_deterministic(fsdp.seed)
         # Own ones that cannot be loaded are errors before the model loads.
         estimator_of(config.algorithm.adv_estimator)
         policy_loss_of(config.loss_mode)
         self.updates = 0
-        self.policy = Policy(
-            config.model_path,
-            config.dtype,
-            config.device,
-            gradient_checkpointing=model.enable_gradient_checkpointing,
-            remove_padding=model.use_remove_padding,
-            offload=fsdp.param_offload or fsdp.offload_policy,
-            ranks=ranks.sharing_weights(fsdp.fsdp_size),
-            reshard_after_forward=fsdp.reshard_after_forward,
-            forward_prefetch=fsdp.forward_prefetch,
-            bfloat16_gathers=fsdp.is_gathered_in_bfloat16,
-            lora=config.lora,
-            bfloat16_weights=fsdp.is_bfloat16,
-            head_in_chunks=model.use_fused_kernels,
-            head_chunk_size=config.actor.fsdp_config.entropy_from_logits_chunk_size,
-            max_positions=config.max_positions,
-            float32_head=config.float32_head,
-        )
+        self.policy = Policy(config.policy_settings(), ranks.sharing_weights(fsdp.fsdp_size))
         self.threads = config.threads or self._choose_threads()
         """CPU threads of torch in this process."""
         torch.set_num_threads(self.threads)
@@ -213,26 +196,9 @@ class Learner:
         """Sequences of the last batch as the weights before its update scored them."""
 
     def _reference(self) -> Policy | BasePolicy:
-        config = self.config
         if self.policy.adapter is not None:
             return BasePolicy(self.policy)
-        return Policy(
-            config.model_path,
-            config.dtype,
-            config.device,
-            remove_padding=config.model.use_remove_padding,
-            offload=config.ref.fsdp_config.param_offload,
-            frozen=True,
-            ranks=self.policy.ranks,
-            bfloat16_weights=config.ref.fsdp_config.is_bfloat16,
-            reshard_after_forward=config.actor.fsdp_config.reshard_after_forward,
-            forward_prefetch=config.actor.fsdp_config.forward_prefetch,
-            bfloat16_gathers=config.ref.fsdp_config.is_gathered_in_bfloat16,
-            head_in_chunks=config.model.use_fused_kernels,
-            head_chunk_size=config.actor.fsdp_config.entropy_from_logits_chunk_size,
-            max_positions=config.max_positions,
-            float32_head=config.float32_head,
-        )
+        return Policy(self.config.reference_settings(), self.policy.ranks)
 
     def _entropy_function(self) -> Callable[[Tensor], Tensor]:
         if not self.config.compiles_entropy:
@@ -244,7 +210,7 @@ class Learner:
         settings = self.config.value_model
         if settings is None:
             return None
-        critic = Critic(settings, self.config, self.ranks)
+        critic = Critic(settings, self.config.total_steps, self.ranks)
         if critic.vocabulary < self._vocabulary:
             raise ValueError(
                 f"critic.model.path: expected a model that knows the policy's {self._vocabulary} token ids, got "
@@ -421,7 +387,7 @@ class Learner:
         if isinstance(self.reference, Policy) and is_saved(reference):
             self.reference.load(reference)
         if self.critic is not None and not self.critic.load(folder.parent):
-            start = self.critic.settings.model_path
+            start = self.critic.settings.model.path
             logger.warning("the checkpoint %s has no value model; its training starts from %s", folder.parent, start)
 
     def export(self, folder: Path) -> None:

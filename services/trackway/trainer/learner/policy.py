@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from trackway.trainer.learner.algorithm import check_known
 from trackway.trainer.learner.batch import TrainingBatch
-from trackway.trainer.learner.config import LoraSettings
+from trackway.trainer.learner.config import PolicySettings
 from trackway.trainer.learner.finite import not_finite, require_finite, require_none
 from trackway.trainer.learner.loss import at_mask
 from trackway.trainer.learner.packing import ATTENTION, PackedRow, SequenceLengths, can_pack
@@ -102,95 +102,77 @@ class ModelInputs(NamedTuple):
 class Policy:
     """A causal language model with what a learner needs of it: logprobs, state, export.
 
-    `dtype` is a key of MASTER_DTYPES; with bfloat16 the weights may be of that type too (`bfloat16_weights`). An
-    offloaded model is on the device only inside `cpu_offload.on_device()`; a frozen model has no gradients.
-    `remove_padding` packs the batches of a model that can be packed. Among several ranks every method but
-    `token_values` and `ref_inputs` gives each of them the same result, and is a collective. With `lora` an adapter is
-    trained, and the model's own weights stay as they were loaded. `exchange_head` gives the model of a folder another
-    head. `head_in_chunks` and `head_chunk_size` are those of HeadChunks. `max_positions` replaces
-    `max_position_embeddings` of the folder's configuration, also in what is exported. `float32_head` has an effect on
-    bfloat16 alone.
+    An offloaded model is on the device only inside `cpu_offload.on_device()`. Among several ranks every method except
+    `token_values` and `ref_inputs` is a collective with the same result on each rank. `exchange_head` replaces the head
+    of the folder's model.
     """
 
     def __init__(
         self,
-        path: str,
-        dtype: str = "float32",
-        device: str = "cpu",
-        *,
-        gradient_checkpointing: bool = False,
-        remove_padding: bool = False,
-        offload: bool = False,
-        frozen: bool = False,
+        settings: PolicySettings,
         ranks: Ranks = ALONE,
-        reshard_after_forward: bool = True,
-        forward_prefetch: bool = False,
-        bfloat16_gathers: bool = True,
-        lora: LoraSettings | None = None,
-        bfloat16_weights: bool = False,
-        head_in_chunks: bool | None = None,
-        head_chunk_size: int = 1024,
         exchange_head: Callable[[PreTrainedModel, Path], None] | None = None,
-        max_positions: int | None = None,
-        float32_head: bool = False,
     ) -> None:
+        sharding, lora = settings.sharding, settings.lora
+        self.settings = settings
         disable_progress_bar()  # or transformers draws one at every publication
-        self.folder = model_folder(path)
-        self.dtype = dtype
-        check_known("dtype", dtype, MASTER_DTYPES)
-        self.master_dtype = MASTER_DTYPES[dtype]
-        self.device = torch.device(device)
+        self.folder = model_folder(settings.path)
+        self.dtype = settings.dtype
+        check_known("dtype", self.dtype, MASTER_DTYPES)
+        self.master_dtype = MASTER_DTYPES[self.dtype]
+        self.device = torch.device(settings.device)
         self.ranks = ranks
-        self._lora = lora
         self.adapter: Adapter | None = None
         """Adapter that is trained instead of the model's own weights."""
-        self.weights_dtype = torch.bfloat16 if bfloat16_weights else self.master_dtype
-        shares = None if ranks.mesh is None else ShareLoader(self.folder, self.weights_dtype, ranks, max_positions)
+        self.weights_dtype = torch.bfloat16 if sharding.is_bfloat16 else self.master_dtype
+        positions = settings.max_positions
+        shares = None if ranks.mesh is None else ShareLoader(self.folder, self.weights_dtype, ranks, positions)
         if shares is None:
             self.model = load_model(
-                self.folder, self.weights_dtype, needs_head=exchange_head is None, max_positions=max_positions
+                self.folder, self.weights_dtype, needs_head=exchange_head is None, max_positions=positions
             )
         else:
             self.model = shares.model
         if exchange_head is not None:
             exchange_head(self.model, self.folder)
-        if float32_head and dtype == "bfloat16":
+        if settings.float32_head and self.dtype == "bfloat16":
             to_float32_head(self.model)
         if shares is None:
             require_finite(self.tensors())
-        self.model.requires_grad_(not frozen)
+        self.model.requires_grad_(not settings.is_frozen)
         if lora is not None:
             start = None if lora.adapter_path is None else model_folder(lora.adapter_path)
             self.adapter = Adapter(self.model, lora, start)
             for parameter in self.model.parameters():  # PEFT makes float32 ones, and FSDP2 needs one type
                 if parameter.requires_grad:
                     parameter.data = parameter.data.to(self.weights_dtype)
-        self.model.train(gradient_checkpointing)
-        if gradient_checkpointing:
+        self.model.train(settings.gradient_checkpointing)
+        if settings.gradient_checkpointing:
             self.model.activation_checkpointing_enable({"use_reentrant": False})
-        self.packs = remove_padding and can_pack(self.model)
+        self.packs = settings.remove_padding and can_pack(self.model)
         if can_pack(self.model):
             self.model.set_attn_implementation(ATTENTION)
         if ranks.sequences is not None:
             require_divisible(self.model, ranks.sequences.size, packs=self.packs)
-        self.chunks = HeadChunks.of(self.model, head_in_chunks, head_chunk_size)
+        self.chunks = HeadChunks.of(self.model, settings.head_in_chunks, settings.head_chunk_size)
         self._writes_whole = True
         """Whether no rank can write a share of the weights as transformers does."""
+        offload = sharding.param_offload or sharding.offload_policy
         if ranks.mesh is not None and shares is not None:
             shard(
                 self.model,
                 ranks.mesh,
-                reshard_after_forward=reshard_after_forward,
-                forward_prefetch=forward_prefetch,
+                reshard_after_forward=sharding.reshard_after_forward,
+                forward_prefetch=sharding.forward_prefetch,
                 offload=offload,
-                gather_dtype=torch.bfloat16 if bfloat16_gathers and dtype == "bfloat16" else None,
+                gather_dtype=torch.bfloat16 if sharding.is_gathered_in_bfloat16 and self.dtype == "bfloat16" else None,
             )
             shares.load(torch.device("cpu") if offload else self.device)
             self._writes_whole = shares.writes_whole
         self.is_offloaded_by_fsdp = offload and ranks.mesh is not None
         """Whether the weights, and so the moments of their optimizer, stay in main memory."""
         offload = offload and not self.is_offloaded_by_fsdp
-        self.cpu_offload = CpuOffload(self._memory, self.device, offload=offload, frozen=frozen)
+        self.cpu_offload = CpuOffload(self._memory, self.device, offload=offload, frozen=settings.is_frozen)
         if not offload:
             with self.cpu_offload.on_device():
                 pass  # the weights stay there from now on
@@ -437,14 +419,15 @@ class Policy:
 
         Raises ValueError without an adapter, and NotFiniteError when it is not finite.
         """
-        if self._lora is None:
+        lora = self.settings.lora
+        if lora is None:
             raise ValueError("expected a policy with an adapter, got one that is trained whole; export it whole")
         state = gathered(self.tensors(), self.ranks.is_first)
         if self.ranks.is_first:
             require_finite(state)
             folder.mkdir(parents=True, exist_ok=True)
             save_file(folder_names(state), folder / WEIGHTS, {"format": "pt"})
-            rank, alpha, base = self._lora.rank, self._lora.alpha, str(self.folder)
+            rank, alpha, base = lora.rank, lora.alpha, str(self.folder)
             write_config(
                 folder,
                 AdapterConfig(r=rank, lora_alpha=alpha, target_modules=layers_of(state), base_model_name_or_path=base),

@@ -45,7 +45,7 @@ from trackway.trainer.loop.resume import begin
 from trackway.trainer.loop.rollout_client import GroupTemplate, Rollouts
 from trackway.trainer.loop.scheduler import GroupScheduler
 from trackway.trainer.loop.session_groups import SessionGroups, SessionSlots
-from trackway.trainer.loop.training import Training
+from trackway.trainer.loop.training import Training, Validation
 from trackway.trainer.loop.weight_publisher import CLAIM_WAIT_S, Publisher
 from trackway.trainer.loop.weight_transport import require_takers, sender_of
 from trackway.trainer.metrics.clock import ActiveTime
@@ -159,7 +159,6 @@ def _training(
     return Training(
         plan=schedule,
         folder=folder,
-        prompts=prompts,
         scheduler=GroupScheduler(
             prompts,
             source,
@@ -168,19 +167,19 @@ def _training(
             beginning.finished,
             group_filter(config),
         ),
-        validation_rows=held_out.samples,
-        validation_rollouts=rollouts(validation_template(config, folder.name, traces.target)),
+        validation=Validation(
+            held_out.samples,
+            rollouts(validation_template(config, folder.name, traces.target)),
+            _generations(config.trainer.validation_data_dir, config, held_out),
+        ),
         learner=learner,
         publisher=publisher,
         sinks=_sinks(config, folder, tracking),
         traces=traces,
-        progress=beginning.progress,
+        beginning=beginning,
         stop=stop,
         waits=waits,
-        saved_step=beginning.saved_step,
-        notice=beginning.notice,
         samples=_generations(config.trainer.rollout_data_dir, config, rows),
-        validation_samples=_generations(config.trainer.validation_data_dir, config, held_out),
         profiler=profiler(config, folder.path),
     )
 

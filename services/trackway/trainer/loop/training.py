@@ -10,14 +10,14 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from trackway.system import StorageError
 from trackway.system.waits import Waiting, Waits
-from trackway.trainer.data.dataset import PromptBatches, traced_positions
+from trackway.trainer.data.dataset import traced_positions
 from trackway.trainer.delivery import Sink
 from trackway.trainer.learner.batch import TokenValues
 from trackway.trainer.learner.filtering import FilteredBatch, filter_trajectories
@@ -27,6 +27,7 @@ from trackway.trainer.learner.profiler import Profiler
 from trackway.trainer.learner.ranks.snapshot import Snapshot
 from trackway.trainer.loop.colocation import Engines, require_room
 from trackway.trainer.loop.greedy_baseline import sampled_of
+from trackway.trainer.loop.resume import Beginning
 from trackway.trainer.loop.rollout_client import Rollouts
 from trackway.trainer.loop.schedule import OpenValidation, Progress, Schedule
 from trackway.trainer.loop.scheduler import GroupScheduler
@@ -78,6 +79,17 @@ class StopRequested(Exception):
     """A stop was requested while the run waited for rollouts."""
 
 
+@dataclass
+class Validation:
+    """Validates the weights of a run."""
+
+    rows: Sequence[Sample]
+    """Held-out rows; without them no validation takes place."""
+    rollouts: Rollouts
+    samples: Generations | None = None
+    """Writer of the samples of each validation."""
+
+
 class Saving(NamedTuple):
     """A checkpoint that is being written."""
 
@@ -91,36 +103,36 @@ class Training:
 
     plan: Schedule
     folder: RunFolder
-    prompts: PromptBatches
     scheduler: GroupScheduler
-    validation_rows: Sequence[Sample]
-    validation_rollouts: Rollouts
+    validation: Validation
     learner: Learner
     publisher: Publisher
     sinks: Sequence[Sink]
     traces: RunTraces
+    beginning: InitVar[Beginning]
+    """The state that the run continues from."""
     samples: Generations | None = None
-    """Writer of the steps' samples, in addition; None for none."""
-    validation_samples: Generations | None = None
-    """The same for those of validations."""
+    """Writer of each step's samples."""
     profiler: Profiler | None = None
     """Profiles the updates of some steps."""
     engines: Engines | None = None
     """Engines that sleep while the learner uses their GPUs; None when no engine shares a GPU."""
-    progress: Progress = field(default_factory=Progress)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     clock: Clock = field(default_factory=Clock)
     waits: Waits = field(default_factory=Waits)
-    saved_step: int | None = None
-    """Step of the newest checkpoint."""
-    notice: str = ""
-    """A message about the checkpoint that the run started from."""
     _taken: list[int] = field(default_factory=list[int])
     """Bytes of each rank's GPU that the engines gave back when they last went to sleep."""
     _saving: Saving | None = None
     """The checkpoint that is being written."""
     _validating: asyncio.Task[Metrics] | None = None
     """The validation `progress.validation`."""
+
+    def __post_init__(self, beginning: Beginning) -> None:
+        self.progress = beginning.progress
+        self.saved_step = beginning.saved_step
+        """Step of the newest checkpoint."""
+        self.notice = beginning.notice
+        """A message about the checkpoint that the run started from."""
 
     @property
     def step(self) -> int:
@@ -241,7 +253,7 @@ class Training:
         self.scheduler.used(batch.counts)
         self.traces.dropped(self.scheduler.take_dropped())
         epoch = self.progress.position.epoch
-        _, after = self.prompts.take(self.progress.position)
+        _, after = self.scheduler.prompts.take(self.progress.position)
         before = self.progress
         self.progress = Progress(
             step=self.step + 1, position=after, versions=versions, validation=before.validation, rows=before.rows
@@ -287,17 +299,17 @@ class Training:
         """
         metrics = metrics or {}
         self.progress = self.progress.model_copy(update={"unvalidated": {}})
-        if not self.validation_rows:
+        if not self.validation.rows:
             return metrics
         if self.scheduler.pacing.runs_ahead and self.engines is None:
             self._begin_validation(OpenValidation(step=self.step, version=version))
             return metrics
-        collecting = self.validation_rollouts.collect(
-            self.validation_rows, self.step, version, self._traced_validation()
+        collecting = self.validation.rollouts.collect(
+            self.validation.rows, self.step, version, self._traced_validation()
         )
         try:
             with self._part("testing") as waiting:
-                waiting.because = self.validation_rollouts.waits.current
+                waiting.because = self.validation.rollouts.waits.current
                 trajectories = await self._unless_stopped(collecting)
         except StopRequested:
             self.progress = self.progress.model_copy(update={"unvalidated": metrics | self.clock.take()})
@@ -331,7 +343,7 @@ class Training:
             return
         if not self._validating.done():
             with self._part("await_testing") as waiting:
-                waiting.because = self.validation_rollouts.waits.current
+                waiting.because = self.validation.rollouts.waits.current
                 await self._unless_stopped(_ended(self._validating))
         await self._write_rows()
 
@@ -346,21 +358,21 @@ class Training:
             clock("testing"),
             self.waits(f"the validation at step {step}", "its rollouts") as waiting,
         ):
-            waiting.because = self.validation_rollouts.waits.current
-            trajectories = await self.validation_rollouts.collect(
-                self.validation_rows, step, validation.version, self._traced_validation()
+            waiting.because = self.validation.rollouts.waits.current
+            trajectories = await self.validation.rollouts.collect(
+                self.validation.rows, step, validation.version, self._traced_validation()
             )
             self.traces.received(trajectories, trace)
         return await self._validation_metrics(trajectories, step) | clock.take()
 
     def _traced_validation(self) -> frozenset[int]:
-        wanted = min(self.plan.traced_validation, len(self.validation_rows))
+        wanted = min(self.plan.traced_validation, len(self.validation.rows))
         return frozenset(range(self.traces.budget.prompts(wanted, self.plan.validation_n)))
 
     async def _validation_metrics(self, trajectories: Sequence[Trajectory], step: int) -> Metrics:
         await self._stored(partial(write_trajectories, self._dump(f"val_step_{step}"), trajectories))
-        if self.validation_samples is not None:
-            await self._stored(partial(self.validation_samples.write, step, trajectories))
+        if self.validation.samples is not None:
+            await self._stored(partial(self.validation.samples.write, step, trajectories))
         _require_one_success(trajectories, f"the validation at step {step}")
         self.traces.assess_validation(trajectories)
         return validation_metrics(trajectories, self.plan.validation_n)
@@ -439,7 +451,7 @@ class Training:
 
     async def _keep(self, metrics: Metrics) -> None:
         """Keep the metrics of a step that a stop cut off; a resumed run validates it first if that is due."""
-        if self.validation_is_due and self.validation_rows and metrics:
+        if self.validation_is_due and self.validation.rows and metrics:
             self.progress = self.progress.model_copy(update={"unvalidated": metrics | self.clock.take()})
         else:
             await self.log(metrics)

@@ -71,7 +71,7 @@ def _write_adapter(actor: Path, folder: Path, model: ModelConfig) -> None:
 
 def _write_model(actor: Path, folder: Path, model: ModelConfig) -> None:
     """Loads the checkpoint into the model that the run started from, and writes it as the learner published it."""
-    from trackway.trainer.learner.config import LoraSettings
+    from trackway.trainer.learner.config import LoraSettings, PolicySettings
     from trackway.trainer.learner.policy import Policy
     from trackway.trainer.learner.ranks.snapshot import FILES
     from trackway.trainer.learner.weights.sharded_files import is_saved, read_whole
@@ -81,7 +81,7 @@ def _write_model(actor: Path, folder: Path, model: ModelConfig) -> None:
     dtype = "float32" if published is None else str(published.dtype).removeprefix("torch.")
     lora, max_positions = LoraSettings.of(model), model.override_config.max_position_embeddings
     try:
-        policy = Policy(model.path or "", dtype, lora=lora, max_positions=max_positions)
+        policy = Policy(PolicySettings(model.path or "", dtype, lora=lora, max_positions=max_positions))
         policy.load(actor / FILES["model"])
     except (OSError, ValueError) as error:
         raise _refused(f"expected the model that the run started from, {model.path!r}: {error}") from error

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from tests.services.trainer.learner_settings import learner_config
 from trackway.trainer.learner import packing
 from trackway.trainer.learner.batch import TrainingBatch
-from trackway.trainer.learner.config import LearnerConfig
+from trackway.trainer.learner.config import LearnerConfig, PolicySettings
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.packing import ATTENTION, PackedRow, SequenceLengths, attend_by_sequence, can_pack
 from trackway.trainer.learner.passes.head import token_logprobs
@@ -365,7 +365,7 @@ def test_a_packed_row_cannot_be_changed(rollout: Rollout):
 
 
 def test_attention_that_is_not_told_the_lengths_is_an_error(tiny_model: Path, rollout: Rollout):
-    policy = Policy(str(tiny_model), remove_padding=True)
+    policy = Policy(PolicySettings(str(tiny_model), remove_padding=True))
     policy.model.set_attn_implementation("sdpa")
 
     with pytest.raises(RuntimeError, match="attention of Qwen3ForCausalLM to be given the lengths of 8 sequences"):
@@ -374,6 +374,6 @@ def test_attention_that_is_not_told_the_lengths_is_an_error(tiny_model: Path, ro
 
 def test_a_packing_model_is_exported_like_any_other(tiny_model: Path, tmp_path: Path):
     for name, packs in (("packed", True), ("padded", False)):
-        Policy(str(tiny_model), remove_padding=packs).export(tmp_path / name)
+        Policy(PolicySettings(str(tiny_model), remove_padding=packs)).export(tmp_path / name)
 
     assert (tmp_path / "packed/config.json").read_text() == (tmp_path / "padded/config.json").read_text()

@@ -192,6 +192,6 @@ async def test_the_filter_the_penalty_the_samples_and_the_profiler_are_built_fro
     line = json.loads((tmp_path / "samples" / "1.jsonl").read_text().splitlines()[1])
     assert (line["score"], line["gts"], line["step"]) == (0.5, "1", 1)
     assert isinstance(line["input"], str)
-    assert training.validation_samples is not None
-    assert training.validation_samples.folder == tmp_path / "validations"
+    assert training.validation.samples is not None
+    assert training.validation.samples.folder == tmp_path / "validations"
     assert training.profiler == Profiler(run.path / "profile", frozenset({1}))

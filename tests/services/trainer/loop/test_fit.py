@@ -38,7 +38,7 @@ from trackway.trainer.loop.rollout_client import RetryPolicy, Rollouts
 from trackway.trainer.loop.schedule import Progress
 from trackway.trainer.loop.scheduler import GroupScheduler
 from trackway.trainer.loop.session_groups import SessionGroups, SessionSlots
-from trackway.trainer.loop.training import Training
+from trackway.trainer.loop.training import Training, Validation
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.metrics.rollout import Metrics
 from trackway.trainer.run_state.checkpoint import find_damage, find_latest
@@ -105,7 +105,6 @@ def training(config: RunConfig, folder: RunFolder, rows: list, agent_url: str) -
     return Training(
         plan=replace(schedule, traced_validation=0),
         folder=folder,
-        prompts=prompts,
         scheduler=GroupScheduler(
             prompts,
             source,
@@ -114,8 +113,7 @@ def training(config: RunConfig, folder: RunFolder, rows: list, agent_url: str) -
             beginning.finished,
             group_filter(config),
         ),
-        validation_rows=rows[:2],
-        validation_rollouts=rollouts(validation_template(config, folder.name, target)),
+        validation=Validation(rows[:2], rollouts(validation_template(config, folder.name, target))),
         learner=learner,
         publisher=Publisher(store, learner, folder.name, folder.info().uid, folder.path / "export", 2),
         sinks=[FileSink(folder)],
@@ -127,8 +125,7 @@ def training(config: RunConfig, folder: RunFolder, rows: list, agent_url: str) -
             tracing=None,
             feedback=[],
         ),
-        progress=beginning.progress,
-        saved_step=beginning.saved_step,
+        beginning=beginning,
     )
 
 
@@ -272,7 +269,7 @@ async def test_a_validation_that_a_stop_cut_off_is_done_when_the_run_goes_on(
 ):
     words = [f"trainer.total_training_steps={steps}", "trainer.test_freq=2", f"trainer.save_freq={save_freq}"]
     first = new_run("run", *words)
-    collect = first.validation_rollouts.collect
+    collect = first.validation.rollouts.collect
 
     async def stopped_in_step_2(batch, step: int, *given):
         if step == 2:
@@ -280,7 +277,7 @@ async def test_a_validation_that_a_stop_cut_off_is_done_when_the_run_goes_on(
             await asyncio.Event().wait()
         return await collect(batch, step, *given)
 
-    monkeypatch.setattr(first.validation_rollouts, "collect", stopped_in_step_2)
+    monkeypatch.setattr(first.validation.rollouts, "collect", stopped_in_step_2)
     assert (await fit(first), first.step) == (RunState.STOPPED, 2)
 
     again = new_run("run", *words)
@@ -488,7 +485,7 @@ async def test_a_step_that_takes_too_many_prompts_fails_the_run_and_keeps_the_ne
 async def test_samples_and_profiles_are_written_for_their_steps(new_run: NewRun, tmp_path: Path):
     run = new_run("run", "trainer.total_training_steps=2", "trainer.val_before_train=false")
     run.samples = Generations(tmp_path / "train", lambda ids: "text", {0: "1"})
-    run.validation_samples = Generations(tmp_path / "val", lambda ids: "text", {0: "1"})
+    run.validation.samples = Generations(tmp_path / "val", lambda ids: "text", {0: "1"})
     run.profiler = Profiler(tmp_path / "profile", frozenset({2}))
 
     await fit(run)
@@ -578,14 +575,14 @@ def alike(trajectory: Trajectory) -> Trajectory:
 
 def held(run: Training, step: int) -> asyncio.Event:
     """The validation of this step ends only once the event is set."""
-    release, collect = asyncio.Event(), run.validation_rollouts.collect
+    release, collect = asyncio.Event(), run.validation.rollouts.collect
 
     async def collected(batch: Sequence[Sample], of_step: int, *given: Any) -> list[Trajectory]:
         if of_step == step:
             await release.wait()
         return await collect(batch, of_step, *given)
 
-    run.validation_rollouts.collect = collected  # pyright: ignore[reportAttributeAccessIssue]
+    run.validation.rollouts.collect = collected  # pyright: ignore[reportAttributeAccessIssue]
     return release
 
 

@@ -24,7 +24,7 @@ from trackway.trainer.config.policy import (
 )
 from trackway.trainer.config.rollout_correction import RolloutCorrectionConfig
 from trackway.trainer.config.section import Section
-from trackway.trainer.learner.config import CriticSettings, LearnerConfig, LoraSettings
+from trackway.trainer.learner.config import CriticSettings, LearnerConfig, LoraSettings, PolicySettings
 from trackway.trainer.learner.ranks.balance import PassLimit
 from trackway.trainer.loop.from_config import (
     anchor_every,
@@ -361,13 +361,8 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
 """Key -> a value for it, and the fields that it changes, each with what it becomes."""
 
 VALUE_MODEL = CriticSettings(
-    model_path="",
-    max_positions=None,
-    remove_padding=True,
-    gradient_checkpointing=True,
+    model=PolicySettings("", gradient_checkpointing=True, remove_padding=True, head_in_chunks=False),
     contents=CheckpointContents(),
-    lora=None,
-    fsdp=ShardingConfig(),
     optim=CriticOptimConfig(),
     clip_grad=1.0,
     mini_batch_size=256,
@@ -629,8 +624,8 @@ _CRITIC_FSDP |= {
     "full_determinism": True,
 }
 OF_VALUE_MODEL: list[tuple[Keys, Fields]] = [
-    ({f"{MODEL}.path": "m"}, {"model_path": "m"}),
-    ({f"{MODEL}.path": "m", "critic.model.path": "v"}, {"model_path": "v"}),
+    ({f"{MODEL}.path": "m"}, {"path": "m"}),
+    ({f"{MODEL}.path": "m", "critic.model.path": "v"}, {"path": "v"}),
     ({"critic.model.override_config.max_position_embeddings": 4321}, {"max_positions": 4321}),
     ({"critic.model.use_remove_padding": False}, {"remove_padding": False}),
     ({"critic.model.enable_gradient_checkpointing": False}, {"gradient_checkpointing": False}),
@@ -645,13 +640,22 @@ OF_VALUE_MODEL: list[tuple[Keys, Fields]] = [
         for name, value in _CRITIC_OPTIM.items()
     ),
     *(
-        ({f"critic.fsdp.{name}": value}, {"fsdp": ShardingConfig.model_validate({name: value})})
+        (
+            {f"critic.fsdp.{name}": value},
+            {
+                "sharding": ShardingConfig.model_validate({name: value}),
+                "dtype": "bfloat16" if name == "model_dtype" else "float32",
+            },
+        )
         for name, value in _CRITIC_FSDP.items()
     ),
     ({"critic.optim.warmup_style": "cosine"}, {"optim": CriticOptimConfig(lr_scheduler_type="cosine")}),
     ({"critic.optim.clip_grad": 4.0}, {"optim": CriticOptimConfig(clip_grad=4.0), "clip_grad": 4.0}),
     ({"critic.grad_clip": 5.0}, {"clip_grad": 5.0}),
-    ({"critic.model.fsdp_config.model_dtype": "bf16"}, {"fsdp": ShardingConfig(model_dtype="bf16")}),
+    (
+        {"critic.model.fsdp_config.model_dtype": "bf16"},
+        {"sharding": ShardingConfig(model_dtype="bf16"), "dtype": "bfloat16"},
+    ),
     (
         {"critic.model.lora_rank": 8},
         {"lora": LoraSettings(8, 16, "all-linear", None, 42, trains_head=True)},
@@ -664,8 +668,8 @@ OF_VALUE_MODEL: list[tuple[Keys, Fields]] = [
         {"lora": LoraSettings(4, 2.5, "q|v", ["k"], 42, trains_head=True)},
     ),
     ({"critic.optim.weight_decay": 0.5}, {"optim": CriticOptimConfig(weight_decay=0.5)}),
-    ({"critic.fsdp.param_offload": True}, {"fsdp": ShardingConfig(param_offload=True)}),
-    ({"critic.model.fsdp_config.optimizer_offload": True}, {"fsdp": ShardingConfig(optimizer_offload=True)}),
+    ({"critic.fsdp.param_offload": True}, {"sharding": ShardingConfig(param_offload=True)}),
+    ({"critic.model.fsdp_config.optimizer_offload": True}, {"sharding": ShardingConfig(optimizer_offload=True)}),
     ({"critic.model.fsdp_config.param_offload": None}, {}),
     ({f"{ROLLOUT}.n": 2}, {"mini_batch_size": 512, "limit": PassLimit(512), "forward_limit": PassLimit(512)}),
     (
@@ -708,7 +712,9 @@ OF_VALUE_MODEL: list[tuple[Keys, Fields]] = [
 def test_a_key_changes_its_own_settings_of_the_value_model_and_no_others(keys: Keys, fields: Fields):
     settings = learner_config(resolve({**GIVEN, "algorithm.adv_estimator": "gae", **keys}), STEPS).value_model
 
-    assert settings == VALUE_MODEL._replace(**fields)
+    model = {name: value for name, value in fields.items() if name in PolicySettings._fields}
+    others = {name: value for name, value in fields.items() if name not in model}
+    assert settings == VALUE_MODEL._replace(model=VALUE_MODEL.model._replace(**model), **others)
 
 
 @pytest.mark.parametrize(("keys", "fields"), TOGETHER)

@@ -24,9 +24,11 @@ from trackway.trainer.learner import learner as learner_module
 from trackway.trainer.learner.advantages import AdvantageInputs
 from trackway.trainer.learner.learner import Learner, StepObserver, UpdateResult
 from trackway.trainer.loop.from_config import training_template, validation_template
+from trackway.trainer.loop.resume import Beginning
 from trackway.trainer.loop.rollout_client import RetryPolicy, Rollouts
+from trackway.trainer.loop.schedule import Progress
 from trackway.trainer.loop.scheduler import GroupScheduler, Pacing
-from trackway.trainer.loop.training import Schedule, Training
+from trackway.trainer.loop.training import Schedule, Training, Validation
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.metrics.clock import ActiveTime, Clock
 from trackway.trainer.run_state.folder import RunFolder
@@ -205,14 +207,15 @@ def training(tiny_model: Path, tmp_path: Path, sample, agent_url: str, backend: 
     training = Training(
         plan=Schedule(total_steps=9, seed=0, traced_prompts=2, traced_validation=2, rollouts=2, max_staleness=1),
         folder=folder,
-        prompts=prompts,
         scheduler=GroupScheduler(prompts, rollouts(training_template(config, "run", TraceTarget()))),
-        validation_rows=[sample(index) for index in range(3)],
-        validation_rollouts=rollouts(validation_template(config, "run", TraceTarget())),
+        validation=Validation(
+            [sample(index) for index in range(3)], rollouts(validation_template(config, "run", TraceTarget()))
+        ),
         learner=learner,
         publisher=Publisher(WeightStore(urls.weights_url), learner, "run", "", folder.path / "export", 2),
         sinks=[],
         traces=traces,
+        beginning=Beginning(Progress(), None),
     )
     yield training
     training.publisher.close()
@@ -484,7 +487,7 @@ async def test_the_number_of_rollouts_of_a_validations_rows_is_in_its_metrics_an
 ):
     template = replace(validation_template(compose([]), "run", TraceTarget()), n=2)
     training.plan = replace(training.plan, validation_n=2)
-    training.validation_rollouts = Rollouts(AgentClient(agent_url), template, RetryPolicy())
+    training.validation.rollouts = Rollouts(AgentClient(agent_url), template, RetryPolicy())
     spent = 1_000_000 - round(3000 / STEP_SHARE)  # 3000 bytes are left to this step, at 1000 of each trajectory
     training.traces.budget.spend(spent, spent // 1000)
 

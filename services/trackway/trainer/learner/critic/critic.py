@@ -13,7 +13,7 @@ from torch import Tensor
 from trackway.trainer.learner import optimizer as adamw
 from trackway.trainer.learner.algorithm import Aggregation
 from trackway.trainer.learner.batch import TrainingBatch, mini_batches
-from trackway.trainer.learner.config import CriticSettings, LearnerConfig
+from trackway.trainer.learner.config import CriticSettings
 from trackway.trainer.learner.critic.value_loss import value_loss
 from trackway.trainer.learner.critic.value_model import exchange_head
 from trackway.trainer.learner.loss import at_mask
@@ -33,28 +33,12 @@ FOLDER = "critic"
 class Critic:
     """A value model and its optimizer. Not thread-safe; among several ranks every method is a collective."""
 
-    def __init__(self, settings: CriticSettings, config: LearnerConfig, ranks: Ranks = ALONE) -> None:
+    def __init__(self, settings: CriticSettings, total_updates: int, ranks: Ranks = ALONE) -> None:
         self.settings = settings
         self.ranks = ranks
         self.updates = 0
-        fsdp = settings.fsdp
-        self.model = Policy(
-            settings.model_path,
-            config.dtype,
-            config.device,
-            gradient_checkpointing=settings.gradient_checkpointing,
-            remove_padding=settings.remove_padding,
-            offload=fsdp.param_offload or fsdp.offload_policy,
-            ranks=ranks.sharing_weights(fsdp.fsdp_size),
-            reshard_after_forward=fsdp.reshard_after_forward,
-            forward_prefetch=fsdp.forward_prefetch,
-            bfloat16_gathers=fsdp.is_gathered_in_bfloat16,
-            lora=settings.lora,
-            bfloat16_weights=fsdp.is_bfloat16,
-            head_in_chunks=False,
-            exchange_head=exchange_head,
-            max_positions=settings.max_positions,
-        )
+        fsdp = settings.model.sharding
+        self.model = Policy(settings.model, ranks.sharing_weights(fsdp.fsdp_size), exchange_head)
         """The value model; its logits are values, [N, 1]."""
         self.optimizer = adamw.new_optimizer(self.model.model, settings.optim)
         self.moments = CpuOffload(
@@ -62,7 +46,7 @@ class Critic:
             self.model.device,
             offload=(fsdp.optimizer_offload or fsdp.offload_policy) and not self.model.is_offloaded_by_fsdp,
         )
-        self._total_updates = config.total_steps
+        self._total_updates = total_updates
         self._shuffler = torch.Generator().manual_seed(settings.shuffle_seed)
 
     @property

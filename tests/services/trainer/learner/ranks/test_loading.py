@@ -31,7 +31,7 @@ from transformers import (
 
 from tests.services.trainer.learner_settings import learner_config
 from tests.services.trainer.rank_processes import RankProcesses, rank_processes
-from trackway.trainer.learner.config import LearnerConfig
+from trackway.trainer.learner.config import LearnerConfig, PolicySettings
 from trackway.trainer.learner.critic.value_model import WEIGHT
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.policy import Policy
@@ -248,7 +248,7 @@ def peak_of_loading(ranks: Ranks, config: LearnerConfig) -> int:
 
     Path("/proc/self/clear_refs").write_text("5")  # starts the peak again
     before = peak()
-    Policy(config.model_path, ranks=ranks)
+    Policy(PolicySettings(config.model_path), ranks)
     return peak() - before
 
 
