@@ -1,17 +1,14 @@
 """The services of an agent loop: four clients, the tokenizer, the tool catalog."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import httpx
 
 from trackway.agent.catalog import ToolCatalog
 from trackway.agent.sessions.store import Sessions
 from trackway.agent.settings import AgentSettings
+from trackway.agent.tokens import ChatTokens
 from trackway.clients import RewardClient, RolloutClient, ToolsClient, TrainerClient
-
-if TYPE_CHECKING:
-    from trackway.agent.tokens import ChatTokens
 
 
 @dataclass(frozen=True)
@@ -25,14 +22,12 @@ class AgentContext:
     trainer: TrainerClient
     """Gets the sessions that a run trains on."""
     catalog: ToolCatalog
-    tokens: "ChatTokens"
+    tokens: ChatTokens
     sessions: Sessions
 
     @classmethod
     def connect(cls, settings: AgentSettings, http: httpx.AsyncClient | None = None) -> "AgentContext":
         """Load the tokenizer and create the clients; sends no request."""
-        from trackway.agent.tokens import ChatTokens
-
         direct = settings.direct and http is None
         batches = http is None  # httpx's transport in one process holds a stream back until it has ended
         tools = ToolsClient(settings.url("tools"), http, settings.tools_policy, settings.token, direct)

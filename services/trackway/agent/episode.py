@@ -6,7 +6,7 @@ have mask 1 and their logprob; observations and template tokens have mask 0 and 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import JsonValue
 
@@ -20,7 +20,6 @@ from trackway.wire.trajectory import (
     StopReason,
     Tags,
     Timings,
-    TokenRow,
     Trajectory,
     Turn,
     WeightSpan,
@@ -39,8 +38,6 @@ class Episode:
     tags: Tags
     agent_name: str
     deadline: Deadline
-    own_params: SamplingParams | None = None
-    """Sampling parameters instead of the request's."""
     parameters: dict[str, JsonValue] = field(default_factory=dict[str, JsonValue])
     """The JSON schema of each offered tool's parameters, by the tool's name."""
     prompt_ids: list[int] = field(default_factory=list)
@@ -51,10 +48,6 @@ class Episode:
     """The most likely tokens at each generated position, if the sampling parameters ask for them."""
     weight_versions: list[WeightSpan] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    further_rows: list[TokenRow] = field(default_factory=list)
-    """Rows of a session beside this one."""
-    said: list[Message] | None = None
-    """The conversation of a session's last call, which need not begin with the row's prompt."""
     user_turns: int = 0
     """Turns of observations so far."""
     shown: int = 0
@@ -62,29 +55,14 @@ class Episode:
     tool_rewards: list[float] = field(default_factory=list)
     reward: Reward | None = None
     """A score that the loop sets itself is kept; otherwise the reward service is asked."""
-    last_answer: GenerateChoice | None = None
-    """Last answer of the engine."""
-    first_turn: int = 0
-    """Number of the first turn, of which seeds and request ids depend."""
-    log: str = ""
-    """The end of an external agent's output."""
     stop_reason: StopReason = StopReason.ERROR
     error: ErrorBody | None = None
     timings: Timings = field(default_factory=Timings)
 
     @classmethod
-    def begin(cls, request: GroupRequest, rollout_n: int, agent_name: str) -> "Episode":
-        """A new episode for one rollout of the request."""
+    def begin(cls, request: GroupRequest, rollout_n: int, agent_name: str) -> Self:
+        """Return a new episode for one rollout of the request."""
         return cls(request, request.tags(rollout_n), agent_name, Deadline.after(request.limits.timeout_s))
-
-    def branch(self, turn: int, prompt_ids: list[int], params: SamplingParams) -> "Episode":
-        """An episode for one generation of this trajectory, as its turn number `turn`, with another prompt.
-
-        The list of ids is kept, not copied.
-        """
-        branched = Episode(self.request, self.tags, self.agent_name, self.deadline, params, timings=self.timings)
-        branched.prompt_ids, branched.first_turn = prompt_ids, turn
-        return branched
 
     @property
     def id(self) -> str:
@@ -99,7 +77,12 @@ class Episode:
     @property
     def sampling_params(self) -> SamplingParams:
         """How the model's tokens are sampled."""
-        return self.own_params or self.request.sampling_params
+        return self.request.sampling_params
+
+    @property
+    def turn(self) -> int:
+        """Number of the next turn, which seeds and request ids depend on."""
+        return len(self.turns)
 
     @property
     def limits(self) -> Limits:
@@ -119,14 +102,12 @@ class Episode:
     @property
     def conversation(self) -> list[Message]:
         """The messages so far, which a reward model scores."""
-        if self.said is not None:
-            return self.said
         return [*self.sample.prompt, *(message for turn in self.turns for message in turn.messages)]
 
     @property
     def num_turns(self) -> int:
         """Turns as verl counts them: a plain answer is 2, one tool round is 4."""
-        return self.user_turns + len(self.turns) + sum(len(row.turns) for row in self.further_rows) + 1
+        return self.user_turns + len(self.turns) + 1
 
     def extend_prompt(self, text: str) -> None:
         """Append a text to the prompt: to its last message if that is the user's, else as a user's message."""
@@ -175,7 +156,7 @@ class Episode:
             )
             raise TrackwayError(ErrorCode.INTERNAL, message)
         require_trainable("the engine's logprobs", logprobs)
-        start, self.last_answer = len(self.response_ids), choice
+        start = len(self.response_ids)
         self._append(choice.token_ids, 1, logprobs)
         if self.sampling_params.logprobs:
             self.top_logprobs += choice.top_logprobs
@@ -198,8 +179,7 @@ class Episode:
 
     def written(self) -> list[list[int]]:
         """The generated ids of each turn, in the order of the rows."""
-        rows = [(self.response_ids, self.turns), *((row.response_ids, row.turns) for row in self.further_rows)]
-        return [ids[turn.response_start : turn.response_end] for ids, turns in rows for turn in turns]
+        return [self.response_ids[turn.response_start : turn.response_end] for turn in self.turns]
 
     def set_reward(
         self, score: float, *, turn_scores: Sequence[float] = (), token_scores: Sequence[float] = ()
@@ -236,15 +216,45 @@ class Episode:
             weight_versions=self.weight_versions,
             prompt_messages=self.sample.prompt if self.prompt_ids or self._is_short() else [],
             turns=self.turns,
-            further_rows=self.further_rows,
             reward=self.reward,
             tool_rewards=self.tool_rewards,
             num_turns=self.num_turns,
-            log=self.log,
             stop_reason=self.stop_reason,
             timings=self.timings,
             error=self.error,
         )
+
+
+@dataclass
+class Generation(Episode):
+    """One generation of a trajectory with its own prompt, turn and sampling parameters."""
+
+    own_turn: int = 0
+    own_params: SamplingParams = field(default_factory=SamplingParams)
+    last_answer: GenerateChoice | None = None
+    """Last answer of the engine."""
+
+    @classmethod
+    def of(cls, whole: Episode, turn: int, prompt_ids: list[int], params: SamplingParams) -> Self:
+        """Return the generation number `turn` of an episode. The list of ids is kept, not copied."""
+        part = cls(whole.request, whole.tags, whole.agent_name, whole.deadline, timings=whole.timings)
+        part.prompt_ids, part.own_turn, part.own_params = prompt_ids, turn, params
+        return part
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """Its own parameters, instead of the request's."""
+        return self.own_params
+
+    @property
+    def turn(self) -> int:
+        """Its number."""
+        return self.own_turn
+
+    def add_generated(self, choice: GenerateChoice) -> None:
+        """Append generated tokens, and keep the answer."""
+        super().add_generated(choice)
+        self.last_answer = choice
 
 
 def cut_prompt(ids: Sequence[int], limit: int, side: Literal["left", "right", "middle"]) -> list[int]:

@@ -55,6 +55,8 @@ class AgentLoop(ABC):
     generates_alone: ClassVar[bool] = False
     """Whether its generations do not begin together with those of other rollouts of the group."""
 
+    episode_class: ClassVar[type[Episode]] = Episode
+
     def __init__(self, services: AgentContext) -> None:
         self.services = services
 
@@ -64,7 +66,7 @@ class AgentLoop(ABC):
 
     async def run(self, request: GroupRequest, rollout_n: int) -> Trajectory:
         """One rollout, scored and traced; raises only asyncio.CancelledError."""
-        episode = Episode.begin(request, rollout_n, self.agent_name)
+        episode = self.episode_class.begin(request, rollout_n, self.agent_name)
         with trajectory_span(
             episode.tags,
             episode.id,
@@ -125,7 +127,7 @@ class AgentLoop(ABC):
         come, without a finish reason.
         """
         start = len(episode.response_ids)
-        turn = episode.first_turn + len(episode.turns)
+        turn = episode.turn
         with (
             Stopwatch(episode.timings, "generate_sequences"),
             waits_for(f"the rollout service, turn {turn}", episode.deadline),
@@ -149,7 +151,7 @@ class AgentLoop(ABC):
     async def _generate_part(
         self, episode: Episode, max_tokens: int, part: int, told: Callable[[GeneratePiece], None] | None
     ) -> GenerateChoice:
-        turn = episode.first_turn + len(episode.turns)
+        turn = episode.turn
         params = episode.sampling_params
         seed = request_seed(params.seed, episode.tags, turn, part)
         if (max_tokens, seed) != (params.max_tokens, params.seed):

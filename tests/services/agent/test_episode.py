@@ -4,7 +4,8 @@ from typing import Any, Literal
 import pytest
 
 from tests.services.agent.agent_services import group
-from trackway.agent.episode import Episode, cut_prompt
+from trackway.agent.episode import Episode, Generation, cut_prompt
+from trackway.agent.sessions.session import SessionEpisode
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import ChoiceLogprobs, GenerateChoice, SamplingParams, TokenLogprob
@@ -44,7 +45,7 @@ def observed(text: str) -> Message:
 def test_the_id_names_run_step_sample_and_rollout() -> None:
     assert episode().id == "run-a/1/7/2"
     assert episode(validation=True).id == "run-a/val1/7/2"
-    assert episode().first_turn == 0
+    assert episode().turn == 0
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_the_context_grows_and_the_room_shrinks_by_each_token() -> None:
 
 
 def test_the_turns_of_further_rows_count_too() -> None:
-    grown = episode()
+    grown = SessionEpisode.begin(group(), 2, "external")
     said(grown, 1)
     row = TokenRow(prompt_ids=[1], response_ids=[2], response_mask=[1], response_logprobs=[-0.5])
     grown.further_rows = [row.model_copy(update={"turns": grown.turns * 2}), row]
@@ -116,7 +117,7 @@ def test_the_turns_of_further_rows_count_too() -> None:
 
 
 def test_a_conversation_is_the_prompt_and_the_turns_unless_a_session_says_another() -> None:
-    grown = episode()
+    grown = SessionEpisode.begin(group(), 2, "external")
     said(grown, 1)
     told = [Message(role="user", content="told")]
 
@@ -146,8 +147,7 @@ def test_the_most_likely_tokens_are_kept_where_they_were_asked_for(asked: int) -
         token_id=1, logprob=-0.5, top_logprobs=[TokenLogprob(token_id=number, logprob=-number) for number in (1, 3)]
     )
     answered = choice(1).model_copy(update={"logprobs": ChoiceLogprobs(content=[ranked])})
-    grown = episode()
-    grown.own_params = SamplingParams(logprobs=asked)
+    grown = Generation.of(episode(), 0, [], SamplingParams(logprobs=asked))
     grown.add_generated(answered)
 
     assert grown.top_logprobs == ([[(1, -1.0), (3, -3.0)]] if asked else [])

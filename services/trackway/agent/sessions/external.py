@@ -37,7 +37,7 @@ from trackway.agent.context import AgentContext
 from trackway.agent.episode import Episode
 from trackway.agent.loop import register
 from trackway.agent.sessions.loop import SessionAgent
-from trackway.agent.sessions.session import Session
+from trackway.agent.sessions.session import Session, SessionEpisode
 from trackway.agent.settings import AgentSettings, ContainerSettings, ExternalSettings
 from trackway.agent.toolbox import Toolbox
 from trackway.agent.waits import waits_for
@@ -186,7 +186,7 @@ def register_external(settings: AgentSettings) -> None:
         register(f"external:{name}")(own)
 
 
-async def run_program(settings: ExternalSettings, access: SessionAccess, episode: Episode) -> None:
+async def run_program(settings: ExternalSettings, access: SessionAccess, episode: SessionEpisode) -> None:
     """Run the command, or the container, to its end, and end all its processes with it.
 
     Raises AGENT_FAILED unless it exits with 0.
@@ -327,7 +327,7 @@ async def _read_up(reading: "asyncio.Task[None]") -> None:
 
 
 async def posted(
-    http: httpx.AsyncClient, url: str, settings: ExternalSettings, access: SessionAccess, episode: Episode
+    http: httpx.AsyncClient, url: str, settings: ExternalSettings, access: SessionAccess, episode: SessionEpisode
 ) -> ExternalReply:
     """The answer of the URL to one rollout; it has until the trajectory's deadline. Raises AGENT_FAILED."""
     rollout = ExternalRollout(**dict(access), sample=episode.sample)
@@ -364,7 +364,7 @@ def _misses(url: str, got: str) -> str:
     return f"expected an answer of 200 with a score, or {{}}, from the agent at {url}, got {got}"[:_MESSAGE_CHARS]
 
 
-async def _last(output: asyncio.StreamReader, most_bytes: int, episode: Episode) -> None:
+async def _last(output: asyncio.StreamReader, most_bytes: int, episode: SessionEpisode) -> None:
     """Keep the end of the output as the episode's log."""
     kept = b""
     while part := await output.read(_READ_BYTES):

@@ -15,7 +15,7 @@ from trackway.agent.context import AgentContext
 from trackway.agent.episode import Episode
 from trackway.agent.loop import AgentLoop
 from trackway.agent.sessions.messages import plain_message
-from trackway.agent.sessions.session import Session
+from trackway.agent.sessions.session import Session, SessionEpisode
 from trackway.agent.toolbox import Toolbox
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -94,6 +94,7 @@ class SessionAgent(AgentLoop):
     bounds = SessionBounds()
     formats: FormatUse = "guide"
     generates_alone = True
+    episode_class = SessionEpisode
     opener: str | None = None
     """The caller that opened the session; None for a session of a rollout."""
 
@@ -104,7 +105,9 @@ class SessionAgent(AgentLoop):
     async def converse(self, episode: Episode, toolbox: Toolbox) -> StopReason:
         """The session's life. Raises AGENT_FAILED, or its last error, when no call was answered."""
         sessions = self.services.sessions
-        session = Session(self, episode, self.bounds, sessions.replica, self.formats)
+        assert isinstance(episode, SessionEpisode)
+        tokens = self.services.tokens
+        session = Session(self.generate, tokens, episode, self.bounds, sessions.replica, self.formats)
         sessions.add(session, self.opener)
         try:
             await self.attend(session)
@@ -126,7 +129,7 @@ class SessionAgent(AgentLoop):
         remedy = "let it use OPENAI_BASE_URL, ANTHROPIC_BASE_URL or the session's `base_url`, and read its output"
         return TrackwayError(ErrorCode.AGENT_FAILED, f"{message}, it ended and {got}; {remedy}")
 
-    async def _take(self, session: Session, episode: Episode) -> None:
+    async def _take(self, session: Session, episode: SessionEpisode) -> None:
         session.graph.settle()
         paths = training_rows(session.graph.nodes)
         rows = [await self._row(path, session.messages) for path in paths]

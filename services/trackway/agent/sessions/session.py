@@ -13,18 +13,19 @@ import secrets
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from fastapi import Request, Response
 from opentelemetry import trace
 
-from trackway.agent.episode import Episode
+from trackway.agent.episode import Episode, Generation
 from trackway.agent.sessions.chat_reader import ChatReader
 from trackway.agent.sessions.delivery import CallAnswer, DeliveredResponse, Recorded, WaitingStream
 from trackway.agent.sessions.graph import Conversation, Conversations, Place, Sampled, TokenGraph
 from trackway.agent.sessions.messages import is_auxiliary, joined_turns, meaning, text_of
 from trackway.agent.sessions.token_budget import TokenBudget
+from trackway.agent.tokens import ChatTokens
 from trackway.chat.encoding import TooLong
 from trackway.chat.tokenizer import ChatTokenizer
 from trackway.model_api.choices import jobs_of, while_connected
@@ -51,11 +52,10 @@ from trackway.wire.rollout import (
     choice_logprobs,
 )
 from trackway.wire.sessions import FormatUse, GraphNode, NodeKind, SessionBounds, SessionResponse
-from trackway.wire.trajectory import StopReason
+from trackway.wire.trajectory import StopReason, TokenRow, Trajectory
 
-if TYPE_CHECKING:
-    from trackway.agent.loop import AgentLoop
-
+Generate = Callable[[Episode, Callable[[GeneratePiece], None] | None], Awaitable[str]]
+"""AgentLoop.generate."""
 Build = Callable[[ChatRequest, ChatTokenizer, list[int]], ResponseBuilder]
 """Makes the builder of a response in the format of the route, for a prompt of these ids."""
 
@@ -112,15 +112,52 @@ class CallInProgress:
         return count.isdecimal() and count.strip("0") != ""
 
 
+@dataclass
+class SessionEpisode(Episode):
+    """The trajectory that the calls of a session become."""
+
+    further_rows: list[TokenRow] = field(default_factory=list)
+    """Rows beside this one."""
+    said: list[Message] | None = None
+    """The conversation of the last call, which need not begin with the row's prompt."""
+    log: str = ""
+    """The end of an external agent's output."""
+
+    @property
+    def conversation(self) -> list[Message]:
+        """The messages so far, which a reward model scores."""
+        return super().conversation if self.said is None else self.said
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of all rows, as verl counts them."""
+        return super().num_turns + sum(len(row.turns) for row in self.further_rows)
+
+    def written(self) -> list[list[int]]:
+        """Return the generated ids of each turn, in the order of the rows."""
+        rows = ((row.response_ids, turn) for row in self.further_rows for turn in row.turns)
+        return super().written() + [ids[turn.response_start : turn.response_end] for ids, turn in rows]
+
+    def trajectory(self) -> Trajectory:
+        """Return the wire form with the further rows and the log."""
+        return super().trajectory().model_copy(update={"further_rows": self.further_rows, "log": self.log})
+
+
 class Session:
-    """The calls of one agent; `loop` generates for `episode`, which is the trajectory that the calls become.
+    """The calls of one agent; `generate` continues `episode`, the trajectory that the calls become.
 
     Created in the task of the trajectory: calls arrive in tasks of their own and run in a copy of its context, under
     its root span.
     """
 
     def __init__(
-        self, loop: "AgentLoop", episode: Episode, bounds: SessionBounds, replica: str, formats: FormatUse
+        self,
+        generate: Generate,
+        tokens: ChatTokens,
+        episode: SessionEpisode,
+        bounds: SessionBounds,
+        replica: str,
+        formats: FormatUse,
     ) -> None:
         self.id = f"s-{replica}-{secrets.token_hex(16)}"
         self.key = f"sk-{self.id}-{secrets.token_hex(16)}"
@@ -144,7 +181,7 @@ class Session:
         """Set when the agent has ended; no call is taken then."""
         self.gave_way = False
         """Whether it ended to make room for another session."""
-        self._loop = loop
+        self._generate, self._tokens = generate, tokens
         self._bounds = bounds
         self._guides = formats == "guide"
         self._context = own_context()
@@ -171,7 +208,7 @@ class Session:
     @property
     def tokenizer(self) -> ChatTokenizer:
         """The model's tokenizer."""
-        return self._loop.services.tokens.fast
+        return self._tokens.fast
 
     @property
     def traceparent(self) -> str | None:
@@ -543,7 +580,7 @@ class Session:
         if place.parent is None:
             longest = self._longest(place)
             return await self._within_limits(place, chat_ids(self.tokenizer, chat, longest))
-        tokens, written = self._loop.services.tokens, self.graph.nodes[place.parent].ids
+        tokens, written = self._tokens, self.graph.nodes[place.parent].ids
         messages = [template_form(message) for message in chat.messages[place.known :]]
         ids = await tokens.following(messages, written, chat.chat_template_kwargs)
         prefix = forced_prefix(chat, self.tokenizer.tool_format)
@@ -581,7 +618,7 @@ class Session:
 
     def _forced_chat(self, chat: ChatRequest) -> ChatRequest:
         """The call with the run's sampling and the service's template variables."""
-        template = self._loop.services.tokens.template_kwargs
+        template = self._tokens.template_kwargs
         own = {
             "messages": joined_turns(chat.messages),
             "chat_template_kwargs": {**template, **chat.chat_template_kwargs},
@@ -662,7 +699,7 @@ class Session:
             update={name: getattr(asked, name) for name in _OF_THE_CALL}
         )
         turn = next(self._turns)
-        part = self.episode.branch(turn, request.token_ids, params)
+        part = Generation.of(self.episode, turn, request.token_ids, params)
         part.shown = shown
         arrived = 0
 
@@ -676,7 +713,7 @@ class Session:
             if turn and not shown:  # the agent shortened its conversation, or began another
                 span.set(COMPACTED, True)
             try:
-                reason = await self._loop.generate(part, None if told is None else counted)
+                reason = await self._generate(part, None if told is None else counted)
             except asyncio.CancelledError:
                 if enough is None or not enough.is_set():
                     raise
@@ -733,7 +770,7 @@ class SessionModel:
             await asyncio.gather(generating, return_exceptions=True)
 
 
-def _reply(request: GenerateRequest, part: Episode, reason: str) -> GenerateReply:
+def _reply(request: GenerateRequest, part: Generation, reason: str) -> GenerateReply:
     choice = part.last_answer
     if choice is None or choice.finish_reason != reason or choice.token_ids != part.response_ids:
         choice = GenerateChoice.model_validate(

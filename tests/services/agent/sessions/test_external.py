@@ -24,9 +24,9 @@ from tests.services.agent.sessions.external_services import Serve
 from tests.services.agent.sessions.test_session import ANSWER, COUNT, opened, row_of
 from tests.services.rollout.model_routes.openai_server import serving as server
 from tests.services.trainer.learner_settings import learner_config
-from trackway.agent.episode import Episode
 from trackway.agent.sessions import external as external_agents
 from trackway.agent.sessions.external import Program, guarded, run_program
+from trackway.agent.sessions.session import SessionEpisode
 from trackway.agent.settings import AgentSettings, ExternalSettings
 from trackway.trainer.learner.filtering import filter_trajectories
 from trackway.trainer.learner.learner import Learner
@@ -317,7 +317,7 @@ def test_nothing_stays_open_of_a_program_whose_processes_cannot_be_ended(monkeyp
     monkeypatch.setattr(os, "killpg", lambda pid, number: group_kills.append(pid))
     settings = ExternalSettings(command=["sh", "-c", "setsid sleep 60 & echo $$ $!"])
     access = SessionAccess(session_id="s", base_url="http://127.0.0.1:9/v1", api_key="k")
-    episode = Episode.begin(group("external"), 0, "external")
+    episode = SessionEpisode.begin(group("external"), 0, "external")
 
     async def run() -> None:
         async with asyncio.timeout(5):
