@@ -407,7 +407,7 @@ def test_the_times_of_a_trajectory_are_lanes_with_the_spans_of_its_trace_below(
     RunFolder(outputs / "tidy").update(mlflow_uri=mlflow)
     browser.open(f"{url}#/trajectory?run=tidy&step=2&sample=7&rollout=1")
     lanes = "[...document.querySelectorAll('.lanes > span, .lanes > b')].map((node) => node.innerText)"
-    assert browser.evaluate(lanes) == ["generate", "0.75 s", "tool", "0.25 s", "reward", "0.13 s", "queue", "1.38 s"]
+    assert browser.evaluate(lanes) == ["generate", "0.75 s", "tool", "0.25 s", "scorer", "0.13 s", "queue", "1.38 s"]
     assert "retried: tools" in browser.text() and "correct\n1" in browser.text()
 
     browser.click(".spans button")

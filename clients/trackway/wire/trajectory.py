@@ -155,12 +155,24 @@ class Reward(WireReply):
 
 
 class Timings(WireReply):
-    """Seconds by activity, verl's `timing_s/agent_loop/*`, and in total."""
+    """Seconds by activity, verl's `timing_s/agent_loop/*`, and in total.
 
-    generate_sequences: float = 0.0
-    tool_calls: float = 0.0
-    compute_score: float = 0.0
+    A field with a title is an activity: metrics, `trackway try` and the console show each under that name.
+    """
+
+    generate_sequences: float = Field(default=0.0, title="model")
+    tool_calls: float = Field(default=0.0, title="tools")
+    compute_score: float = Field(default=0.0, title="scorer")
     total: float = 0.0
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of each activity, by its title."""
+        return {title: getattr(self, name) for name, title in ACTIVITIES.items()}
+
+
+ACTIVITIES = {name: field.title for name, field in Timings.model_fields.items() if field.title}
+"""The title of each activity of a trajectory."""
 
 
 class TokenRow(WireReply):

@@ -8,7 +8,7 @@ from trackway.wire.errors import ErrorBody
 from trackway.wire.health import Wait
 from trackway.wire.reward import ScorerInfo
 from trackway.wire.trainer import BackendSummary, RunState, TraceSummary
-from trackway.wire.trajectory import Reward, Timings, Turn, WeightSpan
+from trackway.wire.trajectory import Reward, Turn, WeightSpan
 
 
 class Series(WireReply):
@@ -108,10 +108,9 @@ class StepPage(WireReply):
     tokens: list[int]
     """Tokens of the response."""
     seconds: list[float | None]
-    """Seconds of the whole rollout; the next three are parts of it, and the rest is queues, parsing and the network."""
-    generate_s: list[float | None]
-    tools_s: list[float | None]
-    score_s: list[float | None]
+    """Seconds of the whole rollout."""
+    parts: dict[str, list[float | None]]
+    """Seconds of each activity; the rest is queues, parsing and the network."""
     incidents: list[int]
     """Number of problems from which the rollout recovered."""
     traced: list[bool]
@@ -158,7 +157,8 @@ class TrajectoryPage(WireReply):
     turns: list[Turn]
     reward: Reward | None
     tool_rewards: list[float]
-    timings: Timings
+    timings: dict[str, float]
+    """Seconds in total, and of each activity."""
     incidents: list[str]
     incident_services: dict[str, list[str]]
     """Services whose calls had incidents."""

@@ -7,6 +7,7 @@ from trackway.console.replies import StepPage
 from trackway.console.runs import finite
 from trackway.console.trajectory_files import ParquetReader, file_of
 from trackway.trainer.run_state.folder import RunFolder
+from trackway.wire.trajectory import ACTIVITIES
 
 MOST_ROLLOUTS = 8192
 """Rollouts of one reply, whose last group is whole."""
@@ -21,14 +22,13 @@ COLUMNS = {
     "num_turns": "num_turns",
     "tokens": "len(response_ids)",
     "seconds": "CAST(json_extract(timings, '$.total') AS DOUBLE)",
-    "generate_s": "CAST(json_extract(timings, '$.generate_sequences') AS DOUBLE)",
-    "tools_s": "CAST(json_extract(timings, '$.tool_calls') AS DOUBLE)",
-    "score_s": "CAST(json_extract(timings, '$.compute_score') AS DOUBLE)",
     "incidents": "len(incidents)",
     "traced": "trace_id IS NOT NULL",
     "is_baseline": "is_baseline",
 }
 """SQL of each column of a step's page."""
+_PARTS = {title: f"CAST(json_extract(timings, '$.{name}') AS DOUBLE)" for name, title in ACTIVITIES.items()}
+"""SQL of the seconds of each activity."""
 _INDEX = "CAST(sample_index AS VARCHAR)"
 ORDER = f"TRY_CAST({_INDEX} AS BIGINT) NULLS LAST, {_INDEX}, rollout_n"
 """SQL of the order of prompts and rollouts: indices that are numbers by value, others by text."""
@@ -45,7 +45,7 @@ def step_page(
     A group of more than `limit` is cut. Raises TrackwayError.
     """
     file = file_of(folder, step, validation)
-    selected = ", ".join(f"{sql} AS {name}" for name, sql in COLUMNS.items())
+    selected = ", ".join(f'{sql} AS "{name}"' for name, sql in {**COLUMNS, **_PARTS}.items())
     rows = reader.records(
         f"SELECT {selected}, place FROM (SELECT *, {_FIRST} AS first FROM (SELECT *, "
         f"row_number() OVER (ORDER BY {ORDER}) - 1 AS place FROM read_parquet($file))) "
@@ -55,7 +55,8 @@ def step_page(
         offset=offset,
     )
     [(total,)] = reader.query("SELECT count(*) FROM read_parquet($file)", file)
-    columns: dict[str, list[Any]] = {name: [row[name] for row in rows] for name in COLUMNS}
+    columns: dict[str, Any] = {name: [row[name] for row in rows] for name in COLUMNS}
+    columns["parts"] = {title: [row[title] for row in rows] for title in _PARTS}
     columns["score"] = [None if score is None else finite(score) for score in columns["score"]]
     texts = _prompts(reader, folder, step, validation, set(columns["sample_index"]))
     first = rows[0]["place"] if rows else offset

@@ -100,7 +100,7 @@ def trajectory_page(reader: ParquetReader, folder: RunFolder, address: Trajector
         turns=[turn.model_copy(update={"messages": messages.all(turn.messages)}) for turn in trajectory.turns],
         reward=trajectory.reward,
         tool_rewards=trajectory.tool_rewards,
-        timings=trajectory.timings,
+        timings={"total": trajectory.timings.total, **trajectory.timings.parts},
         incidents=[incident.value for incident in trajectory.incidents],
         incident_services={incident.value: names for incident, names in trajectory.incident_services.items()},
         weight_versions=trajectory.weight_versions,

@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, aclosing
-from typing import ClassVar, Literal, TypeVar
+from typing import ClassVar, TypeVar
 
 from trackway.agent.context import AgentContext
 from trackway.agent.episode import Episode
@@ -34,7 +34,6 @@ from trackway.wire.trajectory import Reward, StopReason, Tags, Timings, Trajecto
 
 logger = logging.getLogger("trackway.agent")
 
-Activity = Literal["generate_sequences", "tool_calls", "compute_score", "total"]
 Loop = TypeVar("Loop", bound="type[AgentLoop]")
 
 DEFAULT_AGENT = "single_turn_agent"
@@ -290,9 +289,9 @@ def agents() -> list[AgentInfo]:
 
 
 class Stopwatch(AbstractContextManager[None]):
-    """Adds the block's duration in seconds."""
+    """Add the block's duration in seconds to a field of the timings."""
 
-    def __init__(self, timings: Timings, activity: Activity) -> None:
+    def __init__(self, timings: Timings, activity: str) -> None:
         self._timings, self._activity = timings, activity
 
     def __enter__(self) -> None:

@@ -85,8 +85,7 @@ def _problems(trajectory: Trajectory) -> str:
 
 
 def _seconds(trajectory: Trajectory) -> str:
-    timings = trajectory.timings
-    parts = {"model": timings.generate_sequences, "tools": timings.tool_calls, "scorer": timings.compute_score}
+    timings, parts = trajectory.timings, trajectory.timings.parts
     rest = max(0.0, timings.total - sum(parts.values()))
     return f"{timings.total:.2f}: " + ", ".join(
         f"{name} {value:.2f}" for name, value in (parts | {"rest": rest}).items()

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from trackway.trainer.metrics.clock import Metrics
 from trackway.trainer.metrics.tools import tool_metrics
 from trackway.wire.tracing import Incident
-from trackway.wire.trajectory import Trajectory
+from trackway.wire.trajectory import ACTIVITIES, Trajectory
 
-_TIMED = ("generate_sequences", "tool_calls", "compute_score")
 _PER_TOKEN = {"gen", "ref", "values", "adv", "update_critic", "update_actor"}
 _OF_TRAINER = ("overlong_reward", "reward_baseline")
 """Components that the trainer adds to a reward."""
@@ -43,12 +42,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     metrics |= spread("tool_call_counts/executed", [calls_executed(trajectory) for trajectory in successful])
     if guided := sum(map(guided_tokens, successful)):
         metrics["agent_loop/guided_tokens"] = float(guided)
-    for activity in _TIMED:
+    for activity in ACTIVITIES:
         seconds = [getattr(trajectory.timings, activity) for trajectory in successful]
         metrics |= spread(f"timing_s/agent_loop/{activity}", seconds)
     if successful:
         slowest = max(successful, key=lambda trajectory: trajectory.timings.total)
-        for activity in _TIMED:
+        for activity in ACTIVITIES:
             metrics[f"timing_s/agent_loop/slowest/{activity}"] = getattr(slowest.timings, activity)
         metrics["timing_s/agent_loop/slowest/response_length"] = float(len(slowest.response_ids))
     return metrics | tool_metrics(trajectories)

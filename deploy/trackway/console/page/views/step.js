@@ -23,7 +23,7 @@ export default async function step(visit) {
   ]);
   const rollouts = page.score.map((score, i) => ({
     score, sample: page.sample_index[i], rollout: page.rollout_n[i], stop: page.stop_reason[i], error: page.error[i],
-    turns: page.num_turns[i], tokens: page.tokens[i], seconds: page.seconds[i], parts: { generation: page.generate_s[i], tools: page.tools_s[i], scoring: page.score_s[i] }, incidents: page.incidents[i], traced: page.traced[i], isBaseline: page.is_baseline[i],
+    turns: page.num_turns[i], tokens: page.tokens[i], seconds: page.seconds[i], parts: Object.fromEntries(Object.entries(page.parts).map(([name, values]) => [name, values[i]])), incidents: page.incidents[i], traced: page.traced[i], isBaseline: page.is_baseline[i],
     address: { step: page.step, validation: page.validation, sample: page.sample_index[i], rollout: page.rollout_n[i] },
   }));
   const counted = sampled(rollouts);

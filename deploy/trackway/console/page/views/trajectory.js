@@ -81,14 +81,15 @@ function swimlane(visit, page) {
     { lane: "generate", name: `turn ${turn.index + 1}`, value: turn.generate_s },
     { lane: "tool", name: turn.calls.map((call) => call.tool).join(", ") || "tools", value: turn.tools_s },
   ]);
-  parts.push({ lane: "reward", name: "score", value: timings.compute_score });
+  const others = Object.entries(timings).filter(([name]) => !["total", "model", "tools"].includes(name));
+  parts.push(...others.map(([name, value]) => ({ lane: name, name, value })));
   const known = parts.reduce((sum, part) => sum + part.value, 0);
   const total = Math.max(timings.total, known);
   if (!total) return panel("Time", {}, h("p", { class: "dim" }, "No times were recorded."));
   parts.push({ lane: "queue", name: "queue, parsing and network", value: total - known });
   let at = 0;
   for (const part of parts) [part.at, at] = [at, at + part.value];
-  const lanes = ["generate", "tool", "reward", "queue"];
+  const lanes = ["generate", "tool", ...others.map(([name]) => name), "queue"];
   return panel("Time", { aside: h("b", {}, seconds(timings.total)) },
     h("div", { class: "lanes" }, lanes.map((lane, index) => {
       const own = parts.filter((part) => part.lane === lane && part.value > 0);
