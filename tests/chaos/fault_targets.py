@@ -12,7 +12,6 @@ import psutil
 from tests.chaos.fault_schedule import SERVICES, Fault, Target
 from trackway.deploy.deployment.record import Deployment
 from trackway.trainer.learner.ranks.launch import RANK_PROGRAM
-from trackway.trainer.run_state.folder import RunFolder
 
 
 def processes_of(target: Target, deployment: Deployment, run: Path) -> list[psutil.Process]:
@@ -52,16 +51,11 @@ def mlflow_server(deployment: Deployment) -> list[psutil.Process]:
 
 
 def workers(run: Path) -> list[psutil.Process]:
-    """The processes that train the run of this folder; their parent may be gone.
-
-    The command line of one that was started before the run does not name the folder.
-    """
-    owner = RunFolder(run).owner()
+    """The processes that train the run of this folder; their parent may be gone."""
     return [
         process
         for process in psutil.process_iter()
-        if "trackway.trainer.worker" in (words := _command(process))
-        and (str(run) in words or (owner is not None and owner.pid == process.pid))
+        if "trackway.trainer.worker" in (words := _command(process)) and str(run) in words
     ]
 
 

@@ -13,8 +13,6 @@ import pytest
 
 from tests.chaos.fault_schedule import Fault, Moment, Target
 from tests.chaos.fault_targets import running, send, stopped, title_of, workers
-from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.ownership import Owner
 
 pytestmark = pytest.mark.slow
 
@@ -60,15 +58,6 @@ def test_the_workers_of_a_run_are_those_of_its_folder_and_of_no_other(sleeping, 
 
     until(lambda: workers(tmp_path / "run-1") == [worker])
     assert workers(tmp_path / "run-2") == []
-
-
-def test_a_worker_that_was_started_before_its_run_is_the_one_that_owns_the_folder(sleeping, tmp_path: Path):
-    worker = sleeping("-m", "trackway.trainer.worker", "--standby", "120")
-    sleeping("-m", "trackway.trainer.worker", "--standby", "120")
-    (tmp_path / "run-1").mkdir()
-    RunFolder(tmp_path / "run-1").write_owner(Owner.of(worker.pid))
-
-    until(lambda: workers(tmp_path / "run-1") == [worker])
 
 
 @pytest.mark.parametrize(

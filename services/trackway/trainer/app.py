@@ -16,7 +16,6 @@ from trackway.trainer.supervisor.auto_resume import resume_periodically
 from trackway.trainer.supervisor.gauges import RunGauges
 from trackway.trainer.supervisor.manager import RunManager
 from trackway.trainer.supervisor.session_intake import SessionIntake
-from trackway.trainer.supervisor.standby import Standby
 from trackway.wire.names import RunNameInPath
 from trackway.wire.sessions import FinishedSession, SessionRun, WaitingSessions
 from trackway.wire.trainer import ResumeRequest, RunInfo, RunList, RunRequest
@@ -31,19 +30,16 @@ def create_app(settings: TrainerSettings | None = None) -> FastAPI:
     """The service's app. Shutting it down interrupts its runs."""
     settings = settings or TrainerSettings()
     outputs = Path(settings.outputs_dir)
-    standby = Standby(settings.standby_s)
     runs = RunManager(
         outputs,
         settings.service_urls(),
         settings.stop_deadline_s,
         settings.tracing,
         settings.token,
-        standby=standby,
     )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await standby.prepare()
         leftovers = Leftovers(outputs, settings.tracing)
         tasks = {asyncio.create_task(_send_leftovers(runs, leftovers))}
         if settings.resume_interrupted:
@@ -55,7 +51,6 @@ def create_app(settings: TrainerSettings | None = None) -> FastAPI:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-            await standby.close()
             await runs.close()
 
     def newest() -> RunInfo | None:

@@ -26,9 +26,6 @@ class TrainerSettings(ServiceSettings):
     resume_interrupted: bool = False
     """Resume interrupted runs (their service or machine was lost) from the last checkpoint once the services are ready,
     at most `trackway.max_restarts` times; meant for trainers on Kubernetes."""
-    standby_s: float = Field(default=0.0, ge=0)
-    """Seconds after the start of the service in which a process for the first run waits, with torch imported: the run
-    starts some seconds earlier. Unused, it ends and frees its 0.5 GB of memory. 0 starts none."""
 
     def service_urls(self) -> ServiceUrls:
         """The URLs for a run's process."""
@@ -44,11 +41,6 @@ class TrainerSettings(ServiceSettings):
 
 _TRACING = "TRACKWAY_WORKER_TRACING"
 _INSTALLATION = "TRACKWAY_WORKER_INSTALLATION"
-
-
-def names_handed_over() -> set[str]:
-    """Names of the variables that `handed_over` returns."""
-    return {_TRACING, _INSTALLATION, "WANDB_API_KEY", TOKEN, *secrets_in(os.environ)}
 
 
 def handed_over(tracing: TracingSettings, token: SecretStr | None = None) -> dict[str, str]:

@@ -13,11 +13,14 @@ The exit status adds what a file cannot record:
 
 import argparse
 import asyncio
+import json
 import logging
 import os
+import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -27,7 +30,6 @@ from trackway.clients import run
 from trackway.system import StorageError, escape_log_records, refuse_inspection, remove_drafts
 from trackway.system.storage import FULL, error_number, storage_error
 from trackway.system.waits import Waits
-from trackway.trainer.assignment import receive
 from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.activity import reported
 from trackway.trainer.run_state.exit_status import EXIT_FAILED, EXIT_STORAGE
@@ -47,7 +49,7 @@ Advise: TypeAlias = Callable[[Exception, RunConfig], None]
 
 ORPHAN_GRACE_S = 30.0
 """Seconds to save a checkpoint after the service that started this process has exited."""
-ASSIGNMENT_S = 120.0
+SECRETS_S = 120.0
 """Longest wait for the secrets of a run."""
 TRACKING_DEADLINE_S = 60.0
 """Longest wait at the end for metrics and feedback that MLflow has not received."""
@@ -60,19 +62,12 @@ logger = logging.getLogger("trackway.trainer")
 def main(arguments: list[str] | None = None) -> int:
     """Train the folder's run; return the process's exit status."""
     parser = argparse.ArgumentParser(prog="trackway.trainer.worker", description="Train one run.")
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("folder", type=Path, nargs="?", help="the run's folder, with config.json and services.json")
-    which.add_argument(
-        "--standby", type=float, metavar="SECONDS", help="import torch, and wait so long for a run on standard input"
-    )
+    parser.add_argument("folder", type=Path, help="the run's folder, with config.json and services.json")
     parser.add_argument("--lifeline", action="store_true", help="read secrets from standard input, stop when it closes")
     parser.add_argument("--skip-damaged", action="store_true", help="resume from the newest intact checkpoint")
     options = parser.parse_args(arguments)
-    if options.standby is not None:
-        threading.Thread(target=_heavy_imports, name="imports", daemon=True).start()
-        options = parser.parse_args(receive(options.standby))
-    elif options.lifeline:
-        receive(ASSIGNMENT_S)
+    if options.lifeline:
+        receive_secrets(SECRETS_S)
     escape_log_records()
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -87,6 +82,21 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         return _failed(folder, storage_error(number, folder.path, f"the files of run {folder.name!r}"))
     return 0
+
+
+def receive_secrets(deadline_s: float) -> None:
+    """Set the environment variables that standard input names in one line of JSON, which only this process can read.
+
+    Ends the process when standard input closes first, or after `deadline_s`.
+    """
+    line, end = b"", time.monotonic() + deadline_s
+    while not line.endswith(b"\n"):  # nothing follows the line: from then on the input only closes
+        readable, _, _ = select.select([0], [], [], max(0.0, end - time.monotonic()))
+        received = os.read(0, 65536) if readable else b""
+        if not received:
+            raise SystemExit(1)
+        line += received
+    os.environ.update(json.loads(line))
 
 
 def _failed(folder: RunFolder, error: TrackwayError) -> int:

@@ -31,9 +31,6 @@ from trackway.system import LockTaken, acquire_lock, free_port
 from trackway.system.user_error import UserError
 from trackway.tracing.settings import SPOOL_FOLDER
 
-STANDBY_S = 120.0
-"""How long the trainer service keeps a process ready for the first run, for which most start the services."""
-
 _POLL_S = 0.3
 
 
@@ -159,7 +156,7 @@ def _completed(
         per_service={
             "rollout": {"model_path": model_path, "weights_url": weights_url},
             "agent": {"model_path": model_path},
-            "trainer": {"outputs_dir": str(settings.outputs), "weights_url": weights_url, "standby_s": STANDBY_S},
+            "trainer": {"outputs_dir": str(settings.outputs), "weights_url": weights_url},
         },
     )
 

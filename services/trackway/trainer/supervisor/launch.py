@@ -2,42 +2,30 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import sys
 from asyncio.subprocess import Process
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO
 
-from trackway.trainer.assignment import Assignment
 
+async def launch(arguments: Sequence[str], secrets: Mapping[str, str], output: IO[bytes]) -> Process:
+    """Start a worker in a session of its own, with a pipe as standard input, from which it reads its secrets.
 
-def worker_environment(secrets: Iterable[str]) -> dict[str, str]:
-    """The environment of a worker: the service's, with the variables of a run, and blanks for these secrets.
-
-    The names are there from the start: the worker may set them while another thread reads the environment.
+    Its environment has blanks for them, since other processes of the same user can read it. Raises OSError when the
+    system cannot start a process.
     """
     variables = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return {"TQDM_DISABLE": "1", **os.environ, **variables, **dict.fromkeys(secrets, "")}
-
-
-async def launch(arguments: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None = None) -> Process:
-    """Start a worker in a session of its own, with a pipe as standard input; without `output`, with the service's.
-
-    Its secrets follow by `send`. Raises OSError when the system cannot start a process.
-    """
-    return await asyncio.create_subprocess_exec(
+    process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "trackway.trainer.worker", *arguments),
         stdin=asyncio.subprocess.PIPE,
         stdout=output,
         stderr=output,
-        env=environment,
+        env={"TQDM_DISABLE": "1", **os.environ, **variables, **dict.fromkeys(secrets, "")},
         start_new_session=True,
     )
-
-
-def send(process: Process, assignment: Assignment) -> asyncio.StreamWriter:
-    """Send a worker its run; does nothing when it has died. Returns its input."""
     assert process.stdin is not None
     with contextlib.suppress(RuntimeError):  # uvloop's, when it has died
-        process.stdin.write(assignment.model_dump_json().encode() + b"\n")
-    return process.stdin
+        process.stdin.write(json.dumps(dict(secrets)).encode() + b"\n")
+    return process

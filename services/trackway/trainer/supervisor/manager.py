@@ -29,7 +29,6 @@ from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.settings import handed_over
 from trackway.trainer.supervisor.process import Supervised
 from trackway.trainer.supervisor.registry import RunRegistry
-from trackway.trainer.supervisor.standby import Standby
 from trackway.trainer.traces.preflight import check_backends
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import OwnCode
@@ -52,7 +51,6 @@ class RunManager:
         tracing: TracingSettings | None = None,
         token: SecretStr | None = None,
         liveness: LivenessMonitor | None = None,
-        standby: Standby | None = None,
     ) -> None:
         self.registry = RunRegistry(outputs, liveness)
         self.services = services
@@ -60,7 +58,6 @@ class RunManager:
         self._tracing = tracing or TracingSettings()
         self._token = token
         self._stop_deadline_s = stop_deadline_s
-        self._standby = standby
         self._lock = asyncio.Lock()
 
     async def start(self, request: RunRequest) -> RunInfo:
@@ -210,7 +207,7 @@ class RunManager:
         status check marks the run.
         """
         secrets = handed_over(self._tracing, self._token)
-        supervised = Supervised(folder, config, secrets, self._stop_deadline_s, skip_damaged, self._standby)
+        supervised = Supervised(folder, config, secrets, self._stop_deadline_s, skip_damaged)
         try:
             folder.write_services(self.services)
             await supervised.start()

@@ -19,13 +19,11 @@ from functools import partial
 from typing import TypeVar
 
 from trackway.system import StorageError, writing
-from trackway.trainer.assignment import Assignment
 from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.exit_status import EXIT_FAILED, EXIT_STORAGE
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.ownership import Owner
-from trackway.trainer.supervisor.launch import launch, send, worker_environment
-from trackway.trainer.supervisor.standby import Standby
+from trackway.trainer.supervisor.launch import launch
 from trackway.wire.trainer import RunState
 
 STORAGE_RETRY_S = 1.0
@@ -46,7 +44,6 @@ class Supervised:
         secrets: Mapping[str, str],
         stop_deadline_s: float,
         skip_damaged: bool = False,
-        standby: Standby | None = None,
     ) -> None:
         self.stopping = False
         """True if a stop was requested."""
@@ -56,7 +53,6 @@ class Supervised:
         self._secrets = secrets
         self._stop_deadline_s = stop_deadline_s
         self._skip_damaged = skip_damaged
-        self._standby = standby or Standby(0)
         self._process: Process | None = None
         self._closing = asyncio.Event()
         self.unwritten: StorageError | None = None
@@ -82,11 +78,7 @@ class Supervised:
         with writing(folder.log, "worker.log"):
             log = folder.log.open("ab")
         with log:
-            self._process = await self._standby.take(arguments, folder.log, self._secrets)
-            if self._process is None:
-                self._process = await launch(arguments, worker_environment(self._secrets), log)
-                assignment = Assignment(arguments=arguments, log=folder.log, environment=dict(self._secrets))
-                send(self._process, assignment)
+            self._process = await launch(arguments, self._secrets, log)
         self._owner = Owner.of(self._process.pid)
         try:
             folder.write_owner(self._owner)

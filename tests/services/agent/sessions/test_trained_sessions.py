@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> RunFolder:
 async def services(
     anyio_backend: str, settings: AgentSettings, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> AsyncIterator[AgentServices]:
-    trainer = create_app(TrainerSettings(outputs_dir=str(tmp_path / "outputs"), standby_s=0))
+    trainer = create_app(TrainerSettings(outputs_dir=str(tmp_path / "outputs")))
     own = settings.model_copy(update={"trainer_url": "http://trainer", "trainer_policy": QUICK})
     async with open_services(own, tokenizer, trainer=trainer) as services:
         yield services

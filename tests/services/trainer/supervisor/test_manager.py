@@ -13,19 +13,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from pydantic import SecretStr
 
 from tests.services.trainer.real_runs import STEPS, ended, held_at, pid_of, run_request, until, urls
 from trackway.clients.weights import WeightStore
 from trackway.tracing import Tracing, TracingSettings
-from trackway.trainer.assignment import Assignment
 from trackway.trainer.config import compose
 from trackway.trainer.run_state.checkpoint import LATEST
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.ownership import Owner
 from trackway.trainer.run_state.trajectory_dump import read_trajectories
 from trackway.trainer.supervisor.manager import RunManager
-from trackway.trainer.supervisor.standby import Standby
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow, RunInfo, RunRequest, RunState
 
@@ -319,10 +316,9 @@ async def test_a_worker_ends_by_itself_when_its_service_is_gone(
     folder = RunFolder(tmp_path / "outputs" / "plain")
     folder.move(RunState.STARTING)
     command = [sys.executable, "-m", "trackway.trainer.worker", str(folder.path), "--lifeline"]
-    assignment = Assignment(arguments=command[3:], log=folder.log, environment={"TRACKWAY_TOKEN": "s3cret"})
     worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     assert worker.stdin is not None
-    worker.stdin.write(assignment.model_dump_json().encode() + b"\n")
+    worker.stdin.write(b'{"TRACKWAY_TOKEN": "s3cret"}\n')
     worker.stdin.flush()
     await until(lambda: held_at(agent, 1))
     with suppress(PermissionError) if os.geteuid() == 0 else pytest.raises(PermissionError):  # it refuses inspection
@@ -332,78 +328,6 @@ async def test_a_worker_ends_by_itself_when_its_service_is_gone(
     await until(lambda: worker.poll() is not None)
 
     assert (worker.returncode, folder.info().state) == (0, RunState.STOPPED)
-
-
-@pytest.fixture
-async def standby() -> AsyncIterator[Standby]:
-    """Tests prepare it themselves: pytest changes the environment between a fixture and its test."""
-    standby = Standby(wait_s=120)
-    yield standby
-    await standby.close()
-
-
-@pytest.fixture
-async def prepared_runs(agent_url: str, agent, tmp_path: Path, standby: Standby) -> AsyncIterator[RunManager]:
-    """Runs of a service with a token and a standby process."""
-    runs = RunManager(tmp_path / "outputs", urls(agent_url, tmp_path), token=SecretStr("s3cret"), standby=standby)
-    yield runs
-    agent.released.set()
-    await runs.close()
-
-
-async def test_a_run_in_the_standby_process_learns_the_same(
-    baseline, prepared_runs: RunManager, standby: Standby, request_of, tmp_path: Path
-):
-    await standby.prepare()
-    prepared = standby.pid
-    await prepared_runs.start(request_of("prepared"))
-    trained = pid_of(prepared_runs, "prepared")
-    first = await ended(prepared_runs, "prepared")
-    await prepared_runs.close()
-    await prepared_runs.start(request_of("second"))
-    second = await ended(prepared_runs, "second")
-
-    assert trained == prepared
-    assert (first.state, first.restarts, first.threads) == (RunState.FINISHED, 0, baseline.ended.threads)
-    assert learned(await rows_of(prepared_runs, "prepared")) == learned(baseline.rows)
-    assert "8 of 8 rows have no agent_name" in (tmp_path / "outputs" / "prepared" / "worker.log").read_text()
-    assert (second.state, second.restarts) == (RunState.FINISHED, 0)
-
-
-@pytest.mark.extended
-async def test_a_run_in_the_standby_process_saves_when_it_is_stopped_and_resumes_in_another(
-    prepared_runs: RunManager, standby: Standby, agent, request_of
-):
-    await standby.prepare()
-    prepared = standby.pid
-    agent.holding_at = 3
-    await prepared_runs.start(request_of("stopped"))
-    await until(lambda: prepared_runs.registry.info("stopped").step == 2 and held_at(agent, 3))
-    await prepared_runs.stop("stopped")
-    stopped = await ended(prepared_runs, "stopped")
-    agent.released.set()
-    await prepared_runs.resume("stopped")
-    resumed = pid_of(prepared_runs, "stopped")
-
-    assert (stopped.state, stopped.message) == (RunState.STOPPED, "stopped after step 2; it can be resumed")
-    assert resumed != prepared
-    assert (await ended(prepared_runs, "stopped")).state is RunState.FINISHED
-
-
-@pytest.mark.extended
-async def test_a_run_starts_without_the_standby_process_when_that_has_died(
-    prepared_runs: RunManager, standby: Standby, request_of
-):
-    await standby.prepare()
-    assert standby.pid is not None
-    dead = standby.pid
-    os.kill(dead, signal.SIGKILL)
-    await prepared_runs.start(request_of("plain"))
-    trained = pid_of(prepared_runs, "plain")
-    info = await ended(prepared_runs, "plain")
-
-    assert trained != dead
-    assert (info.state, info.restarts) == (RunState.FINISHED, 0)
 
 
 async def test_a_new_service_finds_an_orphan_and_can_resume_it(runs: RunManager, agent_url, request_of, tmp_path: Path):
