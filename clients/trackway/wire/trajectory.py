@@ -142,11 +142,17 @@ MAX_COMPONENTS = 128
 """Most components that a scorer or a session may give; each becomes three metrics of a step."""
 
 
+MAX_ANSWER = 1000
+"""Most characters of an answer that a scorer found."""
+
+
 class Reward(WireReply):
     """The score of a trajectory and its components."""
 
     score: float
     components: dict[str, float] = Field(default_factory=dict)
+    answer: str | None = Field(default=None, max_length=MAX_ANSWER, exclude_if=_is_none)
+    """The answer that the scorer found in the text, verl's `pred`, for the vote of several rollouts; None for none."""
     turn_scores: list[float] = Field(default_factory=list[float], exclude_if=_is_empty, fail_fast=True)
     """Parts of the score that stand at the last tokens of the model's turns, one for each turn of all rows in order;
     what they leave of the score stands at the last token. Empty for none."""

@@ -5,7 +5,18 @@ from typing import Annotated
 
 import typer
 
-from trackway.deploy.commands import console, demo, doctor, export, new_project, services, training, trial, why
+from trackway.deploy.commands import (
+    console,
+    demo,
+    doctor,
+    evaluate,
+    export,
+    new_project,
+    services,
+    training,
+    trial,
+    why,
+)
 from trackway.deploy.terminal.entry import enter
 from trackway.deploy.terminal.group import group
 from trackway.system import refuse_inspection
@@ -15,6 +26,7 @@ app.add_typer(new_project.app)
 app.add_typer(services.app)
 app.add_typer(training.app)
 app.add_typer(trial.app)
+app.add_typer(evaluate.app)
 app.add_typer(demo.app)
 app.add_typer(export.app)
 app.add_typer(console.app)

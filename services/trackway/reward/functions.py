@@ -20,7 +20,7 @@ from trackway.reward.reward_model import RewardModelAccess
 from trackway.serving.own_code import Declared, module_of_file
 from trackway.serving.threads import in_thread
 from trackway.wire.reward import ANY_DATA_SOURCE, ScoreRequest, ScorerInfo
-from trackway.wire.trajectory import Reward
+from trackway.wire.trajectory import MAX_ANSWER, Reward
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -41,8 +41,9 @@ class RewardFunction(BaseModel):
 class FunctionScorer:
     """Scores with a function, which may be async; any other runs in a thread.
 
-    The function returns a number, or a dict with the number `score`; other numbers of the dict become components, and
-    the list `turn_scores` says which parts of the score belong to which turn of the model.
+    The function returns a number, or a dict with the number `score`; other numbers of the dict become components,
+    `pred` is the answer that it found, and the list `turn_scores` says which parts of the score belong to which turn of
+    the model.
     """
 
     def __init__(
@@ -97,9 +98,11 @@ def reward_of(returned: object) -> Reward:
     if "score" not in returned:
         raise TypeError(f"expected a dict with the key 'score', got the keys {sorted(map(str, returned))}")
     numbers = {str(key): float(value) for key, value in returned.items() if key != "score" and _is_number(value)}
+    answer = returned.get("pred")
     return Reward(
         score=_number(returned["score"], "a number as 'score'"),
         components=numbers,
+        answer=None if answer is None else str(answer)[:MAX_ANSWER],
         turn_scores=_turn_scores(returned.get("turn_scores")),
     )
 

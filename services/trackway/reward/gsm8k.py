@@ -22,5 +22,6 @@ class Gsm8kScorer:
         """`correct` is the score; `answered` is 1.0 when the text has a final answer."""
         chosen = gsm8k.Method(method)
         correct = gsm8k.score(request.solution_str, request.ground_truth, chosen)
-        answered = float(gsm8k.extract(request.solution_str, chosen) is not None)
-        return Reward(score=correct, components={"correct": correct, "answered": answered})
+        answer = gsm8k.extract(request.solution_str, chosen)
+        components = {"correct": correct, "answered": float(answer is not None)}
+        return Reward(score=correct, components=components, answer=answer)

@@ -51,9 +51,9 @@ async def test_a_batch_keeps_the_order(running: Run) -> None:
 
     right, wrong = {"correct": 1.0, "answered": 1.0}, {"correct": 0.0, "answered": 1.0}
     assert rewards == [
-        Reward(score=0.0, components=wrong),
-        Reward(score=1.0, components=right),
-        Reward(score=0.0, components=wrong),
+        Reward(score=0.0, components=wrong, answer="17"),
+        Reward(score=1.0, components=right, answer="18"),
+        Reward(score=0.0, components=wrong, answer="19"),
         Reward(score=0.5),
     ]
 

@@ -11,7 +11,7 @@ import httpx
 
 from trackway.agent.app import create_app as create_agent
 from trackway.agent.settings import AgentSettings
-from trackway.clients import AgentClient
+from trackway.clients import AgentClient, RewardClient
 from trackway.clients.token import authorization, resolve_token
 from trackway.deploy.config import serve_config
 from trackway.reward.app import create_app as create_reward
@@ -51,6 +51,17 @@ async def services_here(config: dict[str, Any], model: Path, start_s: float) -> 
         yield AgentClient(
             "http://agent", await stack.enter_async_context(httpx.AsyncClient(transport=transport, trust_env=False))
         )
+
+
+@asynccontextmanager
+async def reward_here(config: dict[str, Any]) -> AsyncIterator[RewardClient]:
+    """A client of a reward service with the settings of the Serve config, which starts no model."""
+    app = create_reward(RewardSettings(**serve_config.args_of(config, "reward")))
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), trust_env=False) as http,
+    ):
+        yield RewardClient("http://reward", http)
 
 
 async def _until_ready(http: httpx.AsyncClient, start_s: float) -> None:

@@ -6,6 +6,8 @@ findings.refuse()
 result = trial.run(rows, number=1, n=8, report)
 """
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import InitVar, dataclass, replace
 from pathlib import Path
 
@@ -80,14 +82,7 @@ class Trial:
         )
 
     async def _rollouts(self, sample: Sample, n: int, report: Report) -> list[Trajectory]:
-        deployment, services = self.subject.deployment, self.subject.services
-        if deployment is not None:
-            return await self._collected(AgentClient(deployment.url("agent")), sample, n, report)
-        assert services is not None
-        report("model and services", "starting")
-        model, start_s = model_of(self.subject.config), self.subject.settings.start_timeout_s
-        async with services_here(services.serve_config, model, start_s) as client:
-            report("model and services", "ready")
+        async with agent_of(self.subject, report) as client:
             return await self._collected(client, sample, n, report)
 
     async def _collected(self, client: AgentClient, sample: Sample, n: int, report: Report) -> list[Trajectory]:
@@ -103,6 +98,21 @@ class Trial:
             raise TrackwayError(ErrorCode.UNAVAILABLE, message)
         report(name, "ready")
         return sorted(trajectories, key=lambda trajectory: trajectory.tags.rollout_n)
+
+
+@asynccontextmanager
+async def agent_of(subject: Subject, report: Report) -> AsyncIterator[AgentClient]:
+    """A client of the running agent service, or of one that is started in this process with all that it needs."""
+    deployment, services = subject.deployment, subject.services
+    if deployment is not None:
+        yield AgentClient(deployment.url("agent"))
+        return
+    assert services is not None
+    report("model and services", "starting")
+    model, start_s = model_of(subject.config), subject.settings.start_timeout_s
+    async with services_here(services.serve_config, model, start_s) as client:
+        report("model and services", "ready")
+        yield client
 
 
 def _row(rows: Rows, number: int) -> tuple[Sample, RowLocation]:

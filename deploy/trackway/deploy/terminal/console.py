@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from trackway.wire.trainer import RunInfo
+    from trackway.wire.trajectory import Trajectory
 
 _DONE = "[green]✓[/]"
 _ENDS = {
@@ -31,6 +32,14 @@ _ENDS = {
     "not checked": "[yellow]?[/]",
 }
 """States that end a component's row, and its mark."""
+_COLUMNS = (
+    SpinnerColumn(),
+    TextColumn("{task.description}"),
+    BarColumn(),
+    MofNCompleteColumn(),
+    TextColumn("{task.fields[detail]}"),
+    TimeRemainingColumn(),
+)
 _BARS = "▁▂▃▄▅▆▇█"
 
 stderr = Console(stderr=True)
@@ -125,7 +134,9 @@ def run_detail(info: "RunInfo") -> str:
     parts = []
     if "critic/score/mean" in info.metrics:
         parts.append(f"reward {info.metrics['critic/score/mean']:.2f}")
-    accuracies = [value for name, value in info.metrics.items() if name.startswith("val-core/") and "/acc/" in name]
+    accuracies = [
+        value for name, value in info.metrics.items() if name.startswith("val-core/") and "/acc/mean@" in name
+    ]
     if accuracies:
         parts.append(f"accuracy {accuracies[-1]:.2f}")
     return "  ".join(parts)
@@ -147,16 +158,35 @@ def rollout_account(info: "RunInfo") -> list[str]:
 @contextmanager
 def run_bar(quiet: bool) -> Iterator[RunBar]:
     """A bar for the duration of the block; prints nothing with `quiet`."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[detail]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=stderr, disable=quiet or not stderr.is_terminal) as progress:
+    with Progress(*_COLUMNS, console=stderr, disable=quiet or not stderr.is_terminal) as progress:
         yield RunBar(progress, quiet)
+
+
+class RowBar:
+    """The progress of an evaluation: rows that have ended, and the mean score so far."""
+
+    def __init__(self, progress: Progress, board: Board) -> None:
+        self._progress, self.report = progress, board.report
+        self._task = progress.add_task("rows", total=None, detail="", visible=False)
+        self._scores: list[float] = []
+        self._rows = self._failed = 0
+
+    def show(self, rollouts: "Sequence[Trajectory]", left: int) -> None:
+        """Count the rollouts of another row, of which `left` are to come."""
+        self._rows += 1
+        self._failed += sum(rollout.error is not None for rollout in rollouts)
+        self._scores += [rollout.reward.score for rollout in rollouts if rollout.reward is not None]
+        mean = f"score {sum(self._scores) / len(self._scores):.3f}" if self._scores else ""
+        failed = f"  {self._failed} failed" if self._failed else ""
+        total = self._rows + left
+        self._progress.update(self._task, completed=self._rows, total=total, detail=f"{mean}{failed}", visible=True)
+
+
+@contextmanager
+def row_bar(quiet: bool) -> Iterator[RowBar]:
+    """A bar for the duration of the block, and lines for what starts before; prints nothing with `quiet`."""
+    with Progress(*_COLUMNS, console=stderr, disable=quiet or not stderr.is_terminal) as progress:
+        yield RowBar(progress, Board(None, quiet))
 
 
 def print_json(value: "BaseModel | Mapping[str, object] | list[object]") -> None:

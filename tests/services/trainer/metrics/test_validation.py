@@ -70,6 +70,7 @@ def test_several_rollouts_give_the_expected_best_and_worst_of_k_averaged_over_ro
     assert metrics[f"{aux}/best@2/mean"] == pytest.approx((7 / 16 + 1) / 2)
     assert metrics[f"{aux}/worst@2/mean"] == pytest.approx((1 / 16 + 1) / 2)
     assert metrics[f"{aux}/worst@4/mean"] == pytest.approx((1 / 256 + 1) / 2)
+    assert (metrics[f"{aux}/pass@2"], metrics[f"{aux}/pass@4"]) == (pytest.approx((3 / 6 + 1) / 2), 1.0)
 
 
 @pytest.mark.parametrize(("n", "draws"), [(2, {2}), (3, {2, 3}), (4, {2, 4}), (5, {2, 4, 5}), (8, {2, 4, 8})])

@@ -1,0 +1,112 @@
+"""`trackway evaluate`: how often a model solves the rows of a dataset."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trackway.deploy.commands.options import OUTPUTS, ConfigName, Outputs, json_of
+from trackway.deploy.terminal.console import board, print_json, row_bar, stderr, stdout
+
+if TYPE_CHECKING:
+    from trackway.deploy.runs.evaluate import EvaluationRun
+    from trackway.evaluation.store import Evaluation
+
+app = typer.Typer()
+
+
+@app.command()
+def evaluate(
+    what: Annotated[
+        str | None,
+        typer.Argument(help="A run, a checkpoint, a model's folder or Hub id, `running`, or an evaluation to show."),
+    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="verl's keys in Hydra's grammar: key=value.")] = None,
+    data: Annotated[Path | None, typer.Option(help="File of rows; default data.val_files.")] = None,
+    n: Annotated[int, typer.Option("--n", min=1, max=1024, help="Rollouts of each row.")] = 1,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="Default: as in training; 0 is greedy.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed samples the same tokens; default trackway.seed.")
+    ] = None,
+    pass_above: Annotated[float, typer.Option(help="A rollout passes with a score over it.")] = 0.0,
+    step: Annotated[int | None, typer.Option(min=0, help="Step of the run's checkpoint; default the newest.")] = None,
+    run: Annotated[str | None, typer.Option(metavar="RUN", help="Name of the evaluation.")] = None,
+    resume: Annotated[str | None, typer.Option(metavar="RUN", help="Continue an evaluation that was cut off.")] = None,
+    rescore: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Score the rollouts of an evaluation again, without a model.")
+    ] = None,
+    against: Annotated[str | None, typer.Option(metavar="RUN", help="Compare with another evaluation.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file, or the folder that has --config-name.")] = None,
+    config_name: ConfigName = "default",
+    outputs: Outputs = OUTPUTS,
+    as_json: Annotated[bool, json_of("the evaluation and its comparison")] = False,
+) -> None:
+    """Roll out each row of a dataset and report pass@k, scores, lengths and tool use.
+
+    A run is evaluated with its own settings and val_files. Without running services it starts what it needs in this
+    process, in seconds and without Ray. Ctrl-C keeps what has ended; --resume continues. The result is a run in the
+    outputs folder, so the console shows its rollouts. Exit status 1 if a rollout failed.
+
+    Example: trackway evaluate tiny-demo --data test.jsonl --n 4
+    """
+    from trackway.deploy.runs.evaluation_report import evaluation_report
+    from trackway.evaluation.store import EvaluationStore
+    from trackway.system.user_error import UserError
+
+    words = [*(overrides or []), *([] if seed is None else [f"trackway.seed={seed}"])]
+    if what is not None and "=" in what and (resume or rescore):  # an override, since nothing else is named
+        words, what = [what, *words], None
+    if sum(name is not None for name in (what, resume, rescore)) != 1:
+        raise UserError(
+            "expected one of WHAT, --resume RUN and --rescore RUN; for example: trackway evaluate tiny-demo"
+        )
+
+    def store_of(name: str) -> EvaluationStore:
+        return EvaluationStore.find(outputs, name)
+
+    if against:
+        store_of(against).evaluation()  # refuse an unknown name before the rollouts
+    if what and store_of(what).finished:
+        evaluation = store_of(what).evaluation()
+    elif rescore:
+        from trackway.deploy.runs import evaluate as evaluations
+
+        with board(as_json) as shown:
+            evaluation = evaluations.rescored(rescore, words, run, outputs, shown.report)
+    else:
+        from trackway.deploy.runs import evaluate as evaluations
+
+        options = evaluations.Options(data, n, limit, temperature, pass_above, step, run)
+        prepared = (
+            evaluations.resumed(resume, outputs)
+            if resume
+            else evaluations.prepare(what or "", options, words, config, config_name, outputs)
+        )
+        evaluation = _evaluated(prepared, as_json)
+    compared = store_of(evaluation.name).compared(store_of(against)) if against else None
+    if as_json:
+        print_json({"evaluation": evaluation, "against": against, "compared": compared})
+    else:
+        stdout.print(evaluation_report(evaluation, against, compared))
+    if evaluation.summary is None or evaluation.summary.failed:
+        raise typer.Exit(1)
+
+
+def _evaluated(prepared: "EvaluationRun", as_json: bool) -> "Evaluation":
+    """Check and run the evaluation, with a bar; Ctrl-C says how to continue."""
+    name = prepared.evaluation.name
+    with board(as_json) as shown:
+        findings, rows = prepared.check(shown.report)
+        findings.refuse()
+    assert rows is not None
+    if not as_json:
+        for reason in (*findings.not_checked, *findings.replaced_here):
+            stderr.print(f"[yellow]note:[/] {reason}", soft_wrap=True)
+    try:
+        with row_bar(as_json) as bar:
+            return prepared.run(rows, bar.report, bar.show)
+    except KeyboardInterrupt:
+        if prepared.store.exists:
+            stderr.print(f"its rollouts are kept; continue with: trackway evaluate --resume {name}", soft_wrap=True)
+        raise

@@ -1,0 +1,288 @@
+"""An evaluation of a model on rows: its rollouts, with the loop, tools and scorer that a run would use.
+
+prepared = prepare("tiny-demo", Options(rows=Path("test.jsonl")), overrides, None, "default", outputs)
+findings, rows = prepared.check(report)
+findings.refuse()
+evaluation = prepared.run(rows, report, progress)
+"""
+
+import asyncio
+import itertools
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from trackway.agent.tokens import ChatTokens
+from trackway.clients import Deadline, RewardClient, run
+from trackway.deploy.checks.findings import Findings
+from trackway.deploy.checks.run import Subject, check_parts
+from trackway.deploy.config import serve_config
+from trackway.deploy.config.services_for_run import gpus_here, services_for
+from trackway.deploy.deployment.progress import Report
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.deployment.running import recorded
+from trackway.deploy.local.in_process import reward_here
+from trackway.deploy.local.settings import UpSettings
+from trackway.deploy.runs.prepare import configured
+from trackway.deploy.runs.trial import agent_of
+from trackway.evaluation.rescore import score_request
+from trackway.evaluation.store import Evaluation, EvaluationStore
+from trackway.system.user_error import UserError
+from trackway.trainer.config import RunConfig, resolve
+from trackway.trainer.config.compose import given, leaves
+from trackway.trainer.data.dataset import Rows
+from trackway.trainer.loop.from_config import retry_policy, training_template
+from trackway.trainer.loop.rollout_client import GroupTemplate, Rollouts
+from trackway.trainer.run_state.checkpoint import PREFIX, find_all, find_latest
+from trackway.trainer.run_state.export import export_checkpoint
+from trackway.trainer.run_state.folder import RunFolder, outputs_folders, run_folders
+from trackway.wire.agent import Sample
+from trackway.wire.names import checked_run_name
+from trackway.wire.tracing import TraceTarget
+from trackway.wire.trajectory import Trajectory
+
+RUNNING = "running"
+"""The model that the running services have."""
+SCORES_AT_ONCE = 64
+_MODEL = "actor_rollout_ref.model"
+_WHOLE_MODEL: dict[str, object] = {f"{_MODEL}.lora_rank": 0, f"{_MODEL}.lora_adapter_path": None}
+_ONE_ENGINE: dict[str, object] = {"trainer.n_gpus_per_node": None, "trainer.nnodes": None, "data.val_files": []}
+
+Progress = Callable[[Sequence[Trajectory], int], None]
+"""Gets the rollouts of another row, and the number of rows that are left."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Choices of the command line; None keeps what the configuration has."""
+
+    rows: Path | None = None
+    n: int = 1
+    limit: int | None = None
+    temperature: float | None = None
+    pass_above: float = 0.0
+    step: int | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class EvaluationRun:
+    """An evaluation and what it needs, before anything is started."""
+
+    store: EvaluationStore
+    evaluation: Evaluation
+    subject: Subject
+
+    def check(self, report: Report) -> tuple[Findings, Rows | None]:
+        """Faults of the rows, tools, scorers and loops; and the rows, None when they cannot be read."""
+        findings, used = check_parts(self.subject, report)
+        return findings, used.get("data.train_files")
+
+    def run(self, rows: Rows, report: Report, progress: Progress) -> Evaluation:
+        """All rollouts that are not stored yet, and the summary. Raises UserError, TrackwayError, StorageError.
+
+        What has ended is kept whenever this ends.
+        """
+        samples = rows.samples[: self.evaluation.rows or None]
+        if not self.store.exists:
+            self.store.begin(self.evaluation.model_copy(update={"rows": len(samples)}), self.subject.config)
+        done = self.store.done()
+        left = [sample for sample in samples if sample.index not in done]
+        exported = self.store.path / "model"
+        try:
+            if left:
+                run(self._collect(self._with_model(exported, report), left, report, progress))
+            return self.store.finish()
+        finally:
+            shutil.rmtree(exported, ignore_errors=True)
+
+    def _with_model(self, exported: Path, report: Report) -> Subject:
+        """The subject that serves the checkpoint."""
+        checkpoint = self.evaluation.checkpoint
+        if checkpoint is None:
+            return self.subject
+        report("checkpoint", "loading")
+        shutil.rmtree(exported, ignore_errors=True)
+        export_checkpoint(RunFolder(checkpoint.parent.parent), exported, _step_of(checkpoint), merge=True)
+        report("checkpoint", "ready")
+        config = self.subject.config.with_values({f"{_MODEL}.path": str(exported), **_WHOLE_MODEL})
+        return replace(self.subject, config=config)
+
+    async def _collect(self, subject: Subject, samples: Sequence[Sample], report: Report, progress: Progress) -> None:
+        config, left = subject.config, len(samples)
+        async with agent_of(subject, report) as client:
+            rollouts = Rollouts(client, self._template(config), retry_policy(config))
+
+            async def collect(sample: Sample) -> None:
+                nonlocal left
+                group = await rollouts.group(sample, 0, 0, trace=False)
+                self.store.add(group)
+                left -= 1
+                progress(group, left)
+
+            async with asyncio.TaskGroup() as tasks:
+                for sample in samples:
+                    tasks.create_task(collect(sample))
+
+    def _template(self, config: RunConfig) -> GroupTemplate:
+        template = training_template(config, self.evaluation.name, TraceTarget())
+        sampling = template.sampling_params.model_copy(update={"temperature": self.evaluation.temperature})
+        return replace(template, n=self.evaluation.n, sampling_params=sampling, validation=True)
+
+
+def prepare(
+    what: str, options: Options, overrides: list[str], config: Path | None, config_name: str, outputs: Path
+) -> EvaluationRun:
+    """The evaluation of a command line; starts nothing.
+
+    what: a run, a checkpoint, a folder of a model, an id on the Hugging Face Hub, or `running`. The evaluation of a run
+    lies beside it.
+    Raises TrackwayError and UserError for an invalid command line.
+    """
+    running = recorded(outputs) if what == RUNNING else None
+    if what == RUNNING and running is None:
+        raise UserError(f"expected running services for {outputs}, got none; start them with `trackway up`")
+    source = _source(what, options.step, outputs)
+    if source is not None:
+        own = source.run.config()
+        used = resolve({**leaves(own.model_dump(mode="json")), **given(overrides)}) if overrides else own
+        outputs = source.run.path.parent
+    else:
+        _require_model(what, outputs)
+        model = [] if what == RUNNING else [f"{_MODEL}.path={what}"]
+        used = configured([*overrides, *model], config, config_name, running)
+    files = [str(options.rows.absolute())] if options.rows else [*used.data.val_files]
+    if not files:
+        raise UserError("expected a file of rows, got none; name one: --data rows.jsonl")
+    name = options.name or _numbered(f"eval-{source.name if source else Path(what).name}", outputs)
+    evaluation = Evaluation(
+        name=checked_run_name(name),
+        model=source.name if source else what,
+        checkpoint=source and source.checkpoint,
+        files=files,
+        rows=options.limit or 0,
+        n=options.n,
+        temperature=_temperature(used, options.temperature),
+        pass_above=options.pass_above,
+    )
+    return _prepared(evaluation, used, running, outputs)
+
+
+def resumed(name: str, outputs: Path) -> EvaluationRun:
+    """An evaluation that was cut off, with its own settings. TrackwayError(NOT_FOUND) when there is none."""
+    store = EvaluationStore.find(outputs, name)
+    evaluation, outputs = store.evaluation(), store.path.parent
+    if store.finished:
+        raise UserError(f"expected an evaluation that was cut off, got {name!r}, which is finished; give another --run")
+    running = recorded(outputs) if evaluation.model == RUNNING else None
+    return _prepared(evaluation, store.config(), running, outputs)
+
+
+def rescored(name: str, overrides: list[str], target: str | None, outputs: Path, report: Report) -> Evaluation:
+    """Score the rollouts of an evaluation again, with its configuration and the overrides; no model runs."""
+    store = EvaluationStore.find(outputs, name)
+    before, config, outputs = store.evaluation(), store.config(), store.path.parent
+    if overrides:
+        config = resolve({**leaves(config.model_dump(mode="json")), **given(overrides)})
+    named = before.model_copy(update={"name": checked_run_name(target or _numbered(f"{name}-rescored", outputs))})
+    prepared = _prepared(named, config, None, outputs)
+    findings, rows = prepared.check(report)
+    findings.refuse()
+    assert rows is not None
+    samples = {sample.index: sample for sample in rows.samples}
+    assert prepared.subject.services is not None
+    scores = _scored(store.trajectories(), samples, prepared.subject.services.serve_config, config)
+    prepared.store.begin(named, config)
+    prepared.store.add(run(scores))
+    return prepared.store.finish()
+
+
+async def _scored(
+    trajectories: Sequence[Trajectory], samples: dict[int | str, Sample], services: dict, config: RunConfig
+) -> list[Trajectory]:
+    tokens = ChatTokens.load(str(config.actor_rollout_ref.model.path))
+    slots = asyncio.Semaphore(SCORES_AT_ONCE)
+
+    async def scored(trajectory: Trajectory, client: RewardClient) -> Trajectory:
+        sample = samples.get(trajectory.tags.sample_index)
+        if trajectory.error is not None or sample is None:
+            return trajectory
+        async with slots:
+            request = await score_request(trajectory, sample, tokens.plain_text)
+            reward = await client.score(request, deadline=Deadline.after(config.trackway.group_timeout_s))
+        old = {} if trajectory.reward is None else trajectory.reward.components
+        tools = {key: value for key, value in old.items() if key.startswith("tool/")}
+        components = {**tools, **reward.components}
+        return trajectory.model_copy(update={"reward": reward.model_copy(update={"components": components})})
+
+    async with reward_here(services) as client, asyncio.TaskGroup() as tasks:
+        scores = [tasks.create_task(scored(trajectory, client)) for trajectory in trajectories]
+    return [task.result() for task in scores]
+
+
+def _prepared(evaluation: Evaluation, config: RunConfig, running: Deployment | None, outputs: Path) -> EvaluationRun:
+    used = config.with_values({**_ONE_ENGINE, "data.train_files": evaluation.files})
+    settings = UpSettings.read(outputs=outputs)
+    services = None if running else services_for(used, gpus_here(), serve_config.load(settings.config))
+    subject = Subject(services.config if services else used, services, running, settings)
+    return EvaluationRun(EvaluationStore(outputs.resolve() / evaluation.name), evaluation, subject)
+
+
+class _Source(NamedTuple):
+    """A run whose model is evaluated."""
+
+    run: RunFolder
+    checkpoint: Path | None
+    """None for the model that it started from."""
+
+    @property
+    def name(self) -> str:
+        """Run and step, `tiny-demo-8`."""
+        return f"{self.run.name}-{_step_of(self.checkpoint) if self.checkpoint else 0}"
+
+
+def _source(what: str, step: int | None, outputs: Path) -> _Source | None:
+    """The run and the checkpoint that are meant; None when `what` is a model."""
+    named = Path(what).absolute()
+    if named.name.startswith(PREFIX) and named.is_dir():
+        return _Source(RunFolder(named.parent.parent), named)
+    runs = [RunFolder(folder.resolve() / what) for folder in outputs_folders(outputs)]
+    run_folder = next((folder for folder in runs if what != RUNNING and folder.exists), None)
+    if run_folder is None or step == 0:
+        return run_folder and _Source(run_folder, None)
+    newest = find_latest(run_folder.checkpoints)
+    checkpoint = newest if step is None else run_folder.checkpoints / f"{PREFIX}{step}"
+    if checkpoint is None or not checkpoint.is_dir():
+        steps = ", ".join(str(_step_of(path)) for path in reversed(find_all(run_folder.checkpoints))) or "none"
+        wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
+        raise UserError(
+            f"expected {wanted} of run {what!r}, got {steps}; give another --step (0 is the model that it started "
+            "from), or train with trainer.save_freq"
+        )
+    return _Source(run_folder, checkpoint)
+
+
+def _require_model(what: str, outputs: Path) -> None:
+    """Raise UserError for a name that is neither a folder nor an id on the Hub, whose ids have an owner."""
+    if what == RUNNING or "/" in what or Path(what).is_dir():
+        return
+    names = ", ".join(run.name for folder in outputs_folders(outputs) for run in run_folders(folder)) or "none"
+    raise UserError(
+        f"expected a run ({names}), a checkpoint, a model's folder or Hub id, or {RUNNING!r}, got {what!r}; give "
+        "one, or another --outputs"
+    )
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(PREFIX))
+
+
+def _temperature(config: RunConfig, given_value: float | None) -> float:
+    return config.actor_rollout_ref.rollout.temperature if given_value is None else given_value
+
+
+def _numbered(name: str, outputs: Path) -> str:
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(free for free in names if not (outputs / free).exists())

@@ -1,0 +1,76 @@
+"""Draws the result of an evaluation for a terminal."""
+
+from collections.abc import Mapping
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from trackway.evaluation.paired import Paired
+from trackway.evaluation.store import Evaluation
+from trackway.evaluation.summary import Estimate, RolloutSummary
+from trackway.system import visible
+
+
+def evaluation_report(evaluation: Evaluation, against: str | None, compared: Paired | None) -> RenderableType:
+    """A column for all rows, one for each data source if there are several, and the comparison."""
+    total = evaluation.summary
+    assert total is not None
+    columns = {"all rows": total, **(evaluation.data_sources if len(evaluation.data_sources) > 1 else {})}
+    table = Table("", *(escape(visible(name)) for name in columns), box=None, pad_edge=False)
+    for name, cells in _lines(columns).items():
+        table.add_row(name, *cells)
+    title = f"[bold]{evaluation.name}[/]   {escape(visible(evaluation.model))}"
+    details = f"temperature {evaluation.temperature:g}, a rollout passes with a score over {evaluation.pass_above:g}"
+    parts: list[RenderableType] = [title, details, "", table]
+    if total.failed:
+        errors = ", ".join(f"{count} {code}" for code, count in total.errors.items())
+        parts += ["", f"[yellow]{total.failed} rollouts failed and count nowhere:[/] {errors}"]
+    if against is not None:
+        parts += ["", _compared(against, compared)]
+    return Group(*parts)
+
+
+def _lines(columns: Mapping[str, RolloutSummary]) -> dict[str, list[str]]:
+    sums = [*columns.values()]
+    lines = {"rows x rollouts": [f"{one.tasks} x {one.rollouts / max(1, one.tasks):g}" for one in sums]}
+    if all(one.score is None for one in sums):
+        return lines
+    lines["score"] = [_estimate(one.score) for one in sums]
+    for label, name in (
+        ("pass@", "pass_at"),
+        ("pass^", "pass_all"),
+        ("best@", "best_at"),
+        ("majority@", "majority_at"),
+    ):
+        found = [getattr(one, name) for one in sums]
+        first = 1 if name == "pass_at" else 2  # of one rollout, all are its mean
+        for k in sorted({k for estimates in found for k in estimates if k >= first}):
+            lines[f"{label}{k}"] = [_estimate(estimates.get(k)) for estimates in found]
+    if any(one.no_answer is not None for one in sums):
+        lines["without answer"] = ["" if one.no_answer is None else f"{one.no_answer:.1%}" for one in sums]
+    lines["cut by a limit"] = [f"{one.cut:.1%}" for one in sums]
+    lines["tokens written"] = [f"{one.response_tokens:.1f}" for one in sums]
+    lines["turns"] = [f"{one.turns:.2f}" for one in sums]
+    if any(one.tool_calls for one in sums):
+        lines["tool calls"] = [f"{one.tool_calls:.2f}, failed {one.failed_calls:.2f}" for one in sums]
+    return lines
+
+
+def _estimate(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return ""
+    error = "" if estimate.std_err is None else f" ± {estimate.std_err:.3f}"
+    return f"{estimate.value:.3f}{error}"
+
+
+def _compared(against: str, compared: Paired | None) -> str:
+    if compared is None:
+        return f"{against}: no row in common"
+    score = compared.score
+    interval = "" if score.interval is None else f", 95 % interval {score.interval[0]:+.3f} to {score.interval[1]:+.3f}"
+    left_out = f", {compared.left_out} left out" if compared.left_out else ""
+    return (
+        f"[bold]{score.value:+.3f}[/] in score against {against}{interval}: of {score.tasks} rows {compared.better} "
+        f"better, {compared.worse} worse{left_out}"
+    )

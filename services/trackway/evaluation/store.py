@@ -1,0 +1,155 @@
+"""An evaluation on disk: while it runs its own files, and at the end a run's folder that only validated.
+
+evaluation.json    what is evaluated, and at the end the summary
+config.json        the resolved configuration
+rollouts.jsonl     trajectories that have ended, one per line, until all have
+trajectories/      val_step_0.parquet, as every run has; with state.json and metrics.jsonl
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, Field, ValidationError
+
+from trackway.evaluation.paired import Paired, paired
+from trackway.evaluation.summary import RolloutSummary, by_data_source, by_task, summary
+from trackway.system import append_line, atomic_write, writing
+from trackway.trainer.config import RunConfig
+from trackway.trainer.metrics.validation import validation_metrics
+from trackway.trainer.run_state.folder import RunFolder, outputs_folders
+from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
+from trackway.trainer.service_urls import ServiceUrls
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.trainer import MetricsRow, RunState
+from trackway.wire.trajectory import Trajectory
+
+FILE = "evaluation.json"
+
+
+class Evaluation(BaseModel):
+    """What is evaluated, and the result once it has ended."""
+
+    name: str
+    model: str
+    """A run with its step, or a model as it was given."""
+    checkpoint: Path | None = None
+    """The evaluated checkpoint of a run; null when the configuration names the model."""
+    files: list[str]
+    rows: int
+    n: int
+    """Rollouts of each row."""
+    temperature: float = 1.0
+    pass_above: float = 0.0
+    """A rollout passes with a score over it."""
+    summary: RolloutSummary | None = None
+    data_sources: dict[str, RolloutSummary] = Field(default_factory=dict)
+
+
+class EvaluationStore:
+    """The files of one evaluation."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._folder = RunFolder(path)
+        self._lines = path / "rollouts.jsonl"
+        self._table = path / "trajectories" / "val_step_0.parquet"
+
+    @classmethod
+    def find(cls, outputs: Path, name: str) -> Self:
+        """The evaluation of that name in the outputs folder, or in one directly in it; it need not exist."""
+        stores = [cls(folder.resolve() / name) for folder in outputs_folders(outputs)]
+        return next((store for store in stores if store.exists), stores[0])
+
+    @property
+    def exists(self) -> bool:
+        """Whether an evaluation has this name."""
+        return (self.path / FILE).is_file()
+
+    @property
+    def finished(self) -> bool:
+        """Whether all rollouts have ended."""
+        return self.exists and self.evaluation().summary is not None
+
+    def begin(self, evaluation: Evaluation, config: RunConfig) -> None:
+        """Write what is evaluated. Raises TrackwayError(CONFLICT) when a run or an evaluation has the name."""
+        if self.exists or self._folder.exists:
+            name = self.path.name
+            message = f"{name!r} exists in {self.path.parent}; give another --run, or continue it with --resume {name}"
+            raise TrackwayError(ErrorCode.CONFLICT, message)
+        with writing(self.path, "the evaluation"):
+            self.path.mkdir(parents=True, exist_ok=True)
+        self._folder.write_config(config)
+        self._write(evaluation)
+
+    def evaluation(self) -> Evaluation:
+        """What is evaluated. Raises TrackwayError(NOT_FOUND) when there is no such evaluation, or no readable one."""
+        try:
+            return Evaluation.model_validate_json((self.path / FILE).read_bytes())
+        except (OSError, ValidationError) as error:
+            message = f"expected an evaluation at {self.path}, got no readable {FILE} ({type(error).__name__})"
+            raise TrackwayError(ErrorCode.NOT_FOUND, message) from error
+
+    def config(self) -> RunConfig:
+        """The resolved configuration."""
+        return self._folder.config()
+
+    def add(self, group: Iterable[Trajectory]) -> None:
+        """Keep the rollouts of a row. Raises StorageError."""
+        for trajectory in group:
+            append_line(self._lines, trajectory.model_dump_json(), what="a rollout")
+
+    def compared(self, other: "EvaluationStore") -> Paired | None:
+        """This evaluation against another, row by row; None without a row in common."""
+        return paired(self.trajectories(), other.trajectories(), self.evaluation().pass_above)
+
+    def trajectories(self) -> list[Trajectory]:
+        """The rollouts that have ended, by row and number; of one that was repeated, the newest."""
+        if not self._lines.is_file():
+            return read_trajectories(self._table) if self._table.is_file() else []
+        found: dict[str, Trajectory] = {}
+        for line in self._lines.read_bytes().splitlines():
+            with suppress(ValidationError):  # the last line of a killed process
+                trajectory = Trajectory.model_validate_json(line)
+                found[trajectory.id] = trajectory
+        return sorted(found.values(), key=_place)
+
+    def done(self) -> set[int | str]:
+        """Rows whose rollouts have all ended without an infrastructure error."""
+        n = self.evaluation().n
+        ended = [trajectory for trajectory in self.trajectories() if trajectory.error is None]
+        return {index for index, members in by_task(ended).items() if len(members) == n}
+
+    def finish(self) -> Evaluation:
+        """Write the files of a run that ended, then the summary. Raises StorageError."""
+        trajectories = self.trajectories()
+        evaluation = _summed_up(self.evaluation(), trajectories)
+        write_trajectories(self._table, trajectories)
+        for file in ("state.json", "metrics.jsonl"):  # of an end that was cut off
+            (self.path / file).unlink(missing_ok=True)
+        self._folder.create(self.config(), ServiceUrls(agent_url="", tools_url="", weights_url=""))
+        self._folder.move(RunState.RUNNING)
+        if evaluation.summary is not None and evaluation.summary.rollouts:
+            metrics = validation_metrics(trajectories, evaluation.n)
+            self._folder.append_row(MetricsRow(step=0, data=metrics))
+            self._folder.update(metrics=metrics)
+        self._folder.move(RunState.FINISHED, message=f"evaluation of {evaluation.model}")
+        self._folder.disown()
+        self._write(evaluation)
+        self._lines.unlink(missing_ok=True)
+        return evaluation
+
+    def _write(self, evaluation: Evaluation) -> None:
+        atomic_write(self.path / FILE, evaluation.model_dump_json(indent=2), what="the evaluation")
+
+
+def _place(trajectory: Trajectory) -> tuple[bool, int | str, int]:
+    index = trajectory.tags.sample_index
+    return isinstance(index, str), index, trajectory.tags.rollout_n
+
+
+def _summed_up(evaluation: Evaluation, trajectories: Sequence[Trajectory]) -> Evaluation:
+    above = evaluation.pass_above
+    sums = {"summary": summary(trajectories, above), "data_sources": by_data_source(trajectories, above)}
+    return evaluation.model_copy(update=sums)

@@ -1,0 +1,139 @@
+"""What the rollouts of an evaluation show, over all rows and for each data source."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from pydantic import BaseModel, Field
+
+from trackway.trainer.metrics.pass_rates import Mean, draws, majority_at, mean_of, pass_all, pass_at
+from trackway.trainer.metrics.validation import accuracy, best_of
+from trackway.wire.trajectory import StopReason, Trajectory
+
+
+class Estimate(BaseModel):
+    """An average over tasks with its error."""
+
+    value: float
+    std_err: float | None = None
+    """Standard error over tasks; null for one task."""
+    interval: tuple[float, float] | None = None
+    """95 % interval."""
+    tasks: int
+
+    @classmethod
+    def over(cls, values: Sequence[float]) -> "Estimate":
+        """The estimate of one value for each task."""
+        mean: Mean = mean_of(values)
+        return cls(value=mean.value, std_err=mean.error, interval=mean.interval, tasks=len(values))
+
+
+class RolloutSummary(BaseModel):
+    """Rollouts of several tasks. Rollouts that an infrastructure error ended are in `failed` and nothing else."""
+
+    tasks: int
+    rollouts: int
+    """Rollouts that ended, without `failed`."""
+    failed: int
+    errors: dict[str, int] = Field(default_factory=dict)
+    """Failed rollouts by error code."""
+    score: Estimate | None = None
+    """Mean of the tasks' mean scores; null when every rollout failed."""
+    pass_at: dict[int, Estimate] = Field(default_factory=dict)
+    """pass@k: of k rollouts, drawn without replacement, at least one passes. Of tasks with k rollouts or more."""
+    pass_all: dict[int, Estimate] = Field(default_factory=dict)
+    """pass^k: all of k rollouts pass."""
+    best_at: dict[int, Estimate] = Field(default_factory=dict)
+    """verl's best@k: the expected best score of k draws with replacement, which is below pass@k."""
+    majority_at: dict[int, Estimate] = Field(default_factory=dict)
+    """majority@k: the most frequent answer of k rollouts passes; empty unless the scorer names answers."""
+    no_answer: float | None = None
+    """Share of rollouts without an answer; null unless the scorer names answers."""
+    response_tokens: float = 0.0
+    """Mean tokens that the model wrote in a rollout."""
+    turns: float = 0.0
+    """Mean turns of the model."""
+    tool_calls: float = 0.0
+    """Mean calls that reached a tool."""
+    failed_calls: float = 0.0
+    """Mean calls that failed."""
+    cut: float = 0.0
+    """Share of rollouts that a limit of tokens or turns ended."""
+    tokens: int = 0
+    """Tokens of all prompts and responses."""
+
+
+_CUT = {StopReason.MAX_TURNS, StopReason.MAX_RESPONSE, StopReason.MAX_PROMPT}
+
+
+def by_task(trajectories: Iterable[Trajectory]) -> dict[int | str, list[Trajectory]]:
+    """The trajectories of each row, by its index."""
+    tasks: dict[int | str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        tasks.setdefault(trajectory.tags.sample_index, []).append(trajectory)
+    return tasks
+
+
+def summary(trajectories: Sequence[Trajectory], pass_above: float = 0.0) -> RolloutSummary:
+    """The summary of all rollouts; one passes with a score over `pass_above`."""
+    ended = [trajectory for trajectory in trajectories if trajectory.error is None]
+    failures = [trajectory.error.code.value for trajectory in trajectories if trajectory.error is not None]
+    errors = {code: failures.count(code) for code in sorted({*failures})}
+    counts = {"tasks": len(by_task(trajectories)), "rollouts": len(ended), "failed": len(failures), "errors": errors}
+    if not ended:
+        return RolloutSummary(**counts)
+    tasks = [_Task(members, pass_above) for members in by_task(ended).values()]
+    answers = any(answer is not None for task in tasks for answer in task.answers)
+    calls = [call for trajectory in ended for turn in _turns(trajectory) for call in turn.calls]
+    return RolloutSummary(
+        **counts,
+        score=Estimate.over([math.fsum(task.scores) / task.n for task in tasks]),
+        pass_at=_at_each(tasks, lambda task, k: pass_at(task.n, task.correct, k)),
+        pass_all=_at_each(tasks, lambda task, k: pass_all(task.n, task.correct, k)),
+        best_at=_at_each(tasks, lambda task, k: best_of(k, task.scores)[0]),
+        majority_at=_at_each(tasks, lambda task, k: majority_at(task.answers, task.passed, k)) if answers else {},
+        no_answer=_share(ended, lambda rollout: rollout.reward is None or rollout.reward.answer is None)
+        if answers
+        else None,
+        response_tokens=_share(ended, lambda rollout: sum(sum(row.response_mask) for row in rollout.rows)),
+        turns=_share(ended, lambda rollout: len(_turns(rollout))),
+        tool_calls=len(calls) / len(ended),
+        failed_calls=sum(call.error is not None for call in calls) / len(ended),
+        cut=_share(ended, lambda rollout: rollout.stop_reason in _CUT),
+        tokens=sum(len(row.prompt_ids) + len(row.response_ids) for rollout in ended for row in rollout.rows),
+    )
+
+
+def by_data_source(trajectories: Sequence[Trajectory], pass_above: float = 0.0) -> dict[str, RolloutSummary]:
+    """A summary for each data source, in the order of the rows."""
+    sources: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        sources.setdefault(trajectory.data_source, []).append(trajectory)
+    return {source: summary(members, pass_above) for source, members in sources.items()}
+
+
+class _Task:
+    """The rollouts of a row that ended."""
+
+    def __init__(self, members: Sequence[Trajectory], pass_above: float) -> None:
+        self.n = len(members)
+        self.scores = [accuracy(trajectory) for trajectory in members]
+        self.passed = [score > pass_above for score in self.scores]
+        self.correct = sum(self.passed)
+        self.answers = [trajectory.reward.answer if trajectory.reward else None for trajectory in members]
+
+
+def _at_each(tasks: Sequence[_Task], value: Callable[[_Task, int], float | None]) -> dict[int, Estimate]:
+    estimates: dict[int, Estimate] = {}
+    for k in draws(max(task.n for task in tasks)):
+        values = [found for task in tasks if task.n >= k and (found := value(task, k)) is not None]
+        if values:
+            estimates[k] = Estimate.over(values)
+    return estimates
+
+
+def _turns(trajectory: Trajectory) -> list:
+    return [turn for row in trajectory.rows for turn in row.turns]
+
+
+def _share(trajectories: Sequence[Trajectory], value: Callable[[Trajectory], float]) -> float:
+    return math.fsum(map(value, trajectories)) / len(trajectories)

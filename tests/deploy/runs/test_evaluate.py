@@ -1,0 +1,237 @@
+"""`trackway evaluate` from a project's folder, with the tiny model in this process."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.services.evaluation.rollouts import rollout
+from tests.services.trainer.learner_settings import learner_config
+from trackway.deploy.commands.new_project import write_project
+from trackway.deploy.local.settings import UpSettings
+from trackway.deploy.runs import evaluate
+from trackway.deploy.runs.evaluate import EvaluationRun, Options
+from trackway.deploy.runs.prepare import configured
+from trackway.evaluation.store import Evaluation, EvaluationStore
+from trackway.system.user_error import UserError
+from trackway.trainer.config import resolve
+from trackway.trainer.learner.learner import Learner
+from trackway.trainer.run_state.checkpoint import save_checkpoint
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.wire.errors import TrackwayError
+from trackway.wire.trainer import RunState
+
+pytestmark = pytest.mark.slow
+
+OUTPUTS = Path("outputs")
+RECORDING = """
+import json
+
+from reward import compute_score as original
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    with open("scored.jsonl", "a") as file:
+        file.write(json.dumps([data_source, solution_str, ground_truth, extra_info], sort_keys=True) + "\\n")
+    return original(data_source, solution_str, ground_truth, extra_info)
+"""
+OTHER_SCORE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 7"
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A new project, which is the working folder from now on."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    write_project(tmp_path / "sums", "calculator")
+    monkeypatch.chdir(tmp_path / "sums")
+    return tmp_path / "sums"
+
+
+def prepared(*overrides: str, **options: object) -> EvaluationRun:
+    chosen = Options(**{"rows": Path("rows.jsonl"), "limit": 5, **options})
+    return evaluate.prepare(str(UpSettings.read().model_path), chosen, [*overrides], None, "default", OUTPUTS)
+
+
+def evaluated(prepared: EvaluationRun, progress: Callable[..., None] = lambda rollouts, left: None) -> Evaluation:
+    findings, rows = prepared.check(lambda name, state: None)
+    findings.refuse()
+    assert rows is not None
+    return prepared.run(rows, lambda name, state: None, progress)
+
+
+def test_an_evaluation_is_a_run_that_only_validated_and_is_the_same_again(project: Path):
+    first = evaluated(prepared(n=2, name="first"))
+    evaluated(prepared(n=2, name="again"))
+
+    assert first.summary is not None and (first.summary.tasks, first.summary.rollouts) == (5, 10)
+    one, other = (EvaluationStore(OUTPUTS / name).trajectories() for name in ("first", "again"))
+    assert [found.response_ids for found in one] == [found.response_ids for found in other]
+    info = RunFolder(OUTPUTS / "first").info()
+    assert (info.state, info.run) == (RunState.FINISHED, "first")
+    assert info.metrics["val-core/sums/acc/mean@2"] == pytest.approx(first.summary.pass_at[1].value)
+
+
+def test_a_runs_checkpoint_and_the_model_it_started_from_are_evaluated_with_its_settings(project: Path):
+    model = UpSettings.read().model_path
+    run = RunFolder(OUTPUTS / "my-run")
+    run.path.mkdir(parents=True)
+    files = {"data.val_files": [str(project / "rows.jsonl")], "trackway.code_path": str(project)}
+    words = [f"{key}={value}" for key, value in files.items()]
+    config = configured([f"actor_rollout_ref.model.path={model}", *words], None, "default")
+    run.write_config(config)
+    learner = Learner(learner_config(model))
+    with torch.no_grad():
+        for parameter in learner.policy.model.parameters():
+            parameter.zero_()
+    save_checkpoint(run.checkpoints, 3, learner.save, {})
+
+    options = Options(n=2, limit=3)
+    newest, first = (
+        evaluate.prepare("my-run", replace(options, step=step), [], None, "default", OUTPUTS) for step in (None, 0)
+    )
+    evaluated(newest)
+    evaluated(first)
+
+    assert (newest.evaluation.name, first.evaluation.name) == ("eval-my-run-3", "eval-my-run-0")
+    zeros, began = (EvaluationStore(OUTPUTS / found.evaluation.name).trajectories() for found in (newest, first))
+    base = evaluated(prepared(n=2, limit=3, name="base"))
+    assert [found.response_ids for found in began] == [
+        found.response_ids for found in EvaluationStore(OUTPUTS / base.name).trajectories()
+    ]
+    assert all(found.response_ids != other.response_ids for found, other in zip(zeros, began, strict=True))
+    assert not (OUTPUTS / "eval-my-run-3" / "model").exists()
+    with pytest.raises(UserError, match="expected a checkpoint of step 7 of run 'my-run', got 3; give another --step"):
+        evaluate.prepare("my-run", replace(options, step=7), [], None, "default", OUTPUTS)
+
+
+def test_what_ended_before_a_stop_is_kept_and_not_rolled_out_again(project: Path):
+    cut = prepared(n=2, name="cut")
+
+    def stop(rollouts: list, left: int) -> None:
+        if left == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(BaseException):  # noqa: B017 - a KeyboardInterrupt, or the group that holds it
+        evaluated(cut, stop)
+    kept = {found.id for found in cut.store.trajectories()}
+    again = list[str]()
+    finished = evaluated(
+        evaluate.resumed("cut", OUTPUTS), lambda rollouts, left: again.extend(one.id for one in rollouts)
+    )
+
+    assert finished.summary is not None and finished.summary.rollouts == 10
+    assert len(kept) >= 6 and not kept & {*again}
+    whole = evaluated(prepared(n=2, name="whole"))
+    assert whole.summary is not None and whole.summary.score == finished.summary.score
+    with pytest.raises(UserError, match="is finished"):
+        evaluate.resumed("cut", OUTPUTS)
+
+
+def test_a_rollout_lost_to_infrastructure_is_repeated_by_a_resumption(project: Path):
+    store = EvaluationStore(OUTPUTS / "lost")
+    store.begin(Evaluation(name="lost", model="m", files=[], rows=2, n=1), resolve({}))
+    store.add([rollout(0, 0, None), rollout(1, 0, 1.0)])
+    assert store.done() == {1}
+
+    store.add([rollout(0, 0, 0.0)])
+    finished = store.finish()
+
+    assert finished.summary is not None and (finished.summary.rollouts, finished.summary.failed) == (2, 0)
+
+
+def test_rescoring_asks_what_the_agent_asked_and_keeps_the_rollouts(project: Path):
+    (project / "recording.py").write_text(RECORDING)
+    evaluated(prepared("custom_reward_function.path=recording.py", n=2, name="first"))
+    asked = sorted((project / "scored.jsonl").read_text().splitlines())
+    (project / "scored.jsonl").unlink()
+
+    same = evaluate.rescored("first", [], None, OUTPUTS, lambda name, state: None)
+    (project / "other.py").write_text(OTHER_SCORE)
+    override = f"custom_reward_function.path={project / 'other.py'}"
+    other = evaluate.rescored("first", [override], "sevens", OUTPUTS, lambda name, state: None)
+
+    assert len(asked) == 10
+    assert sorted((project / "scored.jsonl").read_text().splitlines()) == asked
+    assert same.name == "first-rescored"
+    first, again, sevens = (EvaluationStore(OUTPUTS / name) for name in ("first", "first-rescored", "sevens"))
+    assert again.trajectories() == first.trajectories()
+    assert other.summary is not None and other.summary.score is not None and other.summary.score.value == 7.0
+    assert [found.response_ids for found in sevens.trajectories()] == [
+        found.response_ids for found in first.trajectories()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("what", "options", "message"),
+    [
+        (
+            "nothing",
+            {},
+            r"expected a run \(none\), a checkpoint, a model's folder or Hub id, or 'running', got 'nothing'",
+        ),
+        ("running", {}, "expected running services for outputs, got none; start them with `trackway up`"),
+        (".", {"rows": None}, "expected a file of rows, got none; name one: --data rows.jsonl"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(project: Path, what: str, options: dict, message: str):
+    with pytest.raises(UserError, match=message):
+        evaluate.prepare(what, Options(**options), ["data.val_files=[]"], None, "default", OUTPUTS)
+
+
+def test_a_name_is_taken_once(project: Path):
+    store = EvaluationStore(OUTPUTS / "taken")
+    store.begin(Evaluation(name="taken", model="m", files=[], rows=1, n=1), resolve({}))
+
+    with pytest.raises(TrackwayError, match="give another --run, or continue it with --resume taken"):
+        store.begin(Evaluation(name="taken", model="m", files=[], rows=1, n=1), resolve({}))
+    with pytest.raises(TrackwayError, match="expected an evaluation at"):
+        EvaluationStore(OUTPUTS / "unknown").evaluation()
+
+
+def test_the_command_prints_one_document_and_compares(project: Path):
+    model = str(UpSettings.read().model_path)
+    words = ["--data", "rows.jsonl", "--limit", "3", "--json"]
+
+    first = trackway("evaluate", model, *words, "--run", "first", cwd=project)
+    second = trackway("evaluate", model, *words, "--seed", "7", "--against", "first", cwd=project)
+    shown = trackway("evaluate", "first", "--against", "eval-tiny", cwd=project)
+
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    document = json.loads(second.stdout)
+    assert document["evaluation"]["name"] == "eval-tiny"
+    assert document["compared"]["score"]["tasks"] == 3
+    assert shown.returncode == 0 and "in score against eval-tiny" in shown.stdout
+
+
+def test_ctrl_c_names_the_command_that_continues(project: Path):
+    command = [
+        sys.executable,
+        "-m",
+        "trackway.deploy.cli",
+        "evaluate",
+        str(UpSettings.read().model_path),
+        "--run",
+        "cut",
+    ]
+    process = subprocess.Popen(
+        [*command, "--data", "rows.jsonl", "--n", "64"], cwd=project, stderr=subprocess.PIPE, text=True
+    )
+    lines = project / "outputs" / "cut" / "rollouts.jsonl"
+    while not lines.is_file():
+        assert process.poll() is None, process.stderr and process.stderr.read()
+    process.send_signal(signal.SIGINT)
+    _, printed = process.communicate(timeout=60)
+
+    assert process.returncode == 130
+    assert "continue with: trackway evaluate --resume cut" in " ".join(printed.split())
+
+
+def trackway(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "trackway.deploy.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd, check=False)
