@@ -11,6 +11,7 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 from pydantic import SecretStr
+from tokenizers import Tokenizer
 
 from tests.console.example_run import (
     MESSAGE,
@@ -26,6 +27,7 @@ from tests.console.example_run import (
 from trackway.console import export, file_results, over_steps, search, spans, trajectory_files
 from trackway.console.app import create_app
 from trackway.console.trajectory_files import File, ParquetReader
+from trackway.deploy.bundled import TINY_MODEL
 from trackway.serving import AuthSettings, ServiceSettings
 from trackway.serving.tokens import Token
 from trackway.trainer.run_state.folder import Activity, RunFolder
@@ -300,6 +302,27 @@ def test_a_long_text_loses_its_middle(outputs: Path) -> None:
 
     content = page["prompt_messages"][0]["content"]
     assert content == f"{'a' * 50_000}\n… 20000 characters …\n{'b' * 50_000}" and page["shortened"]
+
+
+def test_a_character_of_several_tokens_is_shown_with_its_last_one(outputs: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(TINY_MODEL / "tokenizer.json"))
+    text = "שלום 😀 مرحبا"
+    ids = tokenizer.encode(text).ids
+    folder = write_run(outputs)
+    config = folder.config().with_values({"actor_rollout_ref.model.path": str(TINY_MODEL)})
+    folder.write_config(config)
+    none = {"response_ids": ids, "response_mask": [1] * len(ids), "response_logprobs": [-0.5] * len(ids)}
+    written = rollout("tidy", 3, 1, 0).model_copy(update={**none, "prompt_ids": [], "turns": [], "weight_versions": []})
+    write_trajectories(folder.path / "trajectories/step_3.parquet", [written])
+
+    address = {"run": "tidy", "step": 3, "sample": "1", "rollout": 0}
+    whole = get(outputs, "tokens", **address)
+    second = get(outputs, "tokens", **address, offset=1, limit=1)
+
+    assert "".join(whole["pieces"]) == text and "\ufffd" not in text
+    assert whole["pieces"][:2] == ["", "ש"]
+    assert second["pieces"] == ["ש"]
+    assert [token["piece"] for token in whole["ranked"]] == whole["pieces"][: len(whole["ranked"])]
 
 
 def test_tokens_have_what_the_row_has_of_them(outputs: Path) -> None:

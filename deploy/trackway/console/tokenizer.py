@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 _MOST = 4
 """Tokenizers kept in memory."""
+_BEFORE = 8
+"""Tokens before the shown ones that are decoded with them, as a character may begin there."""
 
 
 class Tokenizers:
@@ -20,8 +22,11 @@ class Tokenizers:
     def __init__(self) -> None:
         self._loaded: dict[Path, Tokenizer | None] = {}
 
-    def pieces(self, folder: RunFolder, ids: Sequence[int]) -> list[str] | None:
-        """The text of each token; None without a tokenizer or without the package `tokenizers`."""
+    def pieces(self, folder: RunFolder, ids: Sequence[int], shown: range) -> list[str] | None:
+        """The text that each of the shown tokens adds; None without a tokenizer or without the package `tokenizers`.
+
+        A token that ends within a character adds nothing, and the one that completes it adds the character.
+        """
         path = _path(folder)
         if path is None:
             return None
@@ -32,7 +37,11 @@ class Tokenizers:
         tokenizer = self._loaded[path]
         if tokenizer is None:
             return None
-        return [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+        from tokenizers.decoders import DecodeStream
+
+        stream, start = DecodeStream(skip_special_tokens=False), max(0, shown.start - _BEFORE)
+        pieces = [stream.step(tokenizer, token) or "" for token in ids[start : shown.stop]]
+        return pieces[shown.start - start :]
 
 
 def _path(folder: RunFolder) -> Path | None:

@@ -151,7 +151,14 @@ def tokens_page(
     shown = slice(offset, offset + limit)
     learner, unreadable = _learner_tokens(reader, folder, address, row, prompt)
     ranked = _ranked(rank, logprobs, learner)
-    pieces = tokenizers.pieces(folder, [*ids[shown], *(ids[index] for index, _ in ranked)])
+
+    def pieces(first: int, last: int) -> list[str] | None:
+        return tokenizers.pieces(folder, ids, range(first, last))
+
+    def piece(index: int) -> str | None:
+        found = pieces(index, index + 1)
+        return found[0] if found else None
+
     return TokensPage(
         row=row,
         rows=len(rows),
@@ -159,15 +166,12 @@ def tokens_page(
         offset=offset,
         prompt_tokens=prompt,
         ids=ids[shown],
-        pieces=pieces and pieces[: len(ids[shown])],
+        pieces=pieces(offset, offset + limit),
         mask=mask[shown],
         logprobs=logprobs[shown],
         versions=versions[shown],
         learner=learner and _part(learner, shown),
-        ranked=[
-            RankedToken(place=index, id=ids[index], piece=pieces[number - len(ranked)] if pieces else None, value=value)
-            for number, (index, value) in enumerate(ranked)
-        ],
+        ranked=[RankedToken(place=at, id=ids[at], piece=piece(at), value=value) for at, value in ranked],
         unreadable=unreadable,
     )
 

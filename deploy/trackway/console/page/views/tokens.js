@@ -10,10 +10,13 @@ const FAR = -6;
 const CLOSE = 0.01;
 /** Nats of difference that are always pale: what rounding makes. */
 
+const SOFT = 0.5;
+/** Power of a log-probability's share of FAR in its tint: p = 0.37 differs visibly from p = 1. */
+
 /** By name: its words, its value of a token, whether the learner's file has it, and the heading of those that the console ranks first. */
 const TINTS = {
-  logprob: { words: "sampler", value: (page, i) => page.logprobs[i], full: () => FAR, listed: "Least likely" },
-  learner: { words: "learner", needs: true, value: (page, i) => page.learner.logprobs[i], full: () => FAR, listed: "Least likely to the learner" },
+  logprob: { words: "sampler", value: (page, i) => page.logprobs[i], full: () => FAR, power: SOFT, listed: "Least likely" },
+  learner: { words: "learner", needs: true, value: (page, i) => page.learner.logprobs[i], full: () => FAR, power: SOFT, listed: "Least likely to the learner" },
   difference: { words: "difference", needs: true, value: (page, i) => difference(page, i), full: (values) => Math.max(CLOSE, largest(values)), listed: "Sampler and learner disagree most" },
   entropy: { words: "entropy", needs: true, value: (page, i) => page.learner.entropies[i], full: (values) => largest(values) || 1, listed: "Highest entropy" },
   advantage: { words: "advantage", needs: true, value: (page, i) => page.learner.advantages[i], full: (values) => largest(values) || 1, listed: "Largest advantage" },
@@ -37,13 +40,13 @@ export default async function tokens(visit) {
   visit.keys.t = () => (location.hash = trajectoryLink("trajectory", run, address));
   const details = h("div", { class: "token-details" });
   const versions = [...new Set(page.versions.filter((version) => version !== null))];
-  const { value } = TINTS[tint];
+  const { value, power = 1 } = TINTS[tint];
   const values = page.ids.map((_, index) => (value ? value(page, index) : null));
   const full = value ? TINTS[tint].full(values) : 1;
   const show = (index) => details.replaceChildren(page.ids[index] === undefined ? h("p", { class: "dim" }, page.total ? `Token ${number(offset + index)} is not on this page.` : "There is none.") : about(page, index, offset));
   const nodes = page.ids.map((id, index) => {
     const piece = page.pieces ? page.pieces[index] : `${id}`;
-    const strength = values[index] === null ? 0 : Math.round(Math.min(1, Math.abs(values[index] / full)) * 100);
+    const strength = values[index] === null ? 0 : Math.round(Math.min(1, Math.abs(values[index] / full)) ** power * 100);
     const node = h("span", { class: `token ${kind(page, index, offset, tint, versions, values[index])} ${page.pieces ? "" : "id"}`, "data-index": index, style: { "--tint": `${strength}%` } }, shown(piece));
     return /\n/.test(piece) && page.pieces ? [node, h("br")] : node;
   });
@@ -118,7 +121,7 @@ function key(tint, versions, full) {
   if (tint === "clip") return h("ul", { class: "legend" }, item({}, "trained", "model tint-clip"), item({}, "clipped", "model tint-clip clipped"), item({}, "rejected", "model tint-clip rejected"));
   if (tint === "version") return h("ul", { class: "legend" }, versions.map((version, index) => item({}, `version ${version}`, `model tint-version v${index % 6}`)));
   const least = { logprob: "certain", learner: "certain", entropy: "certain" }[tint] ?? "0";
-  return h("ul", { class: "legend" }, item({ "--tint": "0%" }, least, "model tint-value"), item({ "--tint": "50%" }, number(full / 2), "model tint-value"),
+  return h("ul", { class: "legend" }, item({ "--tint": "0%" }, least, "model tint-value"), item({ "--tint": "50%" }, number(full * 0.5 ** (1 / (TINTS[tint].power ?? 1))), "model tint-value"),
     item({ "--tint": "100%" }, `${number(full)}${tint === "logprob" || tint === "learner" ? " or less" : ""}`, "model tint-value"),
     tint === "advantage" ? item({ "--tint": "100%" }, "negative", "model tint-value negative") : item({}, "not sampled", "observation"));
 }
