@@ -36,6 +36,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from trackway.trainer.config import resolve
 from trackway.trainer.config.placement import Placement
 from trackway.trainer.learner.batch import TrainingBatch
+from trackway.trainer.learner.config import PolicySettings
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.packing import PackedRow
 from trackway.trainer.learner.policy import ModelInputs, Policy
@@ -118,7 +119,7 @@ def learners(folder: Path) -> dict[str, Learner]:
     }
     config = learner_config(resolve(keys), total_steps=1)
     whole = Learner(config)
-    whole.policy = WholeRow(str(folder))
+    whole.policy = WholeRow(PolicySettings(str(folder)))
     whole.optimizer = torch.optim.AdamW(whole.policy.model.parameters(), lr=config.actor.optim.lr)
     return {
         "padded": Learner(config),

@@ -24,7 +24,7 @@ from pydantic import JsonValue
 from trackway.chat.tool_formats import BUILT_IN
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.engine_python import SERVERS, engine_python, runs_already
-from trackway.deploy.config.serve_config import Replicas
+from trackway.deploy.config.serve_config import Options, Replicas
 from trackway.reward.reward_model import REWARD_MODEL
 from trackway.rollout.classifiers import is_classifier
 from trackway.rollout.engines.admission import OF_POLICY, OF_REWARD_MODEL, too_long
@@ -99,7 +99,7 @@ class RunServices:
             if decision.reason == NO_GPU
         ]
 
-    def give(self, service: str, args: serve_config.Options, deployment: serve_config.Options | None = None) -> None:
+    def give(self, service: str, args: Options, deployment: Options | None = None) -> None:
         """Merge settings and deployment options into those of a service."""
         self.serve_config = serve_config.with_options(self.serve_config, service, args, deployment)
 
