@@ -1,12 +1,16 @@
 """A small run, written by the trainer's own writers."""
 
 import base64
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from trackway.trainer.config import compose
+from tests.services.evaluation.rollouts import rollout as evaluated
+from trackway.evaluation.store import EvaluationStore
+from trackway.evaluation.summary import Evaluation
+from trackway.trainer.config import compose, resolve
 from trackway.trainer.learner.filtering import filter_trajectories
 from trackway.trainer.run_state.folder import Activity, RunFolder
 from trackway.trainer.run_state.token_values import write_token_values
@@ -49,6 +53,15 @@ def write_run(outputs: Path, name: str = "tidy", steps: int = 2, message: str = 
     folder.update(step=steps, **pages)
     folder.move(RunState.FINISHED, message)
     return folder
+
+
+def write_evaluation(folder: Path, rows: dict[int, list[float | None]], files: Sequence[str] = ("rows.jsonl",)) -> None:
+    """A finished evaluation; None is a rollout that an infrastructure error ended."""
+    store = EvaluationStore(folder)
+    store.begin(Evaluation(name=folder.name, model="m", files=[*files], rows=len(rows), n=2), resolve({}))
+    for row, scores in rows.items():
+        store.add(evaluated(row, number, score) for number, score in enumerate(scores))
+    store.finish()
 
 
 def write_step(folder: RunFolder, step: int) -> None:

@@ -18,6 +18,7 @@ from tests.console.example_run import (
     TRACE_ID,
     mlflow_span,
     rollout,
+    write_evaluation,
     write_remax_step,
     write_run,
     write_step,
@@ -267,9 +268,13 @@ def test_no_text_of_a_run_becomes_a_part_of_the_page(browser: Browser, url: str)
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_each_page_fits_a_screen_and_a_phone_in_both_colour_schemes(browser: Browser, url: str, width: int) -> None:
+def test_each_page_fits_a_screen_and_a_phone_in_both_colour_schemes(
+    browser: Browser, url: str, outputs: Path, width: int
+) -> None:
+    for name in ("eval-a", "eval-b"):
+        write_evaluation(outputs / name, {1: [1.0, 0.0], 2: [0.0, None]})
     place = "run=tidy&step=2&sample=7&rollout=1"
-    tables = {"": 1, "failures?run=tidy": 3, "search?run=tidy&text=42": 11}
+    tables = {"": 3, "failures?run=tidy": 3, "search?run=tidy&text=42": 11, "evaluations?run=eval-a": 2}
     for dark, background in ((False, "rgb(245, 246, 244)"), (True, "rgb(16, 19, 22)")):
         browser.size(width, dark=dark)
         for view in (
@@ -281,6 +286,8 @@ def test_each_page_fits_a_screen_and_a_phone_in_both_colour_schemes(browser: Bro
             "search?run=tidy&text=42",
             "prompt?run=tidy&sample=7",
             "failures?run=tidy",
+            "run?run=eval-a",
+            "evaluations?run=eval-a",
             "compare?run=tidy&of=1/7/0,2/7/1,2/10/0",
             f"tokens?{place}&tint=advantage",
             f"tokens?{place}&tint=clip",

@@ -19,6 +19,7 @@ from tests.console.example_run import (
     TRACE_ID,
     mlflow_span,
     rollout,
+    write_evaluation,
     write_remax_step,
     write_run,
     write_step,
@@ -302,6 +303,33 @@ def test_a_long_text_loses_its_middle(outputs: Path) -> None:
 
     content = page["prompt_messages"][0]["content"]
     assert content == f"{'a' * 50_000}\n… 20000 characters …\n{'b' * 50_000}" and page["shortened"]
+
+
+def test_evaluations_of_the_same_rows_stand_row_by_row_the_hardest_first(outputs: Path) -> None:
+    write_evaluation(outputs / "first", {1: [1.0, 0.0], 2: [0.0, None], 3: [1.0, 1.0]})
+    write_evaluation(outputs / "second", {1: [1.0, 1.0], 2: [1.0, 0.0]})
+    write_evaluation(outputs / "of-others", {1: [1.0]}, files=["other.jsonl"])
+    write_run(outputs)
+
+    page = get(outputs, "evaluations", run="first")
+
+    assert [column["key"] for column in page["columns"]] == ["first", "second"]
+    first, second = page["columns"]
+    assert (first["difference"], second["difference"]["value"], second["difference"]["tasks"]) == (None, 0.5, 2)
+    assert first["evaluation"]["summary"]["pass_at"]["1"]["value"] == 0.5
+    assert [task["sample"] for task in page["tasks"]] == ["2", "1", "3"]
+    hard, middle, easy = (task["results"] for task in page["tasks"])
+    assert hard[0] == {"score": 0.0, "passed": 0, "rollouts": 1, "failed": 1}
+    assert middle == [
+        {"score": 0.5, "passed": 1, "rollouts": 2, "failed": 0},
+        {"score": 1.0, "passed": 2, "rollouts": 2, "failed": 0},
+    ]
+    assert (easy[1], page["tasks"][0]["prompt"], page["total"]) == (None, "row 2", 3)
+    assert [task["sample"] for task in get(outputs, "evaluations", run="first", offset=1, limit=1)["tasks"]] == ["1"]
+    assert get(outputs, "run", run="first")["evaluation"]["model"] == "m"
+    assert get(outputs, "run", run="tidy")["evaluation"] is None
+    status, _, message = refused(outputs, "evaluations", run="tidy")
+    assert (status, "trackway evaluate tidy" in message) == (404, True)
 
 
 def test_a_character_of_several_tokens_is_shown_with_its_last_one(outputs: Path) -> None:

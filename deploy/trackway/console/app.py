@@ -12,11 +12,13 @@ from starlette.datastructures import MutableHeaders
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from trackway.console.evaluations import evaluations_page
 from trackway.console.export import as_csv, as_jsonl
 from trackway.console.file_results import FileResults
 from trackway.console.over_steps import failures_page, prompt_page
 from trackway.console.replies import (
     ConsoleInfo,
+    EvaluationsPage,
     FailuresPage,
     Metrics,
     PromptPage,
@@ -47,6 +49,7 @@ PAGE = Path(__file__).parent / "page"
 MOST_RUNS = 200
 MOST_METRICS = 40
 MOST_HITS = 200
+MOST_TASKS = 1000
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -198,6 +201,13 @@ def _routes(runs: Runs, services: list[str]) -> APIRouter:
     def one_prompt(run: RunKey, sample: str, validation: Validation = False) -> PromptPage:
         """The rollouts of one sample in all steps; with `files_left`, as far as half a second reads."""
         return prompt_page(reader, results, runs.find(run), sample, validation)
+
+    @router.get("/api/evaluations", response_model=EvaluationsPage)
+    def evaluations(
+        run: RunKey, offset: Offset = 0, limit: Annotated[int, Query(ge=1, le=MOST_TASKS)] = 200
+    ) -> EvaluationsPage:
+        """An evaluation beside others of the same rows, row by row, the hardest rows first."""
+        return evaluations_page(reader, runs, run, offset, limit)
 
     @router.get("/api/failures", response_model=FailuresPage)
     def failures(run: RunKey) -> FailuresPage:

@@ -2,6 +2,7 @@
 
 from pydantic import Field
 
+from trackway.evaluation.summary import Estimate, Evaluation
 from trackway.wire.base import WireReply
 from trackway.wire.chat import Message, ToolSchema
 from trackway.wire.errors import ErrorBody
@@ -79,6 +80,8 @@ class RunPage(WireReply):
     """Its page of traces in MLflow."""
     weave: str | None = None
     """Its page of traces in Weave."""
+    evaluation: Evaluation | None = None
+    """Null for a run that trains."""
     traces: TraceSummary | None = None
     tracking: list[BackendSummary] = Field(default_factory=list[BackendSummary])
 
@@ -328,6 +331,48 @@ class FailuresPage(WireReply):
     """Files of the run."""
     files_left: int
     """Files that were not read yet: ask again, which goes on there."""
+
+
+class TaskResult(WireReply):
+    """The rollouts of a row in an evaluation."""
+
+    score: float | None
+    """Mean score; null when infrastructure errors ended all."""
+    passed: int
+    rollouts: int
+    """Rollouts that ended."""
+    failed: int
+    """Rollouts that an infrastructure error ended."""
+
+
+class EvaluatedTask(WireReply):
+    """A row, and its result in each evaluation."""
+
+    sample: str
+    prompt: str
+    """The beginning of the last user message."""
+    results: list[TaskResult | None]
+    """Null in an evaluation without the row."""
+
+
+class EvaluationColumn(WireReply):
+    """An evaluation among others of the same rows."""
+
+    key: str
+    """Key of its run."""
+    evaluation: Evaluation
+    difference: Estimate | None
+    """Its mean score less the first evaluation's, over the rows that both have."""
+
+
+class EvaluationsPage(WireReply):
+    """Evaluations of the same rows, row by row, the hardest rows first."""
+
+    columns: list[EvaluationColumn]
+    """The chosen evaluation, then the newest others."""
+    tasks: list[EvaluatedTask]
+    total: int
+    """Rows of the chosen evaluation."""
 
 
 class SpanBar(WireReply):

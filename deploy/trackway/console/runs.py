@@ -6,8 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from trackway.console.replies import RunPage, RunSummary, Series, TrajectoryFile
 from trackway.console.trajectory_files import trajectory_files
+from trackway.evaluation.summary import FILE, Evaluation
 from trackway.trainer.run_state.folder import RunFolder, outputs_folders, parse_rows, run_folders
 from trackway.trainer.run_state.heartbeat import LivenessMonitor
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -121,6 +124,7 @@ class Runs:
             ],
             mlflow=mlflow_page(folder),
             weave=weave_page(folder),
+            evaluation=evaluation_of(folder),
             traces=info.traces,
             tracking=info.tracking,
         )
@@ -133,6 +137,14 @@ class Runs:
 
     def _key(self, folder: RunFolder) -> str:
         return folder.name if folder.path == self.outputs else folder.path.relative_to(self.outputs).as_posix()
+
+
+def evaluation_of(folder: RunFolder) -> Evaluation | None:
+    """The evaluation that a run is; None for one that trains."""
+    try:
+        return Evaluation.model_validate_json((folder.path / FILE).read_bytes())
+    except (OSError, ValidationError):
+        return None
 
 
 def series(rows: Iterable[MetricsRow], name: str) -> Series:

@@ -11,7 +11,7 @@ from trackway.wire.trajectory import ACTIVITIES
 
 MOST_ROLLOUTS = 8192
 """Rollouts of one reply, whose last group is whole."""
-_PROMPT_CHARS = 160
+PROMPT_CHARS = 160
 
 COLUMNS = {
     "sample_index": "CAST(sample_index AS VARCHAR)",
@@ -70,7 +70,7 @@ def _prompts(
         "SELECT CAST(sample_index AS VARCHAR), any_value(prompt_messages) FROM read_parquet($file) GROUP BY 1",
         file_of(folder, step, validation),
     )
-    return {sample: last_user_text(messages)[:_PROMPT_CHARS] for sample, messages in rows if sample in samples}
+    return {sample: last_user_text(messages)[:PROMPT_CHARS] for sample, messages in rows if sample in samples}
 
 
 def last_user_text(messages: str) -> str:

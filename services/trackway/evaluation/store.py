@@ -11,10 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import ValidationError
 
 from trackway.evaluation.paired import Paired, paired
-from trackway.evaluation.summary import RolloutSummary, by_data_source, by_task, summary
+from trackway.evaluation.summary import FILE, Evaluation, by_data_source, by_task, summary
 from trackway.system import append_line, atomic_write, writing
 from trackway.trainer.config import RunConfig
 from trackway.trainer.metrics.validation import validation_metrics
@@ -24,27 +24,6 @@ from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow, RunState
 from trackway.wire.trajectory import Trajectory
-
-FILE = "evaluation.json"
-
-
-class Evaluation(BaseModel):
-    """What is evaluated, and the result once it has ended."""
-
-    name: str
-    model: str
-    """A run with its step, or a model as it was given."""
-    checkpoint: Path | None = None
-    """The evaluated checkpoint of a run; null when the configuration names the model."""
-    files: list[str]
-    rows: int
-    n: int
-    """Rollouts of each row."""
-    temperature: float = 1.0
-    pass_above: float = 0.0
-    """A rollout passes with a score over it."""
-    summary: RolloutSummary | None = None
-    data_sources: dict[str, RolloutSummary] = Field(default_factory=dict)
 
 
 class EvaluationStore:

@@ -2,12 +2,16 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from pydantic import BaseModel, Field
 
 from trackway.trainer.metrics.pass_rates import Mean, draws, majority_at, mean_of, pass_all, pass_at
 from trackway.trainer.metrics.validation import accuracy, best_of
 from trackway.wire.trajectory import StopReason, Trajectory
+
+FILE = "evaluation.json"
+"""File of an `Evaluation` in its folder."""
 
 
 class Estimate(BaseModel):
@@ -60,6 +64,25 @@ class RolloutSummary(BaseModel):
     """Share of rollouts that a limit of tokens or turns ended."""
     tokens: int = 0
     """Tokens of all prompts and responses."""
+
+
+class Evaluation(BaseModel):
+    """What is evaluated, and the result once it has ended."""
+
+    name: str
+    model: str
+    """A run with its step, or a model as it was given."""
+    checkpoint: Path | None = None
+    """The evaluated checkpoint of a run; null when the configuration names the model."""
+    files: list[str]
+    rows: int
+    n: int
+    """Rollouts of each row."""
+    temperature: float = 1.0
+    pass_above: float = 0.0
+    """A rollout passes with a score over it."""
+    summary: RolloutSummary | None = None
+    data_sources: dict[str, RolloutSummary] = Field(default_factory=dict)
 
 
 _CUT = {StopReason.MAX_TURNS, StopReason.MAX_RESPONSE, StopReason.MAX_PROMPT}

@@ -18,7 +18,8 @@ from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs import evaluate
 from trackway.deploy.runs.evaluate import EvaluationRun, Options
 from trackway.deploy.runs.prepare import configured
-from trackway.evaluation.store import Evaluation, EvaluationStore
+from trackway.evaluation.store import EvaluationStore
+from trackway.evaluation.summary import Evaluation
 from trackway.system.user_error import UserError
 from trackway.trainer.config import resolve
 from trackway.trainer.learner.learner import Learner

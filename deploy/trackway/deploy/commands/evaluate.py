@@ -10,7 +10,7 @@ from trackway.deploy.terminal.console import board, print_json, row_bar, stderr,
 
 if TYPE_CHECKING:
     from trackway.deploy.runs.evaluate import EvaluationRun
-    from trackway.evaluation.store import Evaluation
+    from trackway.evaluation.summary import Evaluation
 
 app = typer.Typer()
 

@@ -28,7 +28,8 @@ from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs.prepare import configured
 from trackway.deploy.runs.trial import agent_of
 from trackway.evaluation.rescore import score_request
-from trackway.evaluation.store import Evaluation, EvaluationStore
+from trackway.evaluation.store import EvaluationStore
+from trackway.evaluation.summary import Evaluation
 from trackway.system.user_error import UserError
 from trackway.trainer.config import RunConfig, resolve
 from trackway.trainer.config.compose import given, leaves

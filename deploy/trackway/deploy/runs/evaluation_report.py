@@ -7,8 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from trackway.evaluation.paired import Paired
-from trackway.evaluation.store import Evaluation
-from trackway.evaluation.summary import Estimate, RolloutSummary
+from trackway.evaluation.summary import Estimate, Evaluation, RolloutSummary
 from trackway.system import visible
 
 

@@ -23,7 +23,7 @@ export default async function run(visit) {
     const chosen = metrics.length ? metrics : SHOWN.filter((name) => name in page.metrics);
     const names = [...new Set([...chosen, ...phases, "timing_s/step", ...Object.values(IDLE)])];
     const { series } = await visit.get("metrics", { run: key, name: names });
-    redraw(root, [
+    redraw(root, page.evaluation ? [head(page), evaluated(page), stepsPanel(page, key)] : [
       head(page), waits(page), cards(page, series),
       h("div", { class: "two" },
         panel("Reward and accuracy", { aside: legend([{ name: "mean reward", kind: "s0" }, { name: "validation accuracy", kind: "s1" }]) },
@@ -46,7 +46,19 @@ export default async function run(visit) {
   return root;
 }
 
-function head({ summary, folder, mlflow, weave }) {
+/** What an evaluation found, and the way to its rows. */
+function evaluated({ evaluation, summary: { key }, folder }) {
+  const { summary, model, n, temperature, files } = evaluation;
+  const value = (found) => found && `${number(found.value, 3)}${found.std_err === null ? "" : ` ± ${number(found.std_err, 2)}`}`;
+  const rates = (name, found, least = 2) => Object.entries(found ?? {}).filter(([k]) => k >= least).map(([k, rate]) => [`${name}${k}`, value(rate)]);
+  return panel("Evaluation", { aside: h("a", { class: "button", href: link("evaluations", { run: key }) }, "Row by row, beside others") }, facts([
+    ["model", model], ["rows", `${number(evaluation.rows)} of ${files.join(", ")}`], ["rollouts of each", `${number(n)} at temperature ${number(temperature)}`],
+    ["score", value(summary?.score)], ...rates("pass@", summary?.pass_at, 1), ...rates("pass^", summary?.pass_all), ...rates("majority@", summary?.majority_at),
+    ["failed, in no figure", number(summary?.failed ?? null)], ["folder", folder]]));
+}
+
+function head({ summary, folder, mlflow, weave, evaluation }) {
+  if (evaluation) return h("div", { class: "title" }, h("h1", {}, visible(summary.key)), stateChip(summary));
   const done = summary.total_steps ? summary.step / summary.total_steps : 0;
   return h("div", {},
     h("div", { class: "title" }, h("h1", {}, visible(summary.key)), stateChip(summary),
