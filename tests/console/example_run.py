@@ -144,6 +144,7 @@ def rollout(
     return Trajectory(
         id=trajectory_id(run, tags),
         session_id=trajectory_id(run, tags),
+        ground_truth="42",
         tags=tags,
         agent_name="tool_agent",
         data_source="own",

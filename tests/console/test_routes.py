@@ -284,7 +284,7 @@ def test_a_trajectory_has_its_turns_its_group_its_neighbours_and_its_trace(outpu
     ]
     assert page["turns"][0]["calls"][0]["seconds"] == 0.25
     assert page["turns"][1]["messages"][0]["content"] == "#### 42"
-    assert page["reward"] == {"score": 1.0, "components": {"correct": 1.0}}
+    assert (page["reward"], page["ground_truth"]) == ({"score": 1.0, "components": {"correct": 1.0}}, "42")
     assert (page["prompt_tokens"], page["response_tokens"], page["model_tokens"], page["rows"]) == (2, 5, 4, 1)
     assert page["trace"] == f"http://127.0.0.1:5000/#/experiments/3/traces?selectedEvaluationId=tr-{TRACE_ID}"
     assert page["weave"] == f"https://wandb.ai/team/own/r/call/{SPAN_ID}"

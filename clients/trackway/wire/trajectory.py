@@ -216,6 +216,8 @@ class Trajectory(WireReply):
     further_rows: list[TokenRow] = Field(default_factory=list[TokenRow], fail_fast=True)
     """Rows beside the one of the fields above; all have the trajectory's reward and advantage."""
     reward: Reward | None = None
+    ground_truth: str | None = Field(default=None, exclude_if=_is_none)
+    """The row's ground truth, for who looks at the trajectory."""
     is_baseline: bool = False
     """A greedy rollout whose score is the baseline of its group (ReMax). No update trains it."""
     tool_rewards: list[float] = Field(default_factory=list[float], fail_fast=True)

@@ -159,6 +159,7 @@ class TrajectoryPage(WireReply):
     prompt_messages: list[Message]
     turns: list[Turn]
     reward: Reward | None
+    ground_truth: str | None
     tool_rewards: list[float]
     timings: dict[str, float]
     """Seconds in total, and of each activity."""

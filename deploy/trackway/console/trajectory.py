@@ -99,6 +99,7 @@ def trajectory_page(reader: ParquetReader, folder: RunFolder, address: Trajector
         prompt_messages=messages.all(trajectory.prompt_messages),
         turns=[turn.model_copy(update={"messages": messages.all(turn.messages)}) for turn in trajectory.turns],
         reward=trajectory.reward,
+        ground_truth=None if trajectory.ground_truth is None else messages.text(trajectory.ground_truth),
         tool_rewards=trajectory.tool_rewards,
         timings={"total": trajectory.timings.total, **trajectory.timings.parts},
         incidents=[incident.value for incident in trajectory.incidents],

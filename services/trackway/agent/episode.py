@@ -217,6 +217,7 @@ class Episode:
             prompt_messages=self.sample.prompt if self.prompt_ids or self._is_short() else [],
             turns=self.turns,
             reward=self.reward,
+            ground_truth=self.sample.reward_model.ground_truth,
             tool_rewards=self.tool_rewards,
             num_turns=self.num_turns,
             stop_reason=self.stop_reason,

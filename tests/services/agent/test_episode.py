@@ -238,6 +238,7 @@ def test_a_long_prompt_that_was_refused_is_not_sent_back(chars: int, ids: list[i
     asked = episode(sample__prompt=prompt)
     asked.add_prompt(ids)
     assert asked.trajectory().prompt_messages == (asked.sample.prompt if sent else [])
+    assert asked.trajectory().ground_truth == asked.sample.reward_model.ground_truth
 
 
 def test_a_loop_may_score_its_trajectory_and_place_parts_of_the_score() -> None:

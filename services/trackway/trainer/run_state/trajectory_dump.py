@@ -23,6 +23,7 @@ _SCHEMA = pa.schema(
         ("session_id", pa.string()),
         ("agent_name", pa.string()),
         ("data_source", pa.string()),
+        ("ground_truth", pa.string()),
         ("stop_reason", pa.string()),
         ("num_turns", pa.int64()),
         ("log", pa.string()),

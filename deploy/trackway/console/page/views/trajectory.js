@@ -122,9 +122,11 @@ function spans(visit, trace) {
 const LANES = ["rollout", "tools", "reward", "agent"];
 /** Services in the colours of the lanes above. */
 
-function rewards({ reward, tool_rewards: tools }) {
-  if (!reward) return panel("Reward", {}, h("p", { class: "dim" }, "It was not scored."));
+function rewards({ reward, ground_truth: truth, tool_rewards: tools }) {
+  const known = truth === null ? null : ["ground truth", h("code", {}, visible(truth))];
+  if (!reward) return panel("Reward", {}, h("p", { class: "dim" }, "It was not scored."), facts([known]));
   return panel("Reward", { aside: h("b", {}, number(reward.score, 4)) }, facts([
+    known, reward.answer === undefined || reward.answer === null ? null : ["answer", h("code", {}, visible(reward.answer))],
     ...Object.entries(reward.components).map(([name, value]) => [visible(name), number(value, 4)]),
     ...(reward.turn_scores ?? []).map((value, index) => [`of turn ${index + 1}`, number(value, 4)]),
     tools.length ? ["tool rewards", tools.map((value) => number(value)).join(", ")] : null,
