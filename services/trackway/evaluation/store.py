@@ -6,6 +6,7 @@ rollouts.jsonl     trajectories that have ended, one per line, until all have
 trajectories/      val_step_0.parquet, as every run has; with state.json and metrics.jsonl
 """
 
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,8 @@ from trackway.evaluation.paired import Paired, paired
 from trackway.evaluation.summary import FILE, Evaluation, by_data_source, by_task, summary
 from trackway.system import append_line, atomic_write, writing
 from trackway.trainer.config import RunConfig
+from trackway.trainer.delivery.jobs import Later
+from trackway.trainer.delivery.mlflow_run import MlflowRun
 from trackway.trainer.metrics.validation import validation_metrics
 from trackway.trainer.run_state.folder import RunFolder, outputs_folders
 from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
@@ -110,7 +113,7 @@ class EvaluationStore:
         self._folder.create(self.config(), ServiceUrls(agent_url="", tools_url="", weights_url=""))
         self._folder.move(RunState.RUNNING)
         if evaluation.summary is not None and evaluation.summary.rollouts:
-            metrics = validation_metrics(trajectories, evaluation.n)
+            metrics = validation_metrics(trajectories, evaluation.n) | evaluation.summary.metrics()
             self._folder.append_row(MetricsRow(step=0, data=metrics))
             self._folder.update(metrics=metrics)
         self._folder.move(RunState.FINISHED, message=f"evaluation of {evaluation.model}")
@@ -119,8 +122,30 @@ class EvaluationStore:
         self._lines.unlink(missing_ok=True)
         return evaluation
 
+    def send(self, uri: str, deadline_s: float) -> None:
+        """Send a finished evaluation to MLflow as a run. Raises TrackwayError(UNAVAILABLE) after the deadline."""
+        tracking, end = MlflowRun(self._folder, self.config(), uri), time.monotonic() + deadline_s
+        tracking.end("FINISHED")
+        try:
+            while (problem := _advanced(tracking)) is not None:
+                if time.monotonic() > end:
+                    message = f"expected MLflow at {uri} to take the evaluation in {deadline_s:g} s, got: {problem}"
+                    raise TrackwayError(ErrorCode.UNAVAILABLE, message)
+            self._folder.update(**tracking.ids)
+        finally:
+            tracking.close()
+
     def _write(self, evaluation: Evaluation) -> None:
         atomic_write(self.path / FILE, evaluation.model_dump_json(indent=2), what="the evaluation")
+
+
+def _advanced(tracking: MlflowRun) -> str | None:
+    """Send the next part; None when everything is sent, else why it is not."""
+    try:
+        return "more to send" if tracking.advance() else None
+    except Later as error:
+        time.sleep(0.5)
+        return str(error)
 
 
 def _place(trajectory: Trajectory) -> tuple[bool, int | str, int]:

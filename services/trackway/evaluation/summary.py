@@ -65,6 +65,16 @@ class RolloutSummary(BaseModel):
     tokens: int = 0
     """Tokens of all prompts and responses."""
 
+    def metrics(self) -> dict[str, float]:
+        """The numbers as metrics of a run, `evaluation/pass@4` with `evaluation/pass@4/std_err`."""
+        rates = {"pass@": self.pass_at, "pass_all@": self.pass_all, "majority@": self.majority_at}
+        estimates = {f"{name}{k}": value for name, found in rates.items() for k, value in found.items()}
+        if self.score is not None:
+            estimates["score"] = self.score
+        metrics = {f"evaluation/{name}": estimate.value for name, estimate in estimates.items()}
+        errors = {name: value.std_err for name, value in estimates.items() if value.std_err is not None}
+        return metrics | {f"evaluation/{name}/std_err": error for name, error in errors.items()}
+
 
 class Evaluation(BaseModel):
     """What is evaluated, and the result once it has ended."""

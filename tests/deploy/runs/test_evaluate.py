@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mlflow import MlflowClient
 
 from tests.services.evaluation.rollouts import rollout
 from tests.services.trainer.learner_settings import learner_config
@@ -166,6 +167,18 @@ def test_rescoring_asks_what_the_agent_asked_and_keeps_the_rollouts(project: Pat
     assert [found.response_ids for found in sevens.trajectories()] == [
         found.response_ids for found in first.trajectories()
     ]
+
+
+def test_mlflow_has_the_evaluation_as_a_run(project: Path, mlflow_server: str):
+    words = ["trainer.logger=[mlflow]", f"trackway.mlflow_uri={mlflow_server}", "trainer.project_name=evaluations"]
+
+    finished = evaluated(prepared(*words, n=2, name="tracked"))
+
+    assert finished.summary is not None
+    info, client = RunFolder(OUTPUTS / "tracked").info(), MlflowClient(mlflow_server)
+    stored = client.get_run(info.run_id or "")
+    assert (stored.info.run_name, stored.info.status) == ("tracked", "FINISHED")
+    assert stored.data.metrics["evaluation/pass_at_2"] == pytest.approx(finished.summary.pass_at[2].value)
 
 
 @pytest.mark.parametrize(

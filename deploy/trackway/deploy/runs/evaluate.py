@@ -8,6 +8,7 @@ evaluation = prepared.run(rows, report, progress)
 
 import asyncio
 import itertools
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ from trackway.trainer.run_state.checkpoint import PREFIX, find_all, find_latest
 from trackway.trainer.run_state.export import export_checkpoint
 from trackway.trainer.run_state.folder import RunFolder, outputs_folders, run_folders
 from trackway.wire.agent import Sample
+from trackway.wire.errors import TrackwayError
 from trackway.wire.names import checked_run_name
 from trackway.wire.tracing import TraceTarget
 from trackway.wire.trajectory import Trajectory
@@ -47,6 +49,8 @@ from trackway.wire.trajectory import Trajectory
 RUNNING = "running"
 """The model that the running services have."""
 SCORES_AT_ONCE = 64
+MLFLOW_S = 60.0
+"""Longest wait until MLflow has the result."""
 _MODEL = "actor_rollout_ref.model"
 _WHOLE_MODEL: dict[str, object] = {f"{_MODEL}.lora_rank": 0, f"{_MODEL}.lora_adapter_path": None}
 _ONE_ENGINE: dict[str, object] = {"trainer.n_gpus_per_node": None, "trainer.nnodes": None, "data.val_files": []}
@@ -95,9 +99,26 @@ class EvaluationRun:
         try:
             if left:
                 run(self._collect(self._with_model(exported, report), left, report, progress))
-            return self.store.finish()
+            evaluation = self.store.finish()
         finally:
             shutil.rmtree(exported, ignore_errors=True)
+        if uri := self.mlflow_uri:
+            report("MLflow", "sending")
+            try:
+                self.store.send(uri, MLFLOW_S)
+                report("MLflow", "sent")
+            except TrackwayError as error:  # the result is on disk
+                report(f"MLflow: {error.message}", "with problems")
+        return evaluation
+
+    @property
+    def mlflow_uri(self) -> str | None:
+        """Address of the MLflow that gets the result; None without the logger or without a known address."""
+        config, deployment = self.subject.config, self.subject.deployment
+        if "mlflow" not in config.trainer.logger:
+            return None
+        of_services = deployment.mlflow_uri if deployment else None
+        return config.trackway.mlflow_uri or of_services or os.environ.get("MLFLOW_TRACKING_URI")
 
     def _with_model(self, exported: Path, report: Report) -> Subject:
         """The subject that serves the checkpoint."""
@@ -224,7 +245,8 @@ async def _scored(
 
 
 def _prepared(evaluation: Evaluation, config: RunConfig, running: Deployment | None, outputs: Path) -> EvaluationRun:
-    used = config.with_values({**_ONE_ENGINE, "data.train_files": evaluation.files})
+    names = {"trainer.experiment_name": evaluation.name, "data.train_files": evaluation.files}
+    used = config.with_values({**_ONE_ENGINE, **names})
     settings = UpSettings.read(outputs=outputs)
     services = None if running else services_for(used, gpus_here(), serve_config.load(settings.config))
     subject = Subject(services.config if services else used, services, running, settings)
