@@ -1,4 +1,4 @@
-"""The promise: `trackway try` runs a row on the services that run already, those started here and attached ones."""
+"""The promise: `try` and `evaluate` use the services that run already, those started here and attached ones."""
 
 import json
 import subprocess
@@ -31,7 +31,9 @@ def groups_answered(deployment: Deployment) -> float:
 
 
 @pytest.mark.parametrize("attached", [False, True], ids=["started here", "attached"])
-def test_a_row_is_tried_on_the_running_services(attached: bool, deployment: Deployment, tmp_path: Path) -> None:
+def test_rows_are_tried_and_evaluated_on_the_running_services(
+    attached: bool, deployment: Deployment, tmp_path: Path
+) -> None:
     outputs = tmp_path / "outputs" if attached else deployment.outputs
     if attached:
         trackway("attach", "--base-url", deployment.base_url, "--outputs", str(outputs))
@@ -46,3 +48,10 @@ def test_a_row_is_tried_on_the_running_services(attached: bool, deployment: Depl
     assert [trajectory["error"] for trajectory in tried["trajectories"]] == [None, None]
     assert all(trajectory["response_ids"] for trajectory in tried["trajectories"])
     assert groups_answered(deployment) == before + 1
+
+    words = ["--data", str(rows), "--limit", "2", "--n", "2", "--config-name", "tiny_demo", "--outputs", str(outputs)]
+    name = f"evaluated-{'attached' if attached else 'here'}"
+    document = json.loads(trackway("evaluate", "running", *words, "--run", name, "--json"))
+
+    assert (document["evaluation"]["summary"]["rollouts"], document["evaluation"]["summary"]["failed"]) == (4, 0)
+    assert groups_answered(deployment) == before + 3

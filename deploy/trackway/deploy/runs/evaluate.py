@@ -174,7 +174,8 @@ def prepare(
     else:
         _require_model(what, outputs)
         model = [] if what == RUNNING else [f"{_MODEL}.path={what}"]
-        used = configured([*overrides, *model], config, config_name, running)
+        elsewhere = running is not None and running.attached  # the rows are read here
+        used = configured([*overrides, *model], config, config_name, running, trial=elsewhere)
     files = [str(options.rows.absolute())] if options.rows else [*used.data.val_files]
     if not files:
         raise UserError("expected a file of rows, got none; name one: --data rows.jsonl")
@@ -224,7 +225,10 @@ def rescored(name: str, overrides: list[str], target: str | None, outputs: Path,
 async def _scored(
     trajectories: Sequence[Trajectory], samples: dict[int | str, Sample], services: dict, config: RunConfig
 ) -> list[Trajectory]:
-    tokens = ChatTokens.load(str(config.actor_rollout_ref.model.path))
+    path = config.actor_rollout_ref.model.path
+    if path is None:
+        raise UserError(f"{_MODEL}.path: expected the model, for its tokenizer, got none; add {_MODEL}.path=FOLDER")
+    tokens = ChatTokens.load(path)
     slots = asyncio.Semaphore(SCORES_AT_ONCE)
 
     async def scored(trajectory: Trajectory, client: RewardClient) -> Trajectory:
