@@ -25,7 +25,7 @@ def test_each_commands_help_has_an_example(command: str) -> None:
         (["list", "--tag", "step"], "--tag: expected key=value, got 'step'"),
         (["list", "--backend", "weave"], "--backend weave: expected --project entity/project, got none"),
         (["compare", "one"], "expected two traces"),
-        (["verify"], "expected a run in .*, found none; give --run or --outputs"),
+        (["verify"], "expected a run in .*, found none; start one with `trackway train`"),
     ],
 )
 def test_a_mistake_says_what_was_expected(

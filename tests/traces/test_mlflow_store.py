@@ -166,7 +166,8 @@ def test_two_rollouts_of_a_group_are_compared(exported: ExportedTraces) -> None:
     ]
 
 
-def test_a_whole_run_verifies_with_status_0(exported: ExportedTraces) -> None:
+def test_a_whole_run_verifies_with_status_0(exported: ExportedTraces, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     found = json.loads(trackway(exported, "verify", "--run", "whole", "--wait", "0", "--json"))
     assert found == {
         "run": "whole",

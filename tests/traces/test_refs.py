@@ -65,7 +65,7 @@ def test_a_name_that_two_runs_share_asks_for_the_run() -> None:
     other_example = ExampleTrace(rollout_n=0, trace_id="tr-" + "b" * 32)
     other_example.tags["experiment_name"] = "other"
     shelf = MemoryStore(FIRST, other_example)
-    with pytest.raises(UserError, match="s3/i17/n0 exists in several runs: other, tiny; add --experiment-name"):
+    with pytest.raises(UserError, match="s3/i17/n0 exists in several runs: other, tiny; add --run"):
         resolve(shelf, "s3/i17/n0")
     assert resolve(shelf, "s3/i17/n0", "other").trace_id == other_example.trace_id
 

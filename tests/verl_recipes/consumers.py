@@ -104,7 +104,10 @@ def _names(nodes: Iterable[ast.AST]) -> dict[str, set[str]]:
                 pairs = [*zip(targets, values, strict=False)]
             case ast.Assign(targets=[target], value=value) | ast.NamedExpr(target=target, value=value):
                 pairs = [(target, value)]
-            case ast.arg(arg=name, annotation=ast.expr() as kind):
+            case (
+                ast.arg(arg=name, annotation=ast.expr() as kind)
+                | ast.AnnAssign(target=ast.Name(id=name), annotation=kind)
+            ):
                 names[name] |= {part.id for part in ast.walk(kind) if isinstance(part, ast.Name)}
             case _:
                 pass

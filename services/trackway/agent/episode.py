@@ -227,7 +227,7 @@ class Episode:
 
 
 @dataclass
-class Generation(Episode):
+class TurnEpisode(Episode):
     """One generation of a trajectory with its own prompt, turn and sampling parameters."""
 
     own_turn: int = 0

@@ -231,7 +231,8 @@ async def test_deadline_session_and_trace_travel_as_headers() -> None:
     assert request.headers["x-session-id"] == "s"
     assert 59.0 < float(request.headers["x-request-timeout"]) <= 60.0
     assert request.headers["traceparent"].split("-")[1] == root.trace_id
-    assert request.headers["baggage"] == "agentic.target=%7B%22mlflow_experiment_id%22%3A%229%22%7D"
+    target = "agentic.target=%7B%22mlflow_experiment_id%22%3A%229%22%7D"
+    assert request.headers["baggage"] == f"{target},agentic.trajectory=t,gen_ai.agent.name=a"
 
 
 @pytest.mark.parametrize(

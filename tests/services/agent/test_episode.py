@@ -4,7 +4,7 @@ from typing import Any, Literal
 import pytest
 
 from tests.services.agent.agent_services import group
-from trackway.agent.episode import Episode, Generation, cut_prompt
+from trackway.agent.episode import Episode, TurnEpisode, cut_prompt
 from trackway.agent.sessions.session import SessionEpisode
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -147,7 +147,7 @@ def test_the_most_likely_tokens_are_kept_where_they_were_asked_for(asked: int) -
         token_id=1, logprob=-0.5, top_logprobs=[TokenLogprob(token_id=number, logprob=-number) for number in (1, 3)]
     )
     answered = choice(1).model_copy(update={"logprobs": ChoiceLogprobs(content=[ranked])})
-    grown = Generation.of(episode(), 0, [], SamplingParams(logprobs=asked))
+    grown = TurnEpisode.of(episode(), 0, [], SamplingParams(logprobs=asked))
     grown.add_generated(answered)
 
     assert grown.top_logprobs == ([[(1, -1.0), (3, -3.0)]] if asked else [])

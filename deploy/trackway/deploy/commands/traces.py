@@ -108,7 +108,7 @@ def tags_of(pairs: list[str]) -> dict[str, str]:
 
 def wide_enough() -> Console:
     """A console on standard output. For a pipe, rich would assume 80 columns, too narrow for a tree."""
-    return stdout if stdout.is_terminal or "COLUMNS" in os.environ else Console(width=_PIPE_WIDTH)
+    return Console(width=None if stdout.is_terminal or "COLUMNS" in os.environ else _PIPE_WIDTH)
 
 
 @contextmanager

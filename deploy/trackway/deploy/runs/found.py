@@ -65,16 +65,18 @@ def find_runs(outputs: Path) -> list[FoundRun]:
 def find_run(outputs: Path, name: str | None) -> FoundRun:
     """The run of that name, or the newest. Raises UserError when there is none, or two outputs folders have one."""
     found = find_runs(outputs)
+    if not found:
+        raise UserError(
+            f"expected a run in {outputs}, found none; start one with `trackway train`, or give another --outputs"
+        )
     named = [found_run for found_run in found if name in (None, found_run.info.run)]
     if named and (name is None or len(named) == 1):
         return named[0]
     if named:
         folders = " and ".join(str(found_run.outputs) for found_run in named)
         raise UserError(f"expected one run {name!r}, got one in each of {folders}; give --outputs")
-    known = ", ".join(dict.fromkeys(found_run.info.run for found_run in found)) or "none"
-    raise UserError(
-        f"expected a run of {outputs} ({known}), got {name or 'none'!r}; give its name, or another --outputs"
-    )
+    known = ", ".join(dict.fromkeys(found_run.info.run for found_run in found))
+    raise UserError(f"expected a run of {outputs} ({known}), got {name!r}; give its name, or another --outputs")
 
 
 def rewards(rows: Sequence[MetricsRow]) -> list[float]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from fastapi import Request, Response
 from opentelemetry import trace
 
-from trackway.agent.episode import Episode, Generation
+from trackway.agent.episode import Episode, TurnEpisode
 from trackway.agent.sessions.chat_reader import ChatReader
 from trackway.agent.sessions.delivery import CallAnswer, DeliveredResponse, Recorded, WaitingStream
 from trackway.agent.sessions.graph import Conversation, Conversations, Place, Sampled, TokenGraph
@@ -699,7 +699,7 @@ class Session:
             update={name: getattr(asked, name) for name in _OF_THE_CALL}
         )
         turn = next(self._turns)
-        part = Generation.of(self.episode, turn, request.token_ids, params)
+        part = TurnEpisode.of(self.episode, turn, request.token_ids, params)
         part.shown = shown
         arrived = 0
 
@@ -770,7 +770,7 @@ class SessionModel:
             await asyncio.gather(generating, return_exceptions=True)
 
 
-def _reply(request: GenerateRequest, part: Generation, reason: str) -> GenerateReply:
+def _reply(request: GenerateRequest, part: TurnEpisode, reason: str) -> GenerateReply:
     choice = part.last_answer
     if choice is None or choice.finish_reason != reason or choice.token_ids != part.response_ids:
         choice = GenerateChoice.model_validate(

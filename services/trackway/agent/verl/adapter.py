@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from trackway.agent.episode import Episode, Generation
+from trackway.agent.episode import Episode, TurnEpisode
 from trackway.agent.loop import AgentLoop
 from trackway.agent.toolbox import Toolbox
 from trackway.agent.verl.interface import AgentLoopOutput, Config, DictConfigWrap, TokenOutput
@@ -145,7 +145,7 @@ class Model:
             return await self._generate(index, [*prompt_ids], sampling_params)
 
     async def _generate(self, index: int, prompt_ids: list[int], params: Mapping[str, Any]) -> TokenOutput:
-        part = Generation.of(self._episode, index, prompt_ids, self._params(prompt_ids, params))
+        part = TurnEpisode.of(self._episode, index, prompt_ids, self._params(prompt_ids, params))
         seen = self._shown
         part.shown = len(seen) if prompt_ids[: len(seen)] == seen else 0
         started = time.perf_counter()

@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from trackway.trainer.config.policy import ShardingConfig
 from trackway.trainer.learner.algorithm import check_known
 from trackway.trainer.learner.batch import TrainingBatch
 from trackway.trainer.learner.config import PolicySettings
@@ -113,7 +114,8 @@ class Policy:
         ranks: Ranks = ALONE,
         exchange_head: Callable[[PreTrainedModel, Path], None] | None = None,
     ) -> None:
-        sharding, lora = settings.sharding, settings.lora
+        sharding: ShardingConfig = settings.sharding
+        lora = settings.lora
         self.settings = settings
         disable_progress_bar()  # or transformers draws one at every publication
         self.folder = model_folder(settings.path)
