@@ -176,6 +176,8 @@ def prepare(
         model = [] if what == RUNNING else [f"{_MODEL}.path={what}"]
         elsewhere = running is not None and running.attached  # the rows are read here
         used = configured([*overrides, *model], config, config_name, running, trial=elsewhere)
+        if used.actor_rollout_ref.model.path is None:
+            used = used.with_values({f"{_MODEL}.path": RUNNING})
     files = [str(options.rows.absolute())] if options.rows else [*used.data.val_files]
     if not files:
         raise UserError("expected a file of rows, got none; name one: --data rows.jsonl")
@@ -226,7 +228,7 @@ async def _scored(
     trajectories: Sequence[Trajectory], samples: dict[int | str, Sample], services: dict, config: RunConfig
 ) -> list[Trajectory]:
     path = config.actor_rollout_ref.model.path
-    if path is None:
+    if path is None or path == RUNNING:
         raise UserError(f"{_MODEL}.path: expected the model, for its tokenizer, got none; add {_MODEL}.path=FOLDER")
     tokens = ChatTokens.load(path)
     slots = asyncio.Semaphore(SCORES_AT_ONCE)
