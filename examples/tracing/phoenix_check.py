@@ -33,7 +33,7 @@ def spans_of(project: str, url: str) -> Iterator[Span]:
 
 
 def facts_of(spans: list[Span]) -> dict[str, object]:
-    """What the trace says of its trajectory."""
+    """Read a trajectory's facts from its trace."""
     chats = [span["attributes"] for span in spans if span["span_kind"] == "LLM"]
     [root] = [span["attributes"] for span in spans if span["span_kind"] == "AGENT"]
     messages = json.loads(root.get("gen_ai.output.messages", "[]"))
@@ -46,7 +46,7 @@ def facts_of(spans: list[Span]) -> dict[str, object]:
 
 
 def expected_of(trajectory: Trajectory) -> dict[str, object]:
-    """What the run's files say of it."""
+    """Read the same facts from the run's files."""
     messages = [message for turn in trajectory.turns for message in turn.messages]
     return {
         "texts": [text for message in messages for text in _contents(message)],

@@ -42,12 +42,12 @@ def evaluations_page(reader: ParquetReader, runs: Runs, key: str, offset: int, l
     order = sorted(first.results, key=lambda sample: (first.results[sample].score or 0.0, len(sample), sample))
     return EvaluationsPage(
         columns=[
-            EvaluationColumn(key=name, evaluation=found, difference=_difference(each.results, first.results))
-            for (name, found), each in zip(shown, tasks, strict=True)
+            EvaluationColumn(key=name, evaluation=found, difference=_difference(of_run.results, first.results))
+            for (name, found), of_run in zip(shown, tasks, strict=True)
         ],
         tasks=[
             EvaluatedTask(
-                sample=sample, prompt=first.prompts[sample], results=[each.results.get(sample) for each in tasks]
+                sample=sample, prompt=first.prompts[sample], results=[of_run.results.get(sample) for of_run in tasks]
             )
             for sample in order[offset : offset + limit]
         ],

@@ -200,7 +200,7 @@ def _ms(moment: datetime, start: datetime) -> float:
 
 @contextlib.contextmanager
 def _answering() -> Iterator[None]:
-    """Turn weave's errors into UserError. They have no common class except those of HTTP and the login."""
+    """Turn weave's errors into UserError. Except for HTTP and login, they have no common class."""
     try:
         yield
     except Exception as error:

@@ -55,7 +55,7 @@ class EvaluationStore:
         return self.exists and self.evaluation().summary is not None
 
     def begin(self, evaluation: Evaluation, config: RunConfig) -> None:
-        """Write what is evaluated. Raises TrackwayError(CONFLICT) when a run or an evaluation has the name."""
+        """Write the evaluation's settings. Raises TrackwayError(CONFLICT) when a run or an evaluation has the name."""
         if self.exists or self._folder.exists:
             name = self.path.name
             message = f"{name!r} exists in {self.path.parent}; give another --run, or continue it with --resume {name}"
@@ -66,7 +66,7 @@ class EvaluationStore:
         self._write(evaluation)
 
     def evaluation(self) -> Evaluation:
-        """What is evaluated. Raises TrackwayError(NOT_FOUND) when there is no such evaluation, or no readable one."""
+        """Read the evaluation. Raises TrackwayError(NOT_FOUND) if it is missing or unreadable."""
         try:
             return Evaluation.model_validate_json((self.path / FILE).read_bytes())
         except (OSError, ValidationError) as error:

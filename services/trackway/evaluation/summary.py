@@ -1,4 +1,4 @@
-"""What the rollouts of an evaluation show, over all rows and for each data source."""
+"""Summaries of an evaluation's rollouts, over all rows and for each data source."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -43,7 +43,7 @@ class RolloutSummary(BaseModel):
     score: Estimate | None = None
     """Mean of the tasks' mean scores; null when every rollout failed."""
     pass_at: dict[int, Estimate] = Field(default_factory=dict)
-    """pass@k: of k rollouts, drawn without replacement, at least one passes. Of tasks with k rollouts or more."""
+    """pass@k: of k rollouts, drawn without replacement, at least one passes. Counts tasks with at least k rollouts."""
     pass_all: dict[int, Estimate] = Field(default_factory=dict)
     """pass^k: all of k rollouts pass."""
     best_at: dict[int, Estimate] = Field(default_factory=dict)

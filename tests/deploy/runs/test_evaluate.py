@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -158,6 +159,12 @@ def test_rescoring_asks_what_the_agent_asked_and_keeps_the_rollouts(project: Pat
     override = f"custom_reward_function.path={project / 'other.py'}"
     other = evaluate.rescored("first", [override], "sevens", OUTPUTS, lambda name, state: None)
 
+    (project / "broken.py").write_text(OTHER_SCORE.replace("return 7", "raise KeyError('k')"))
+    with pytest.raises(TrackwayError, match="KeyError"):
+        path = f"custom_reward_function.path={project / 'broken.py'}"
+        evaluate.rescored("first", [path], "broken", OUTPUTS, lambda name, state: None)
+    assert not (OUTPUTS / "broken").exists()
+
     assert len(asked) == 10
     assert sorted((project / "scored.jsonl").read_text().splitlines()) == asked
     assert same.name == "first-rescored"
@@ -237,8 +244,10 @@ def test_ctrl_c_names_the_command_that_continues(project: Path):
         [*command, "--data", "rows.jsonl", "--n", "64"], cwd=project, stderr=subprocess.PIPE, text=True
     )
     lines = project / "outputs" / "cut" / "rollouts.jsonl"
+    end = time.monotonic() + 120
     while not lines.is_file():
         assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < end, "no row ended in 120 s"
     process.send_signal(signal.SIGINT)
     _, printed = process.communicate(timeout=60)
 

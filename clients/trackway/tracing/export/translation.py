@@ -1,4 +1,4 @@
-"""What each backend reads, made from the facts of a span.
+"""Translate a span's own facts into the attributes that each backend reads.
 
 MLflow reads `mlflow.*`, and would store `gen_ai.*` messages a second time. Weave's calls read `weave.span.kind`,
 `wandb.*` and `mlflow.spanInputs/Outputs`. Every other receiver gets the GenAI semantic conventions, release v0.1.0

@@ -54,7 +54,7 @@ def train(
 ) -> None:
     """Train on the services of the outputs folder, or on services that are started for the run and stopped at its end.
 
-    In a folder with `trackway.yaml`, that file is the configuration. A run of the same name that has not finished is
+    In a folder with `trackway.yaml`, that file is the configuration. An unfinished run of the same name is
     resumed. For attached services, give paths on their volume.
 
     Example: trackway train --config-name tiny_demo data.train_files=d/train.parquet data.val_files=d/test.parquet
@@ -146,7 +146,7 @@ def ui(
 ) -> None:
     """Serve MLflow's page until Ctrl-C, and print the address of the newest run's traces.
 
-    The database is that of the outputs folder, or of its newest run: `outputs/demo` is inside `outputs`.
+    The database belongs to the outputs folder or to its newest run: `outputs/demo` is inside `outputs`.
 
     Example: trackway ui
     """

@@ -100,7 +100,7 @@ class RunServices:
         ]
 
     def give(self, service: str, args: Options, deployment: Options | None = None) -> None:
-        """Merge settings and deployment options into those of a service."""
+        """Merge settings and deployment options into a service's."""
         self.serve_config = serve_config.with_options(self.serve_config, service, args, deployment)
 
     def decide(self, key: str, asked: object, got: str, reason: str = "") -> None:

@@ -156,7 +156,7 @@ def _rows(data_dir: Path, seed: int) -> Path:
 
 
 def name_of(seed: int, known: Sequence[RunInfo]) -> str:
-    """Return the name of the seed's newest run if it has not ended, else the next: seed0, seed0-2, seed0-3, ..."""
+    """Return the name of the seed's unfinished newest run, or the next free name: seed0, seed0-2, seed0-3, ..."""
     pattern = re.compile(rf"seed{seed}(?:-(\d+))?")
     numbered = {int(match[1] or 1): info for info in known if (match := pattern.fullmatch(info.run))}
     last = max(numbered, default=0)

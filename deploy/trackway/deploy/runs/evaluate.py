@@ -144,9 +144,7 @@ class EvaluationRun:
                 left -= 1
                 progress(group, left)
 
-            async with asyncio.TaskGroup() as tasks:
-                for sample in samples:
-                    tasks.create_task(collect(sample))
+            await asyncio.gather(*map(collect, samples))
 
     def _template(self, config: RunConfig) -> GroupTemplate:
         template = training_template(config, self.evaluation.name, TraceTarget())
@@ -160,7 +158,7 @@ def prepare(
     """The evaluation of a command line; starts nothing.
 
     what: a run, a checkpoint, a folder of a model, an id on the Hugging Face Hub, or `running`. The evaluation of a run
-    lies beside it.
+    is written to the same outputs folder.
     Raises TrackwayError and UserError for an invalid command line.
     """
     running = recorded(outputs) if what == RUNNING else None
@@ -189,7 +187,7 @@ def prepare(
         files=files,
         rows=options.limit or 0,
         n=options.n,
-        temperature=_temperature(used, options.temperature),
+        temperature=used.actor_rollout_ref.rollout.temperature if options.temperature is None else options.temperature,
         pass_above=options.pass_above,
     )
     return _prepared(evaluation, used, running, outputs)
@@ -211,16 +209,17 @@ def rescored(name: str, overrides: list[str], target: str | None, outputs: Path,
     before, config, outputs = store.evaluation(), store.config(), store.path.parent
     if overrides:
         config = resolve({**leaves(config.model_dump(mode="json")), **given(overrides)})
-    named = before.model_copy(update={"name": checked_run_name(target or _numbered(f"{name}-rescored", outputs))})
+    new_name = checked_run_name(target or _numbered(f"{name}-rescored", outputs))
+    named = before.model_copy(update={"name": new_name, "summary": None, "data_sources": {}})
     prepared = _prepared(named, config, None, outputs)
     findings, rows = prepared.check(report)
     findings.refuse()
     assert rows is not None
     samples = {sample.index: sample for sample in rows.samples}
     assert prepared.subject.services is not None
-    scores = _scored(store.trajectories(), samples, prepared.subject.services.serve_config, config)
+    scores = run(_scored(store.trajectories(), samples, prepared.subject.services.serve_config, config))
     prepared.store.begin(named, config)
-    prepared.store.add(run(scores))
+    prepared.store.add(scores)
     return prepared.store.finish()
 
 
@@ -245,9 +244,8 @@ async def _scored(
         components = {**tools, **reward.components}
         return trajectory.model_copy(update={"reward": reward.model_copy(update={"components": components})})
 
-    async with reward_here(services) as client, asyncio.TaskGroup() as tasks:
-        scores = [tasks.create_task(scored(trajectory, client)) for trajectory in trajectories]
-    return [task.result() for task in scores]
+    async with reward_here(services) as client:
+        return await asyncio.gather(*(scored(trajectory, client) for trajectory in trajectories))
 
 
 def _prepared(evaluation: Evaluation, config: RunConfig, running: Deployment | None, outputs: Path) -> EvaluationRun:
@@ -306,10 +304,6 @@ def _require_model(what: str, outputs: Path) -> None:
 
 def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix(PREFIX))
-
-
-def _temperature(config: RunConfig, given_value: float | None) -> float:
-    return config.actor_rollout_ref.rollout.temperature if given_value is None else given_value
 
 
 def _numbered(name: str, outputs: Path) -> str:

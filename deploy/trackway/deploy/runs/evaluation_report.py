@@ -31,28 +31,28 @@ def evaluation_report(evaluation: Evaluation, against: str | None, compared: Pai
 
 
 def _lines(columns: Mapping[str, RolloutSummary]) -> dict[str, list[str]]:
-    sums = [*columns.values()]
-    lines = {"rows x rollouts": [f"{one.tasks} x {one.rollouts / max(1, one.tasks):g}" for one in sums]}
-    if all(one.score is None for one in sums):
+    parts = [*columns.values()]
+    lines = {"rows x rollouts": [f"{column.tasks} x {column.rollouts / max(1, column.tasks):g}" for column in parts]}
+    if all(column.score is None for column in parts):
         return lines
-    lines["score"] = [_estimate(one.score) for one in sums]
+    lines["score"] = [_estimate(column.score) for column in parts]
     for label, name in (
         ("pass@", "pass_at"),
         ("pass^", "pass_all"),
         ("best@", "best_at"),
         ("majority@", "majority_at"),
     ):
-        found = [getattr(one, name) for one in sums]
+        rates = [getattr(column, name) for column in parts]
         first = 1 if name == "pass_at" else 2  # of one rollout, all are its mean
-        for k in sorted({k for estimates in found for k in estimates if k >= first}):
-            lines[f"{label}{k}"] = [_estimate(estimates.get(k)) for estimates in found]
-    if any(one.no_answer is not None for one in sums):
-        lines["without answer"] = ["" if one.no_answer is None else f"{one.no_answer:.1%}" for one in sums]
-    lines["cut by a limit"] = [f"{one.cut:.1%}" for one in sums]
-    lines["tokens written"] = [f"{one.response_tokens:.1f}" for one in sums]
-    lines["turns"] = [f"{one.turns:.2f}" for one in sums]
-    if any(one.tool_calls for one in sums):
-        lines["tool calls"] = [f"{one.tool_calls:.2f}, failed {one.failed_calls:.2f}" for one in sums]
+        for k in sorted({k for estimates in rates for k in estimates if k >= first}):
+            lines[f"{label}{k}"] = [_estimate(estimates.get(k)) for estimates in rates]
+    if any(column.no_answer is not None for column in parts):
+        lines["without answer"] = ["" if column.no_answer is None else f"{column.no_answer:.1%}" for column in parts]
+    lines["cut by a limit"] = [f"{column.cut:.1%}" for column in parts]
+    lines["tokens written"] = [f"{column.response_tokens:.1f}" for column in parts]
+    lines["turns"] = [f"{column.turns:.2f}" for column in parts]
+    if any(column.tool_calls for column in parts):
+        lines["tool calls"] = [f"{column.tool_calls:.2f}, failed {column.failed_calls:.2f}" for column in parts]
     return lines
 
 

@@ -63,7 +63,7 @@ def prepare(
     resume: str | None = None,
     trial: bool = False,
 ) -> Subject:
-    """The run of a command line and its services: those of the outputs folder, or those to start for it.
+    """Return the run of a command line with its services, which run in the outputs folder or are to be started.
 
     resume: the run with its own settings, and these overrides of CHANGEABLE keys. unsupported: as in `compose`. trial:
     rows are read on this machine, wherever the services are.
@@ -99,7 +99,7 @@ def prepare(
 
 
 def goes_on(info: RunInfo, subject: Subject) -> bool:
-    """Return whether the subject continues the run of its name, which has not finished or is given more steps."""
+    """Return whether the subject continues the run of its name: the run is unfinished, or gets more steps."""
     steps = subject.changes.get("trainer.total_training_steps")
     ended = info.state is RunState.FINISHED and not (isinstance(steps, int) and steps > info.step)
     return subject.config.trainer.resume_mode == "auto" and not ended
@@ -154,7 +154,7 @@ def configured(
     """The configuration of a command line, with paths as the machines of the services see them.
 
     Without `actor_rollout_ref.model.path`, it is the model that the services of this machine serve, or would serve.
-    The other parameters and errors are those of `prepare`.
+    For the other parameters and the errors, see `prepare`.
     """
     if config is not None and not config.exists():
         raise UserError(f"--config: expected a folder or a YAML file, got {config}; correct the path")

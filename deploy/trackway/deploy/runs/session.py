@@ -71,7 +71,7 @@ class RunSession:
         return run(self._trainer.start(RunRequest(config=config.model_dump(mode="json"), run=name)))
 
     def submit(self, subject: Subject, show: Show, skip_damaged: bool = False) -> RunInfo:
-        """Start the subject's run, or resume or follow the run of its name that has not finished.
+        """Start the subject's run, or continue the unfinished run of its name.
 
         Raises TrackwayError as `start` and `resume` do.
         """
