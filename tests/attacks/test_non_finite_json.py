@@ -17,7 +17,7 @@ from typing_extensions import TypeAliasType, is_typeddict
 
 import trackway.wire
 from trackway.deploy.runs.demo import Summary
-from trackway.deploy.terminal.console import print_json
+from trackway.deploy.terminal.progress import print_json
 from trackway.serving.error_responses import error_response
 from trackway.trainer.config import RunConfig
 from trackway.trainer.config.compose import leaves

@@ -14,7 +14,7 @@ from trackway.deploy.runs import session
 from trackway.deploy.runs.losses import run_notes
 from trackway.deploy.runs.prepare import configured, localised, placed
 from trackway.deploy.runs.session import RunSession
-from trackway.deploy.terminal.console import RunBar
+from trackway.deploy.terminal.progress import RunBar
 from trackway.system.user_error import UserError
 from trackway.trainer.config import compose
 from trackway.trainer.run_state.folder import RunFolder

@@ -11,7 +11,7 @@ from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs import session
 from trackway.deploy.runs.losses import Unsent
 from trackway.deploy.runs.session import RunSession
-from trackway.deploy.terminal.console import DeliveryBar
+from trackway.deploy.terminal.progress import DeliveryBar
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import BackendSummary, RunInfo, RunState, TraceSummary
 

@@ -21,7 +21,7 @@ from trackway.deploy.runs import demo
 from trackway.deploy.runs.demo import PhaseTimes, RunOutput, demo_words, name_of, summarise, write_rows
 from trackway.deploy.runs.found import find_run
 from trackway.deploy.runs.prepare import prepare, to_start
-from trackway.deploy.terminal.console import RunBar
+from trackway.deploy.terminal.progress import RunBar
 from trackway.system.user_error import UserError
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectory_dump import write_trajectories

@@ -10,7 +10,7 @@ from trackway.deploy.cli import app
 from trackway.deploy.commands.why import reasons
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs.found import find_run
-from trackway.deploy.terminal.console import sparkline
+from trackway.deploy.terminal.progress import sparkline
 from trackway.system.user_error import UserError
 from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.checkpoint import save_checkpoint

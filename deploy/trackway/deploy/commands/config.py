@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trackway.deploy.commands.options import json_of
-from trackway.deploy.terminal.console import print_json, stdout
+from trackway.deploy.terminal.progress import print_json, stdout
 
 if TYPE_CHECKING:
     from trackway.trainer.config import Explanation

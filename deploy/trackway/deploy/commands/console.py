@@ -8,7 +8,7 @@ from typing import Annotated, get_args
 import typer
 
 from trackway.deploy.commands.options import OUTPUTS, Outputs, json_of
-from trackway.deploy.terminal.console import print_json, stdout
+from trackway.deploy.terminal.progress import print_json, stdout
 from trackway.system import free_port
 
 app = typer.Typer()

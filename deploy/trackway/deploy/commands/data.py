@@ -10,7 +10,7 @@ import typer
 from rich.progress import track
 
 from trackway.deploy.commands.options import json_of
-from trackway.deploy.terminal.console import print_json, stderr, stdout
+from trackway.deploy.terminal.progress import print_json, stderr, stdout
 
 if TYPE_CHECKING:
     from trackway.trainer.data import DatasetSummary

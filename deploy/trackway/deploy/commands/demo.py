@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from trackway.deploy.commands.options import DEMO_MEMORY_GB, Keep, Wait, json_of, up_settings
 from trackway.deploy.commands.run_output import deliver, print_end, report_losses, run_to_end, session_of
-from trackway.deploy.terminal.console import board, print_json, stderr, stdout
+from trackway.deploy.terminal.progress import board, print_json, stderr, stdout
 from trackway.system.user_error import UserError
 
 if TYPE_CHECKING:

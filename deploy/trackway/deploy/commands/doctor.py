@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from trackway.deploy.commands.options import DEMO_MEMORY_GB, OUTPUTS, Outputs, json_of, up_settings
-from trackway.deploy.terminal.console import print_json, stdout
+from trackway.deploy.terminal.progress import print_json, stdout
 
 app = typer.Typer()
 

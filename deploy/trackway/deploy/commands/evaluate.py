@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trackway.deploy.commands.options import OUTPUTS, ConfigName, Outputs, json_of
-from trackway.deploy.terminal.console import board, print_json, row_bar, stderr, stdout
+from trackway.deploy.terminal.progress import board, print_json, row_bar, stderr, stdout
 
 if TYPE_CHECKING:
     from trackway.deploy.runs.evaluate import EvaluationRun

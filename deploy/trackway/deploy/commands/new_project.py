@@ -11,7 +11,7 @@ import typer
 
 from trackway.deploy.bundled import PROJECTS
 from trackway.deploy.commands.options import json_of
-from trackway.deploy.terminal.console import print_json, stdout
+from trackway.deploy.terminal.progress import print_json, stdout
 from trackway.system import atomic_write, writing
 from trackway.system.user_error import UserError
 

@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 
 from trackway.deploy.commands.options import OUTPUTS
-from trackway.deploy.terminal.console import board, delivery_bar, print_json, run_bar, stderr, stdout
+from trackway.deploy.terminal.progress import board, delivery_bar, print_json, run_bar, stderr, stdout
 
 if TYPE_CHECKING:
     from trackway.deploy.checks.run import Checked, Subject

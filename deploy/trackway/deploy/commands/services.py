@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from trackway.deploy.commands.options import OUTPUTS, Outputs, Wait, json_of, up_settings
-from trackway.deploy.terminal.console import board, print_json, stderr, stdout
+from trackway.deploy.terminal.progress import board, print_json, stderr, stdout
 from trackway.system import free_port
 from trackway.system.user_error import UserError
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from trackway.deploy.commands.options import OUTPUTS, Outputs, json_of
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.terminal.console import print_json, stderr, stdout
+from trackway.deploy.terminal.progress import print_json, stderr, stdout
 from trackway.system.experimental import Experimental, warn_experimental
 from trackway.system.user_error import UserError
 from trackway.traces import refs, render, rows, tables

@@ -17,7 +17,7 @@ from trackway.deploy.commands.options import (
     up_settings,
 )
 from trackway.deploy.commands.run_output import deliver, print_end, print_plan, run_to_end, session_of
-from trackway.deploy.terminal.console import board, print_json, stderr, stdout
+from trackway.deploy.terminal.progress import board, print_json, stderr, stdout
 from trackway.system.user_error import UserError
 
 if TYPE_CHECKING:

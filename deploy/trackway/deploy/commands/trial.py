@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from trackway.deploy.commands.options import OUTPUTS, ConfigName, Outputs, json_of, up_settings
-from trackway.deploy.terminal.console import board, print_json, stderr, stdout
+from trackway.deploy.terminal.progress import board, print_json, stderr, stdout
 
 app = typer.Typer()
 

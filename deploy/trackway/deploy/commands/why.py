@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 
 from trackway.deploy.commands.options import OUTPUTS, Outputs, RunName, json_of
-from trackway.deploy.terminal.console import print_json, stdout
+from trackway.deploy.terminal.progress import print_json, stdout
 from trackway.system import visible
 
 if TYPE_CHECKING:

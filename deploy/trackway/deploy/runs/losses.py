@@ -5,7 +5,7 @@ from pathlib import Path
 
 from trackway.clients import CallPolicy, TrainerClient, run
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.terminal.console import rollout_account
+from trackway.deploy.terminal.progress import rollout_account
 from trackway.tracing.settings import SPOOL_FOLDER
 from trackway.trainer.undelivered import sentences
 from trackway.wire.errors import TrackwayError

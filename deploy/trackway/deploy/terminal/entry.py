@@ -9,7 +9,7 @@ from typing import NoReturn
 import typer
 from rich.markup import escape
 
-from trackway.deploy.terminal.console import print_json, stderr
+from trackway.deploy.terminal.progress import print_json, stderr
 from trackway.system import escape_log_records, visible
 from trackway.system.storage import FULL, NOT_WRITABLE, error_number, storage_error
 from trackway.system.user_error import UserError

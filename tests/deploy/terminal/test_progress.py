@@ -3,7 +3,7 @@
 import pytest
 from rich.progress import Progress
 
-from trackway.deploy.terminal.console import RunBar, board
+from trackway.deploy.terminal.progress import RunBar, board
 from trackway.wire.trainer import RunInfo, RunState
 
 
