@@ -185,6 +185,23 @@ def test_a_live_run_is_followed_in_the_open_page(browser: Browser, url: str, out
     assert browser.problems == []
 
 
+def test_a_phase_has_one_colour_in_every_run_and_on_every_page(browser: Browser, url: str, outputs: Path) -> None:
+    for name, phases in (("few", ["gen", "update_actor"]), ("many", ["gen", "testing", "update_actor"])):
+        data = {"timing_s/step": 4.0} | {f"timing_s/{phase}": 1.0 for phase in phases}
+        write_run(outputs, name, steps=0).append_row(MetricsRow(step=1, timestamp=1001, data=data))
+    swatch = (
+        "Object.fromEntries([...document.querySelectorAll('.legend li')].map((item) => "
+        "[item.innerText, getComputedStyle(item.firstChild).backgroundColor]))"
+    )
+    few, many = (browser.open(f"{url}#/run?run={name}") or browser.evaluate(swatch) for name in ("few", "many"))
+    browser.open(f"{url}#/trajectory?run=tidy&step=2&sample=7&rollout=1")
+    lane = browser.evaluate("getComputedStyle(document.querySelector('.lane i.model')).backgroundColor")
+
+    assert few["update_actor"] == many["update_actor"] and few["gen"] == many["gen"] == lane
+    phases = ("gen", "testing", "update_actor", "other")
+    assert len({many[name] for name in phases}) == 4
+
+
 def test_the_list_draws_the_chosen_runs_over_each_other(browser: Browser, url: str, outputs: Path) -> None:
     write_run(outputs, "other")
     lines = "document.querySelectorAll('main .panel:first-child path.line').length"
@@ -245,12 +262,12 @@ def test_failures_are_shown_as_files_are_read_and_reading_can_be_cancelled(
     browser.wait("!document.querySelector('#main [role=status]')")
 
     browser.settled(lambda: browser.click(".segments a[href*='own']"))
-    assert "failed tool calls, which the model saw" in browser.text()
+    assert "Failed tool calls, which the model saw" in browser.text()
+    counts = "document.querySelector('.title .dim').innerText"
+    assert browser.evaluate(counts) == "2 rollouts ended by an error, 2 failed tool calls, 0 problems recovered from"
     browser.open(f"{url}#/failures?run=tidy&service=rollout")
-    assert (
-        browser.text().startswith("Failures\n0 failures\n")
-        and "None of the failures is of this kind." in browser.text()
-    )
+    assert browser.evaluate(counts) == "0 rollouts ended by an error, 0 failed tool calls, 0 problems recovered from"
+    assert "None of the failures is of this kind." in browser.text()
     browser.open(f"{url}#/failures?run=tidy&only=infrastructure&service=tools")
     assert browser.evaluate("[...document.querySelectorAll('.causes td b')].map((b) => b.innerText)") == ["retried"]
     assert browser.evaluate("document.querySelector('select').value") == "tools"
@@ -414,7 +431,7 @@ def test_the_times_of_a_trajectory_are_lanes_with_the_spans_of_its_trace_below(
     RunFolder(outputs / "tidy").update(mlflow_uri=mlflow)
     browser.open(f"{url}#/trajectory?run=tidy&step=2&sample=7&rollout=1")
     lanes = "[...document.querySelectorAll('.lanes > span, .lanes > b')].map((node) => node.innerText)"
-    assert browser.evaluate(lanes) == ["generate", "0.75 s", "tool", "0.25 s", "scorer", "0.13 s", "queue", "1.38 s"]
+    assert browser.evaluate(lanes) == ["model", "0.75 s", "tools", "0.25 s", "scorer", "0.13 s", "rest", "1.38 s"]
     assert "retried: tools" in browser.text() and "correct\n1" in browser.text()
 
     browser.click(".spans button")

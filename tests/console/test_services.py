@@ -176,6 +176,10 @@ def test_a_browser_goes_through_every_page_of_a_run_beside_its_services(
     said = walk(browser, url, "tidy", rollout("tidy", 1, 7, 0).tags, rollout("tidy", 2, 7, 1).tags)
 
     assert "all ready" in said["system"] and "A score" in said["try"]
+    browser.open(f"{url}#/run?run=tidy")
+    assert (
+        browser.evaluate("document.getElementById('tools').innerText").split() == "Failures Search System Try".split()
+    )
     assert said["compare"].startswith("2 trajectories") and "Failures" in said["failures"]
 
 

@@ -35,9 +35,8 @@ def spans_page(folder: RunFolder, trace_id: str) -> SpansPage:
         reply.raise_for_status()
         traces = reply.json().get("traces", [])
     except (httpx.HTTPError, ValueError) as error:
-        message = (
-            f"expected the trace from MLflow at {uri}, got {error or type(error).__name__}; is its server running?"
-        )
+        got = error or type(error).__name__
+        message = f"expected the trace from MLflow at {uri}, got {got}; start its server with `trackway ui`"
         raise TrackwayError(ErrorCode.UNAVAILABLE, message) from error
     spans: list[Mapping[str, Any]] = traces[0].get("spans", []) if traces else []
     if not spans:

@@ -107,9 +107,9 @@ function frame(view, parameters) {
   if (["tokens", "search", "compare", "failures", "evaluations"].includes(view)) crumbs.push([view, null]);
   crumbs.at(-1)[1] = null;
   document.getElementById("crumbs").replaceChildren(...crumbs.map(([text, href]) => name(text, href)));
-  const tools = run ? [["Failures", "failures"], ["Search", "search"]] : hasServices ? [["System", "system"], ["Try", "try"]] : [];
+  const tools = [...(run ? [["Failures", "failures"], ["Search", "search"]] : []), ...(hasServices ? [["System", "system"], ["Try", "try"]] : [])];
   document.getElementById("tools").replaceChildren(...tools.map(([text, target]) =>
-    h("a", { href: link(target, { run }), "aria-current": target === view ? "page" : null }, text)));
+    h("a", { href: link(target, ["system", "try"].includes(target) ? {} : { run }), "aria-current": target === view ? "page" : null }, text)));
   document.title = `${crumbs.slice(1).map(([text]) => text).join(" · ") || "Runs"} – Trackway`;
 }
 

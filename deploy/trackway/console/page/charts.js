@@ -3,6 +3,12 @@
 import { h, number, tip, hideTip } from "./dom.js";
 
 const LEFT = 46, RIGHT = 10, TOP = 10, BOTTOM = 22;
+/** Least height of an axis of rewards, in which a change of -0.007 looks as small as it is. */
+export const REWARDS = 0.2;
+const COLOURS = { gen: 0, model: 0, rollout: 0, tools: 1, update_actor: 2, scorer: 3, reward: 3, update_weights: 4, testing: 6, save_checkpoint: 7, values: 8, update_critic: 9 };
+
+/** Class with the colour of a phase of a step, an activity of a rollout or a service: the same on every page, grey for others. */
+export const colour = (name) => `p${COLOURS[name] ?? 5}`;
 
 /** Round values that divide a range into about `count` parts. */
 export function ticks(least, most, count = 4) {
@@ -132,10 +138,10 @@ function stripes(context, at, gradient) {
 }
 
 /**
- * Lines over steps. series: [{name, steps, values, points}]; `points` draws marks without a line.
+ * Lines over steps. series: [{name, steps, values, points}]; `points` draws marks without a line. The axis covers at least `span`.
  * pick(step) is called on a click.
  */
-export function lines({ series, height = 180, pick, label }) {
+export function lines({ series, height = 180, pick, label, span = 0 }) {
   const known = series.map((line) => ({ ...line, at: line.steps.map((step, i) => [step, line.values[i]]).filter(([, value]) => value !== null) }));
   const all = known.flatMap((line) => line.at);
   if (!all.length) return h("div", { class: "chart none", style: { height: `${height}px` } }, "no values");
@@ -143,6 +149,7 @@ export function lines({ series, height = 180, pick, label }) {
   const [first, last] = [Math.min(...steps), Math.max(...steps)];
   let [least, most] = [Math.min(...values), Math.max(...values)];
   if (least >= 0 && most <= 1 && most > 0.3) [least, most] = [0, 1];
+  if (most - least < span) [least, most] = [(least + most - span) / 2, (least + most + span) / 2];
   if (least === most) [least, most] = [least - (Math.abs(least) || 1) * 0.1, most + (Math.abs(most) || 1) * 0.1];
   const grid = ticks(least, most);
   const summary = `${label ?? known.map((line) => line.name).join(", ")}: steps ${first} to ${last}, newest ${known.map((line) => number(line.at.at(-1)?.[1])).join(", ")}`;
@@ -251,12 +258,12 @@ export function stacked({ rows, names, height = 170, unit, pick }) {
       ]),
       rows.map((row, index) => {
         let sum = 0;
-        return names.map((name, part) => {
+        return names.map((name) => {
           const value = row.parts[name] ?? 0;
           if (!value) return null;
           const from = y(sum);
           sum += value;
-          return h("rect", { class: `part p${part}`, x: LEFT + index * slot + Math.min(1, slot * 0.1), width: Math.max(0.5, slot - Math.min(2, slot * 0.2)), y: y(sum), height: Math.max(0, from - y(sum)) });
+          return h("rect", { class: `part ${colour(name)}`, x: LEFT + index * slot + Math.min(1, slot * 0.1), width: Math.max(0.5, slot - Math.min(2, slot * 0.2)), y: y(sum), height: Math.max(0, from - y(sum)) });
         });
       }),
       rows.map((row, index) => index % every ? null : h("text", { class: "axis", x: LEFT + (index + 0.5) * slot, y: height - 5, "text-anchor": "middle" }, number(row.step))));

@@ -16,12 +16,12 @@ export function h(tag, attributes = {}, ...children) {
   return node;
 }
 
-/** The text with control characters as visible signs, and characters that reorder text as their code. */
+/** The text with control characters as visible signs, and characters that reorder text or cannot be seen as their code. */
 export function visible(text) {
   return String(text)
     .replace(/[\u0000-\u0008\u000b-\u001f]/g, (sign) => String.fromCharCode(0x2400 + sign.charCodeAt(0)))
     .replace(/\u007f/g, "␡")
-    .replace(/[\u0080-\u009f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g,
+    .replace(/(?<![\p{Extended_Pictographic}\u{1f3fb}-\u{1f3ff}]\ufe0f?)\u200d|[\u0080-\u009f\u200b\u200c\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff]/gu,
       (sign) => `\\u${sign.charCodeAt(0).toString(16).padStart(4, "0")}`);
 }
 

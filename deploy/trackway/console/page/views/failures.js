@@ -6,7 +6,12 @@ import { empty, h, number, plural, roving, visible } from "../dom.js";
 import { csv, fileName, growing } from "./parts.js";
 
 const COLUMNS = ["kind", "code", "tool", "service", "infrastructure", "count", "rollouts", "validation", "message"];
-const KINDS = { trajectory: "ended rollouts", call: "failed tool calls, which the model saw", incident: "problems from which rollouts recovered" };
+/** By kind: its failures counted, and their heading. */
+const KINDS = {
+  trajectory: [(count) => `${plural(count, "rollout")} ended by an error`, "Errors that ended rollouts"],
+  call: [(count) => plural(count, "failed tool call"), "Failed tool calls, which the model saw"],
+  incident: [(count) => `${plural(count, "problem")} recovered from`, "Problems from which rollouts recovered"],
+};
 
 export default async function failures(visit) {
   const { run, only = "", service = "" } = visit.parameters;
@@ -20,7 +25,7 @@ function causes(page, run, only, service, steps) {
   const kept = page.failures.filter((failure) => (!only || failure.infrastructure === (only === "infrastructure")) && (!service || failure.service === service));
   const services = [...new Set([...page.failures.map((failure) => failure.service), service])].filter(Boolean).sort();
   const filters = { "": "all", infrastructure: "infrastructure", own: "tools and rows" };
-  const title = h("div", { class: "title" }, h("h1", {}, "Failures"), h("span", { class: "dim" }, plural(kept.reduce((sum, failure) => sum + failure.count, 0), "failure")), h("span", { class: "spacer" }),
+  const title = h("div", { class: "title" }, h("h1", {}, "Failures"), h("span", { class: "dim" }, Object.entries(KINDS).map(([kind, [counted]]) => counted(kept.reduce((sum, failure) => sum + (failure.kind === kind ? failure.count : 0), 0))).join(", ")), h("span", { class: "spacer" }),
     services.length > 0 && h("select", { "aria-label": "Which service", onchange: (event) => (location.hash = link("failures", { run, only, service: event.target.value })) },
       ["", ...services].map((name) => h("option", { value: name, selected: name === service }, name || "any service"))),
     h("div", { class: "segments", role: "group", "aria-label": "Which failures" }, Object.entries(filters).map(([name, words]) => h("a", { href: link("failures", { run, only: name, service }), "aria-current": name === only ? "true" : null }, words))),
@@ -29,10 +34,10 @@ function causes(page, run, only, service, steps) {
   if (!page.files) return [title, empty("No trajectories are written yet.", "They appear after the first step, or after the first validation.")];
   if (!page.failures.length) return [title, ...damaged, empty("Nothing failed: no rollout ended by an error, no call failed, nothing was tried again.", h("a", { href: link("run", { run }) }, "Open the run"))];
   if (!kept.length) return [title, ...damaged, empty("None of the failures is of this kind.", h("a", { href: link("failures", { run }) }, "Show all"))];
-  return [title, ...damaged, ...Object.entries(KINDS).map(([kind, words]) => {
+  return [title, ...damaged, ...Object.entries(KINDS).map(([kind, [, heading]]) => {
     const found = kept.filter((failure) => failure.kind === kind);
     return found.length > 0 && h("section", { class: "panel flush scroll" }, h("table", { class: "causes" },
-      h("caption", {}, words),
+      h("caption", {}, heading),
       h("thead", {}, h("tr", {}, ["what", "count", "by step", "newest", "search"].map((name, index) => h("th", { scope: "col", class: index === 1 ? "num" : null }, name)))),
       roving(h("tbody", {}, found.map((failure) => row(run, failure, steps))), "a.open")));
   })];

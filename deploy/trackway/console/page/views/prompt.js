@@ -1,7 +1,7 @@
 // One sample over all steps.
 
 import { compareLink, link, trajectoryLink } from "../api.js";
-import { lines } from "../charts.js";
+import { lines, REWARDS } from "../charts.js";
 import { empty, h, mean, panel, plural, roving, seconds, visible } from "../dom.js";
 import { cell, cellChooser, CHOOSING, csv, fileName, growing, range } from "./parts.js";
 
@@ -35,7 +35,7 @@ function overSteps(page, { run, sample, val }) {
   const older = page.truncated && h("p", { class: "note" }, `Only the newest ${plural(page.rollouts.length, "rollout")} are shown. Search by steps for others.`);
   return h("div", { class: "stack" }, title, damaged, older,
     h("article", { class: "message user" }, h("h2", {}, "user"), h("pre", {}, visible(page.prompt))),
-    steps.size > 1 && panel("Mean reward of its rollouts", {}, lines({ series: [{ name: "mean reward", steps: means.map(([step]) => step), values: means.map(([, value]) => value) }], height: 150, pick: (step) => (location.hash = link("step", { run, step, val })) })),
+    steps.size > 1 && panel("Mean reward of its rollouts", {}, lines({ series: [{ name: "mean reward", steps: means.map(([step]) => step), values: means.map(([, value]) => value) }], height: 150, span: REWARDS, pick: (step) => (location.hash = link("step", { run, step, val })) })),
     panel("Rollouts by step", { aside: steps.size > 1 && h("span", { class: "dim small" }, "marked: an answer that the step before did not give") }, h("p", { class: "dim small" }, CHOOSING), choice.row, roving(choice.on(h("div", { class: "by-step" }, [...steps].map(([step, rollouts]) => h("div", { class: "by-step-row" },
       h("a", { href: link("step", { run, step, val }) }, `${page.validation ? "v" : "step "}${step}`),
       h("div", { class: "cells" }, rollouts.map((rollout) => choice.add(cell(run, address(rollout), { score: rollout.score, error: rollout.error, isBaseline: rollout.is_baseline, title: `step ${step}, rollout ${rollout.rollout}${rollout.is_baseline ? ", greedy baseline, in no mean" : ""}\n${rollout.stop_reason}, ${seconds(rollout.seconds)}\n${visible(rollout.answer)}` }, scale), address(rollout)))),

@@ -1,7 +1,7 @@
 // One run: where it stands, any metric, what each step's time went to, and why it waits. Follows a live run.
 
 import { get, link } from "../api.js";
-import { bar, legend, lines, stacked } from "../charts.js";
+import { bar, colour, legend, lines, REWARDS, stacked } from "../charts.js";
 import { busy, empty, h, mean, number, panel, plural, redraw, roving, seconds, tip, visible } from "../dom.js";
 import { command, csv, facts, fileName, isLive, outside, scored, stateChip, range } from "./parts.js";
 
@@ -27,7 +27,7 @@ export default async function run(visit) {
       head(page), waits(page), cards(page, series),
       h("div", { class: "two" },
         panel("Reward and accuracy", { aside: legend([{ name: "mean reward", kind: "s0" }, { name: "validation accuracy", kind: "s1" }]) },
-          lines({ series: [{ name: "reward", ...page.summary.reward }, { name: "accuracy", ...page.summary.accuracy, points: true }], height: 300, pick: opens(key, page) })),
+          lines({ series: [{ name: "reward", ...page.summary.reward }, { name: "accuracy", ...page.summary.accuracy, points: true }], height: 300, span: REWARDS, pick: opens(key, page) })),
         timePanel(page, series, phases, key)),
       stepsPanel(page, key),
       metricsPanel(page, series, chosen, key, (next) => {
@@ -94,7 +94,7 @@ function cards({ summary, metrics }, series) {
     card("tokens per second", number(metrics["perf/throughput"] ?? null), summary.tokens === null ? "trained and prompt tokens" : `${number(summary.tokens)} tokens so far`),
     summary.gpu_seconds !== null && card("GPU time", seconds(summary.gpu_seconds), "of the GPUs of its configuration"),
     card("staleness", number(metrics["training/off_policy/trajectory_staleness/mean"] ?? null), "weight versions, mean"),
-    card("failed", number(summary.failed), "trajectories with an error", summary.failed ? "bad" : ""));
+    card("failed rollouts", number(summary.failed), "ended by an error", summary.failed ? "bad" : ""));
 }
 
 const opens = (key, page) => (step) => {
@@ -124,7 +124,7 @@ function timePanel(page, series, phases, key) {
   if (!rows.length) return panel("Seconds of each step", {}, empty("No step has ended yet.", "Its phases appear here after the first step."));
   const stack = [...names, "other"].filter((name) => rows.some((row) => row.parts[name] > 0));
   const idleShares = idle(series, key, page);
-  return panel("Seconds of each step", { aside: legend(stack.map((name, index) => ({ name, kind: `p${index}` }))) },
+  return panel("Seconds of each step", { aside: legend(stack.map((name) => ({ name, kind: colour(name) }))) },
     stacked({ rows, names: stack, height: idleShares ? 170 : 300, unit: seconds, pick: opens(key, page) }),
     idleShares,
     overlaps && h("p", { class: "dim small" }, "Phases of this run overlap: a column can be longer than its step."));

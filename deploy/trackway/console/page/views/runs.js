@@ -1,7 +1,7 @@
 // All runs of the outputs folder. Followed, so that a run that starts now appears.
 
 import { link } from "../api.js";
-import { lines, spark } from "../charts.js";
+import { lines, REWARDS, spark } from "../charts.js";
 import { ago, compact, empty, h, number, panel, plural, redraw, roving, seconds, visible } from "../dom.js";
 import { csv, stateChip } from "./parts.js";
 
@@ -65,10 +65,10 @@ function page(list, elsewhere, chosen, offset, to, choose) {
   if (!list.runs.length) return [title, empty(`There are ${plural(list.total, "run")}, and none after the first ${number(offset)}.`, h("a", { href: to(0) }, "Show the newest"))];
   return [title,
     h("div", { class: "two" },
-      panel("Reward", { aside: key() }, lines({ series: series("reward"), label: "mean reward" })),
-      panel("Validation accuracy", { aside: key() }, lines({ series: series("accuracy"), label: "validation accuracy" }))),
+      panel("Reward", { aside: key() }, lines({ series: series("reward"), label: "mean reward", span: REWARDS })),
+      panel("Validation accuracy", { aside: key() }, lines({ series: series("accuracy"), label: "validation accuracy", span: REWARDS }))),
     h("div", { class: "panel flush scroll" }, h("table", { class: "runs" },
-      h("thead", {}, h("tr", {}, ["shown", "run", "state", "step", "reward", "accuracy", "failed", "cost", "changed"].map((name, index) => h("th", { scope: "col", class: index > 5 ? "num" : null }, name)))),
+      h("thead", {}, h("tr", {}, ["shown", "run", "state", "step", "reward", "accuracy", "failed rollouts", "cost", "changed"].map((name, index) => h("th", { scope: "col", class: index > 5 ? "num" : null }, name)))),
       roving(h("tbody", {}, list.runs.map((run) => row(run, chosen.has(run.key), (on) => choose(run.key, on)))), "a.open"))),
     (list.total > PAGE || offset > 0) && h("p", { class: "row" },
       offset > 0 && h("a", { class: "button", href: to(Math.max(0, offset - PAGE)) }, "← newer"),
@@ -86,7 +86,7 @@ function row(run, isChosen, choose) {
     h("td", { class: "nowrap", "data-name": "step" }, `${number(run.step)} / ${number(run.total_steps)}`),
     h("td", { class: "nowrap", "data-name": "reward" }, rewards.length > 0 && [spark(run.reward.values, "reward"), " "], h("b", {}, number(rewards.at(-1), 2))),
     h("td", { class: "nowrap", "data-name": "accuracy" }, accuracy.length > 1 ? [number(accuracy[0], 2), h("span", { class: "dim" }, " → "), h("b", {}, number(accuracy.at(-1), 2))] : h("b", {}, number(accuracy[0], 2))),
-    h("td", { class: `num ${run.failed ? "bad-text" : ""}`, "data-name": "failed" }, number(run.failed)),
+    h("td", { class: `num ${run.failed ? "bad-text" : ""}`, "data-name": "failed rollouts" }, number(run.failed)),
     h("td", { class: "num nowrap" }, seconds(run.seconds), run.tokens !== null && h("div", { class: "dim small" }, `${compact(run.tokens)} tokens`),
       run.gpu_seconds !== null && h("div", { class: "dim small" }, `GPUs ${seconds(run.gpu_seconds)}`)),
     h("td", { class: "num nowrap dim", "data-changed": run.changed || null }, run.changed ? ago(run.changed) : "–"));

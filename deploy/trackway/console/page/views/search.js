@@ -54,7 +54,7 @@ function form(run, asked, metrics) {
     choice("stop_reason", "ended by", [["", "any"], ...["answered", "max_turns", "max_response", "max_prompt", "bad_call", "environment_done", "error"].map((reason) => [reason, reason])]),
     field("least", "reward from", { type: "number", step: "any" }), field("most", "reward to", { type: "number", step: "any" }),
     field("first_step", "step from", { type: "number", min: 0 }), field("last_step", "step to", { type: "number", min: 0 }),
-    choice("validation", "of", [["", "both"], ["false", "training"], ["true", "validation"]]),
+    choice("validation", "rollouts of", [["", "training and validation"], ["false", "training"], ["true", "validation"]]),
     h("button", { class: "primary" }, "Search"));
 }
 

@@ -42,7 +42,7 @@ export default async function step(visit) {
     h("div", { class: "title" }, h("h1", {}, page.validation ? `Validation after step ${page.step}` : `Step ${page.step}`),
       scoreChip(mean(counted.map((rollout) => rollout.score)), scale), h("span", { class: "spacer" }),
       ["csv", "jsonl"].map((format) => download(`export`, { run, step: number_, validation: page.validation ? true : undefined, format }, `${fileName(run)}-${page.validation ? "val-" : ""}step-${number_}.${format}`, format.toUpperCase())),
-      other && h("a", { class: "button", href: link("step", { run, step: number_, val: !page.validation }) }, page.validation ? "its training" : "its validation"),
+      other && h("a", { class: "button", href: link("step", { run, step: number_, val: !page.validation }) }, page.validation ? `Training of step ${number_}` : `Validation after step ${number_}`),
       pager(visit, before, after, "step")),
     h("div", { class: "step-top" },
       panel("Rewards", { class: "rewards", aside: bin !== null && h("a", { href: to({ bin: null }) }, "show all") },
@@ -123,7 +123,7 @@ function numbers(rollouts, groups, single, baselines) {
     baselines > 0 && row("greedy baselines, in no mean", number(baselines)),
     !single && row("prompts", number(groups.length)),
     !single && row("without variance", `${flat.length} of ${groups.length}`, flat.length > groups.length / 2 ? "warn-text" : null),
-    row("errors", number(failed.length), failed.length ? "bad-text" : null),
+    row("ended by an error", number(failed.length), failed.length ? "bad-text" : null),
     row("retried or recovered", number(rollouts.filter((rollout) => rollout.incidents).length)),
     row("tokens, mean", number(mean(rollouts.map((rollout) => rollout.tokens)))),
     row("time, mean", seconds(mean(rollouts.map((rollout) => rollout.seconds)))),
@@ -142,7 +142,7 @@ function slowest(run, rollouts) {
 /** What most of a rollout's time went to. */
 function cause({ seconds: total, parts }) {
   const known = Object.values(parts).reduce((sum, value) => sum + (value ?? 0), 0);
-  const all = { ...parts, "queues and network": Math.max(0, total - known) };
+  const all = { ...parts, rest: Math.max(0, total - known) };
   const [name, value] = Object.entries(all).sort((a, b) => b[1] - a[1])[0];
   return total ? `${Math.round((value / Math.max(total, known)) * 100)} % ${name}` : "";
 }

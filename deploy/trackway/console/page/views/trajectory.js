@@ -1,6 +1,7 @@
 // One trajectory: its conversation with tool calls, where its time went, and its reward.
 
 import { addressed, compareLink, link, trajectoryLink } from "../api.js";
+import { colour } from "../charts.js";
 import { busy, h, number, panel, plural, seconds, tip, visible } from "../dom.js";
 import { cell, download, exported, facts, fileName, outside, pager, range, scoreChip } from "./parts.js";
 
@@ -74,27 +75,27 @@ function pretty(text) {
   }
 }
 
-/** The turns in their order. The row has how long each part took, and not when it began: the rest of the total is last. */
+/** The turns in their order. The row has how long each part took, and not when it began: what no part measured is last. */
 function swimlane(visit, page) {
   const { timings, turns } = page;
   const parts = turns.flatMap((turn) => [
-    { lane: "generate", name: `turn ${turn.index + 1}`, value: turn.generate_s },
-    { lane: "tool", name: turn.calls.map((call) => call.tool).join(", ") || "tools", value: turn.tools_s },
+    { lane: "model", name: `turn ${turn.index + 1}`, value: turn.generate_s },
+    { lane: "tools", name: turn.calls.map((call) => call.tool).join(", ") || "tools", value: turn.tools_s },
   ]);
   const others = Object.entries(timings).filter(([name]) => !["total", "model", "tools"].includes(name));
   parts.push(...others.map(([name, value]) => ({ lane: name, name, value })));
   const known = parts.reduce((sum, part) => sum + part.value, 0);
   const total = Math.max(timings.total, known);
   if (!total) return panel("Time", {}, h("p", { class: "dim" }, "No times were recorded."));
-  parts.push({ lane: "queue", name: "queue, parsing and network", value: total - known });
+  parts.push({ lane: "rest", name: "measured as no activity: waiting, parsing, network", value: total - known });
   let at = 0;
   for (const part of parts) [part.at, at] = [at, at + part.value];
-  const lanes = ["generate", "tool", ...others.map(([name]) => name), "queue"];
+  const lanes = ["model", "tools", ...others.map(([name]) => name), "rest"];
   return panel("Time", { aside: h("b", {}, seconds(timings.total)) },
-    h("div", { class: "lanes" }, lanes.map((lane, index) => {
+    h("div", { class: "lanes" }, lanes.map((lane) => {
       const own = parts.filter((part) => part.lane === lane && part.value > 0);
       return [h("span", { class: "dim" }, lane), h("div", { class: "lane" }, own.map((part) =>
-        tip(h("i", { class: `p${index}`, role: "img", tabindex: 0, "aria-label": `${part.name} ${seconds(part.value)}`, style: { left: `${(part.at / total) * 100}%`, width: `max(2px, ${(part.value / total) * 100}%)` } }), `${visible(part.name)}\n${seconds(part.value)}`))),
+        tip(h("i", { class: `${colour(lane)} ${lane}`, role: "img", tabindex: 0, "aria-label": `${part.name} ${seconds(part.value)}`, style: { left: `${(part.at / total) * 100}%`, width: `max(2px, ${(part.value / total) * 100}%)` } }), `${visible(part.name)}\n${seconds(part.value)}`))),
       h("b", {}, seconds(own.reduce((sum, part) => sum + part.value, 0)))];
     })), page.trace && spans(visit, page.trace_id));
 }
@@ -109,7 +110,7 @@ function spans(visit, trace) {
       const end = Math.max(...page.spans.map((span) => span.start + (span.seconds ?? 0))) || 1;
       box.replaceChildren(h("ol", { tabindex: 0, "aria-label": "Spans" }, page.spans.map((span) => h("li", { class: span.error ? "bad-text" : null },
         h("span", { class: "clip", style: { "padding-left": `${span.depth * 10}px` }, title: span.error || span.name }, visible(span.name)),
-        h("span", { class: "lane" }, h("i", { class: `p${LANES.indexOf(span.service)}`, style: { left: `${(span.start / end) * 100}%`, width: `max(2px, ${((span.seconds ?? 0) / end) * 100}%)` } })),
+        h("span", { class: "lane" }, h("i", { class: colour(span.service), style: { left: `${(span.start / end) * 100}%`, width: `max(2px, ${((span.seconds ?? 0) / end) * 100}%)` } })),
         h("b", {}, span.seconds === null ? "open" : seconds(span.seconds))))), page.total > page.spans.length && h("p", { class: "dim small" }, `the first ${page.spans.length} of ${page.total} spans`) || "");
     } catch (error) {
       if (!visit.signal.aborted) box.replaceChildren(h("p", { class: "note bad" }, visible(error.message)));
@@ -119,18 +120,16 @@ function spans(visit, trace) {
   return box;
 }
 
-const LANES = ["rollout", "tools", "reward", "agent"];
-/** Services in the colours of the lanes above. */
-
 function rewards({ reward, ground_truth: truth, tool_rewards: tools }) {
   const known = truth === null ? null : ["ground truth", h("code", {}, visible(truth))];
   if (!reward) return panel("Reward", {}, h("p", { class: "dim" }, "It was not scored."), facts([known]));
+  const components = (ofTools) => Object.entries(reward.components).filter(([name]) => name.startsWith("tool/") === ofTools).map(([name, value]) => [visible(name.replace(/^tool\//, "")), number(value, 4)]);
   return panel("Reward", { aside: h("b", {}, number(reward.score, 4)) }, facts([
     known, reward.answer === undefined || reward.answer === null ? null : ["answer", h("code", {}, visible(reward.answer))],
-    ...Object.entries(reward.components).map(([name, value]) => [visible(name), number(value, 4)]),
+    ...components(false),
     ...(reward.turn_scores ?? []).map((value, index) => [`of turn ${index + 1}`, number(value, 4)]),
-    tools.length ? ["tool rewards", tools.map((value) => number(value)).join(", ")] : null,
-  ]));
+  ]), (tools.length > 0 || components(true).length > 0) && [h("p", { class: "dim small" }, "From the tools; the scorer decides whether they count:"),
+    facts([...components(true), tools.length ? ["of each call", tools.map((value) => number(value)).join(", ")] : null])]);
 }
 
 function about(page, run) {
