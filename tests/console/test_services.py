@@ -177,9 +177,8 @@ def test_a_browser_goes_through_every_page_of_a_run_beside_its_services(
 
     assert "all ready" in said["system"] and "A score" in said["try"]
     browser.open(f"{url}#/run?run=tidy")
-    assert (
-        browser.evaluate("document.getElementById('tools').innerText").split() == "Failures Search System Try".split()
-    )
+    tools = browser.evaluate("document.getElementById('tools').innerText").split()
+    assert tools == ["Failures", "Search", "System", "Try"]
     assert said["compare"].startswith("2 trajectories") and "Failures" in said["failures"]
 
 
