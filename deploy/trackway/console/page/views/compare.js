@@ -4,7 +4,7 @@ import { misfit } from "../address.js";
 import { compareLink, link, MOST_COMPARED, trajectoryLink } from "../api.js";
 import { differences } from "../diff.js";
 import { empty, h, number, seconds, visible } from "../dom.js";
-import { download, exported, fileName, scoreChip } from "./parts.js";
+import { download, exported, fileName, folded, scoreChip } from "./parts.js";
 
 function decoded(text) {
   const [, v, step, sample, rollout] = text.match(/^(v?)(\d{1,15})\/([^/]+)\/(\d{1,15})$/) ?? [];
@@ -39,10 +39,14 @@ export default async function compare(visit) {
       line("", (page, index) => [h("a", { class: "strong", href: trajectoryLink("trajectory", run, page.address) }, `${page.address.validation ? "v" : "step "}${page.address.step} · ${visible(page.address.sample)} · ${page.address.rollout}`),
         " ", scoreChip(page.reward?.score ?? null), pages.length > 2 && h("a", { class: "button small", href: without(index), "aria-label": "leave this one out" }, "×")]),
       rows.map(([name, of_]) => line(name, (page) => h("span", { class: of_(page) === of_(first) ? null : "differs" }, visible(of_(page))))),
-      line("prompt", (page) => h("pre", {}, text(page, (of_) => of_.prompt_messages.map((message) => message.content).join("\n")))),
+      line("prompt", (page) => folded(h("pre", {}, text(page, asked)), asked(page), LONG)),
       Array.from({ length: turns }, (_, index) => line(`turn ${index + 1}`, (page) => page.turns[index]
-        ? h("pre", {}, text(page, (of_) => spoken(of_.turns[index]))) : h("p", { class: "dim" }, "no such turn"))))];
+        ? folded(h("pre", {}, text(page, (of_) => spoken(of_.turns[index]))), spoken(page.turns[index]), LONG) : h("p", { class: "dim" }, "no such turn"))))];
 }
+
+const LONG = 30;
+/** Lines of a text that is shown whole. */
+const asked = (page) => page.prompt_messages.map((message) => message.content).join("\n");
 
 /** A turn as a text: what was said, what was called, what came back. */
 const spoken = (turn) => turn === undefined ? "" : turn.messages.map((message) => [

@@ -59,6 +59,23 @@ export function command(text) {
   return h("span", { class: "command" }, h("code", {}, text), button);
 }
 
+const CHARS = 100;
+/** Characters of a text that count as a line. */
+
+/** The node, of which a text of more lines shows only the first ones until a button opens it. */
+export function folded(node, text, lines) {
+  const length = text.split("\n").reduce((sum, line) => sum + Math.ceil((line.length || 1) / CHARS), 0);
+  if (length <= lines) return node;
+  const box = h("div", { class: "fold closed" }, node, h("button", { type: "button", class: "plain", "aria-expanded": "false", onclick: (event) => {
+    const isClosed = box.classList.toggle("closed");
+    event.target.setAttribute("aria-expanded", String(!isClosed));
+    event.target.textContent = isClosed ? words : "Show less";
+  } }));
+  const words = `Show all ${number(length)} lines`;
+  box.lastChild.textContent = words;
+  return box;
+}
+
 /** Links to the step before and after. */
 export function stepLinks(run, files, step, validation) {
   const same = files.filter((file) => file.validation === validation).map((file) => file.step);

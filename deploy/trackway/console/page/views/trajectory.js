@@ -2,14 +2,30 @@
 
 import { addressed, compareLink, link, trajectoryLink } from "../api.js";
 import { colour } from "../charts.js";
-import { busy, h, number, panel, plural, seconds, tip, visible } from "../dom.js";
-import { cell, download, exported, facts, fileName, outside, pager, range, scoreChip } from "./parts.js";
+import { busy, h, number, panel, plural, redraw, seconds, tip, visible } from "../dom.js";
+import { markdown } from "../markdown.js";
+import { cell, download, exported, facts, fileName, folded, outside, pager, range, scoreChip } from "./parts.js";
+
+const MOST_OPEN = 12, OPEN_FIRST = 5, OPEN_LAST = 3;
+/** Turns that are all open at first; in a longer trajectory these first and last ones are. */
+const SHORT = 10, LONG = 60;
+/** Lines of a text that is shown whole: a system prompt or a tool's result, and anything else. */
+
+let asWritten = false;
+/** Whether texts are shown without drawing their Markdown, until the page is closed. */
 
 export default async function trajectory(visit) {
   const { run } = visit.parameters;
   const page = await visit.get("trajectory", addressed(visit.parameters));
   const to = (address) => address && trajectoryLink("trajectory", run, address);
   const scale = range(page.group.map(({ score }) => score));
+  const texts = h("div", { class: "conversation" }, conversation(page));
+  const source = h("button", { type: "button", "aria-pressed": String(asWritten), title: "texts without drawing their Markdown, key m", onclick: () => {
+    asWritten = !asWritten;
+    source.setAttribute("aria-pressed", String(asWritten));
+    redraw(texts, conversation(page));
+  } }, "As written");
+  visit.keys.m = () => source.click();
   visit.keys.t = () => (location.hash = trajectoryLink("tokens", run, page.address));
   return h("div", { class: "stack" },
     h("div", { class: "title" },
@@ -17,7 +33,7 @@ export default async function trajectory(visit) {
       h("span", { class: `chip ${page.error ? "bad" : ""}` }, page.stop_reason), page.incidents.map((incident) => h("span", { class: "chip warn" }, visible([incident.replaceAll("_", " "), page.incident_services[incident]?.join(", ")].filter(Boolean).join(": ")))),
       h("span", { class: "spacer" }),
       page.trace && outside(page.trace, "MLflow"), page.weave && outside(page.weave, "Weave"), !page.trace && !page.weave && page.trace_id && h("code", { class: "dim", title: "its trace" }, page.trace_id),
-      download("export", exported(run, page.address), `${fileName(run)}-${page.address.step}-${page.address.sample}-${page.address.rollout}.jsonl`, "JSONL"),
+      source, download("export", exported(run, page.address), `${fileName(run)}-${page.address.step}-${page.address.sample}-${page.address.rollout}.jsonl`, "JSONL"),
       page.group.length > 1 && h("a", { class: "button", href: compareLink(run, group(page)) }, "Compare group"),
       h("a", { class: "button", href: link("prompt", { run, sample: page.address.sample, val: page.address.validation }) }, "Over steps"),
       h("a", { class: "button", href: trajectoryLink("tokens", run, page.address), title: "key t" }, "Tokens"),
@@ -27,19 +43,47 @@ export default async function trajectory(visit) {
     page.error && h("div", { class: "note bad" }, h("b", {}, page.error.code), " ", visible(page.error.message),
       h("div", { class: "small" }, h("a", { href: link("search", { run, error: page.error.code }) }, "all trajectories with this error"))),
     page.shortened && h("p", { class: "note" }, "A long text lost its middle here; the file has all of it."),
-    h("div", { class: "split" },
-      h("div", { class: "conversation" }, page.prompt_messages.map((message) => bubble(message)), page.turns.map((turn) => turnOf(turn)),
-        page.log && h("details", { class: "message" }, h("summary", {}, "log of the agent"), h("pre", {}, visible(page.log)))),
+    h("div", { class: `split ${page.turns.length > 2 ? "outlined" : ""}` }, page.turns.length > 2 && outline(page), texts,
       h("div", { class: "stack" }, swimlane(visit, page), rewards(page), about(page, run))));
 }
 
 /** The rollout and others of its prompt; `compareLink` takes the first of them. */
 const group = (page) => [page.address, ...page.group.map(({ rollout }) => ({ ...page.address, rollout })).filter(({ rollout }) => rollout !== page.address.rollout)];
 
-function bubble(message, kind = message.role) {
-  return h("article", { class: `message ${kind}` }, h("h2", {}, kind), message.content
-    ? h("pre", {}, visible(message.content)) : h("p", { class: "dim" }, "no text"));
+/** Messages and turns by name, each an element that can be closed; turns amid a long trajectory are. */
+function conversation(page) {
+  const last = page.turns.length;
+  const isOpen = (index) => last <= MOST_OPEN || index < OPEN_FIRST || index >= last - OPEN_LAST;
+  return [
+    ...page.prompt_messages.map((message, index) => part(`message-${index + 1}`, message.role, message.role, "", true, said(message.content, message.role === "system" ? SHORT : LONG) ?? h("p", { class: "dim" }, "no text"))),
+    ...page.turns.map((turn, index) => part(`turn-${index + 1}`, "assistant", `assistant, turn ${index + 1}`, [turn.calls.some((call) => call.error) && h("span", { class: "chip bad" }, "a tool failed"),
+      ` ${[...tools(turn), seconds(turn.generate_s), plural(turn.response_end - turn.response_start, "token"), turn.finish_reason].join(" · ")}`], isOpen(index), turnOf(turn))),
+    page.log && h("details", { class: "message" }, h("summary", {}, "log of the agent"), h("pre", {}, visible(page.log))),
+  ];
 }
+
+const part = (id, kind, title, about, open, ...content) => h("details", { class: `message ${kind}`, id, open }, h("summary", {}, h("h2", {}, title, h("span", { class: "dim" }, about))), content);
+
+/** The names of the tools that a turn called. */
+const tools = (turn) => turn.messages.flatMap((message) => (message.role === "assistant" ? message.tool_calls ?? [] : [])).map((call) => visible(call.function.name));
+
+/** A list of the messages and turns, each a way to its place. */
+function outline(page) {
+  const entry = (id, name, what, tokens, kind) => h("li", {}, h("button", { type: "button", class: `plain ${kind}`, onclick: () => {
+    const place = document.getElementById(id);
+    place.open = true;
+    place.scrollIntoView();
+    place.querySelector("summary").focus({ preventScroll: true });
+  } }, h("span", { class: "dim" }, name), h("span", { class: "clip" }, what), h("span", { class: "dim" }, tokens)));
+  return h("nav", { class: "panel outline", "aria-label": "Outline" }, h("div", { class: "panel-head" }, h("h2", {}, "Outline"),
+    page.turns.length > MOST_OPEN && h("button", { type: "button", class: "plain", onclick: () => document.querySelectorAll(".conversation > details").forEach((node) => (node.open = true)) }, "open all")),
+  h("ol", { tabindex: 0, "aria-label": "Messages and turns" },
+    page.prompt_messages.map((message, index) => entry(`message-${index + 1}`, "", message.role, "", "")),
+    page.turns.map((turn, index) => entry(`turn-${index + 1}`, index + 1, [...new Set(tools(turn))].join(", ") || turn.finish_reason, number(turn.response_end - turn.response_start), turn.calls.some((call) => call.error) ? "bad-text" : ""))));
+}
+
+/** A text as Markdown, or as it was written; folded if it is long. Null for no text. */
+const said = (text, lines = LONG) => (!text ? null : folded(asWritten ? h("pre", {}, visible(text)) : markdown(text), text, lines));
 
 function turnOf(turn) {
   const assistant = turn.messages.filter((message) => message.role === "assistant");
@@ -48,12 +92,12 @@ function turnOf(turn) {
   const called = assistant.flatMap((message) => message.tool_calls ?? []);
   const answered = new Set(called.map((call) => call.id));
   const others = turn.messages.filter((message) => message.role !== "assistant" && !(message.role === "tool" && answered.has(message.tool_call_id)));
-  return h("article", { class: "message assistant" },
-    h("h2", {}, `assistant, turn ${turn.index + 1}`, h("span", { class: "dim" }, ` ${seconds(turn.generate_s)} · ${plural(turn.response_end - turn.response_start, "token")} · ${turn.finish_reason}`)),
-    assistant.map((message) => message.content && h("pre", {}, visible(message.content))),
+  return [assistant.map((message) => said(message.content)),
     called.map((call) => toolCard(call, records.get(call.id), results.get(call.id))),
-    others.map((message) => h("div", { class: "tool-card" }, h("div", { class: "tool-head" }, h("b", {}, visible(message.name ?? message.role))), h("pre", {}, visible(message.content)))));
+    others.map((message) => h("div", { class: "tool-card" }, h("div", { class: "tool-head" }, h("b", {}, visible(message.name ?? message.role))), output(message.content)))];
 }
+
+const output = (text) => folded(h("pre", {}, visible(text)), text, SHORT);
 
 function toolCard(call, record, result) {
   return h("div", { class: `tool-card ${record?.error ? "error" : ""}` },
@@ -61,18 +105,24 @@ function toolCard(call, record, result) {
       record ? h("span", { class: "dim" }, seconds(record.seconds)) : h("span", { class: "chip warn" }, "not sent"),
       record?.error && h("span", { class: "chip bad" }, record.error), record?.truncated && h("span", { class: "chip warn" }, "result cut"),
       record?.reward ? h("span", { class: "chip" }, `tool reward ${number(record.reward)}`) : null),
-    h("pre", { class: "call" }, visible(pretty(call.function.arguments))),
-    result && h("div", { class: "result" }, h("span", { class: "dim" }, "result"), h("pre", {}, visible(result.content))));
+    folded(argumentsOf(call.function.arguments), call.function.arguments.replaceAll("\\n", "\n"), LONG),
+    result && h("div", { class: "result" }, h("span", { class: "dim" }, "result"), output(result.content)));
 }
 
-/** JSON with line breaks where it is longer than a line. */
-function pretty(text) {
+/** JSON with line breaks where it is longer than a line; arguments that have several lines are shown as these. */
+function argumentsOf(text) {
+  const plain = (shown) => h("pre", { class: "call" }, visible(shown));
+  let value;
   try {
-    const value = JSON.parse(text);
-    return text.length > 60 ? JSON.stringify(value, null, 2) : text;
+    value = JSON.parse(text);
   } catch {
-    return text;
+    return plain(text);
   }
+  const isCode = (item) => typeof item === "string" && item.includes("\n");
+  if (asWritten || (text.length <= 60 && !text.includes("\\n"))) return plain(text);
+  if (value === null || typeof value !== "object" || !Object.values(value).some(isCode)) return plain(JSON.stringify(value, null, 2));
+  return h("dl", { class: "call" }, Object.entries(value).map(([name, item]) => [h("dt", { class: "dim" }, visible(name)),
+    h("dd", {}, h("pre", { class: isCode(item) ? "code" : null }, visible(isCode(item) ? item : JSON.stringify(item))))]));
 }
 
 /** The turns in their order. The row has how long each part took, and not when it began: what no part measured is last. */
