@@ -215,6 +215,39 @@ def test_the_list_draws_the_chosen_runs_over_each_other(browser: Browser, url: s
     assert browser.evaluate("document.querySelector('main .legend').innerText") == "tidy"
 
 
+def test_what_differs_between_configurations_is_shown_side_by_side(browser: Browser, url: str, outputs: Path) -> None:
+    for name, lr in (("other", 0.002), ("third", 0.003)):
+        file = write_run(outputs, name).path / "config.json"
+        config = json.loads(file.read_text())
+        config["actor_rollout_ref"]["actor"]["optim"]["lr"] = lr
+        config["trainer"]["experiment_name"] = "tidy"
+        config["data"]["train_files"] = [HOSTILE]
+        file.write_text(json.dumps(config))
+    rows = "[...document.querySelectorAll('.config tbody tr:not([hidden])')].map((row) => row.innerText.split(/\\s+/))"
+
+    browser.open(f"{url}#/run?run=tidy")
+    browser.settled(lambda: browser.click(".title a[href*=config]"))
+    assert len(browser.evaluate(rows)) > 100
+    browser.write("input[type=search]", "actor.optim.LR_W")
+    assert [row[0].rpartition(".")[2] for row in browser.evaluate(rows)] == ["lr_warmup_steps", "lr_warmup_steps_ratio"]
+
+    browser.open(f"{url}#/config?run=other")
+    for name in ("third", "tidy"):
+        browser.write("#other", name)
+        browser.settled(lambda: browser.press("Enter"))
+    browser.wait("location.hash === '#/config?run=other&with=third%2Ctidy'")
+    browser.settled(lambda: None)
+    lr = "actor_rollout_ref.actor.optim.lr"
+    assert ["data.train_files", lr] == [row[0] for row in browser.evaluate(rows)]
+    assert browser.evaluate(rows)[1] == [lr, "0.002", "0.003", "0.000001"]
+    assert browser.evaluate("[...document.querySelectorAll('td')].map((td) => td.className).join()") == (
+        ",,differs,,differs,differs"
+    )
+    assert browser.evaluate("document.querySelectorAll('main img, main script').length") == 0
+    browser.settled(lambda: browser.click("thead a[aria-label='leave out tidy']"))
+    assert [row[0] for row in browser.evaluate(rows)] == [lr] and browser.problems == []
+
+
 def test_a_search_is_saved_in_the_browser_and_asked_again(browser: Browser, url: str) -> None:
     browser.open(f"{url}#/search?run=tidy&text=42&tool=calculator&first_step=2&last_step=2&least=1")
     browser.click("button[title^='kept in this browser']")
@@ -305,6 +338,8 @@ def test_each_page_fits_a_screen_and_a_phone_in_both_colour_schemes(
             "failures?run=tidy",
             "run?run=eval-a",
             "evaluations?run=eval-a",
+            "config?run=tidy",
+            "config?run=tidy&with=eval-a",
             "compare?run=tidy&of=1/7/0,2/7/1,2/10/0",
             f"tokens?{place}&tint=advantage",
             f"tokens?{place}&tint=clip",

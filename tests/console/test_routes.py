@@ -135,6 +135,16 @@ def test_a_run_costs_the_seconds_and_the_tokens_of_its_steps_on_each_of_its_gpus
     assert (run["seconds"], run["tokens"], run["gpu_seconds"]) == (10.0, 1000, 80.0)
 
 
+def test_a_configuration_is_sent_as_its_file_has_it_and_empty_if_that_cannot_be_read(outputs: Path) -> None:
+    file = write_run(outputs).path / "config.json"
+    whole = get(outputs, "config", run="tidy")
+    file.write_text('{"trainer": {"n_gpus_per_node": ')
+    torn = get(outputs, "config", run="tidy")
+
+    assert whole["values"]["trainer"]["experiment_name"] == "tidy"
+    assert torn == {"values": {}} and get(outputs, "runs")["runs"][0]["gpu_seconds"] is None
+
+
 def test_a_run_is_sent_again_only_once_one_of_its_files_changed(outputs: Path) -> None:
     folder = write_run(outputs)
     client = client_of(outputs)

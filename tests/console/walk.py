@@ -21,6 +21,7 @@ def walk(browser: Browser, url: str, run: str, first: Tags, last: Tags) -> dict[
         "prompt": {"run": run, "sample": first.sample_index},
         "compare": {"run": run, "of": compared},
         "failures": {"run": run},
+        "config": {"run": run},
         "system": {},
         "try": {},
     }

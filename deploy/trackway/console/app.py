@@ -22,6 +22,7 @@ from trackway.console.replies import (
     FailuresPage,
     Metrics,
     PromptPage,
+    RunConfiguration,
     RunPage,
     RunSummaries,
     SearchPage,
@@ -31,7 +32,7 @@ from trackway.console.replies import (
     TrajectoryAddress,
     TrajectoryPage,
 )
-from trackway.console.runs import Runs, series
+from trackway.console.runs import Runs, config_of, series
 from trackway.console.search import Query as SearchQuery
 from trackway.console.search import search
 from trackway.console.services import service_routes
@@ -108,6 +109,11 @@ def _routes(runs: Runs, services: list[str]) -> APIRouter:
             return Response(status_code=304, headers=headers)
         response.headers.update(headers)
         return runs.page(run)
+
+    @router.get("/api/config", response_model=RunConfiguration)
+    def config(run: RunKey) -> RunConfiguration:
+        """The resolved configuration of a run."""
+        return RunConfiguration(values=config_of(runs.find(run)))
 
     @router.get("/api/metrics", response_model=Metrics)
     def metrics(run: RunKey, name: Annotated[list[str], Query(max_length=MOST_METRICS)]) -> Metrics:

@@ -1,6 +1,6 @@
 """The JSON replies of the console's routes. Numbers that are not finite are null, which a chart leaves out."""
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from trackway.evaluation.summary import Estimate, Evaluation
 from trackway.wire.base import WireReply
@@ -84,6 +84,13 @@ class RunPage(WireReply):
     """Null for a run that trains."""
     traces: TraceSummary | None = None
     tracking: list[BackendSummary] = Field(default_factory=list[BackendSummary])
+
+
+class RunConfiguration(WireReply):
+    """The resolved configuration of a run."""
+
+    values: dict[str, JsonValue]
+    """As nested keys; empty if it cannot be read."""
 
 
 class Metrics(WireReply):

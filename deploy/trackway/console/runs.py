@@ -1,12 +1,11 @@
 """The runs of an outputs folder, read from their files."""
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from trackway.console.replies import RunPage, RunSummary, Series, TrajectoryFile
 from trackway.console.trajectory_files import trajectory_files
@@ -17,6 +16,7 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import ENDED, MetricsRow
 
 REWARD = "critic/score/mean"
+_CONFIG = TypeAdapter(dict[str, JsonValue])
 _FAILED = ("training/rollout_failure/failed_trajectories", "val-aux/failed_trajectories")
 _Stamp = tuple[int, int]
 """Bytes of a file, and nanoseconds since 1970 of its last change."""
@@ -158,13 +158,21 @@ def _total(rows: Iterable[MetricsRow], name: str) -> float | None:
     return sum(values) if values else None
 
 
+def config_of(folder: RunFolder) -> dict[str, JsonValue]:
+    """The nested keys of the run's configuration; none if it cannot be read."""
+    try:
+        return _CONFIG.validate_json((folder.path / "config.json").read_bytes())
+    except (OSError, ValidationError):
+        return {}
+
+
 def _gpus(folder: RunFolder) -> int:
     """GPUs of the run's configuration."""
-    try:
-        trainer = json.loads((folder.path / "config.json").read_bytes())["trainer"]
-        return int(trainer["n_gpus_per_node"] or 0) * int(trainer["nnodes"] or 1)
-    except (OSError, ValueError, TypeError, KeyError):
-        return 0
+    match config_of(folder).get("trainer"):
+        case {"n_gpus_per_node": int(gpus), "nnodes": int(nodes)}:
+            return gpus * nodes
+        case _:
+            return 0
 
 
 def accuracies(rows: Sequence[MetricsRow]) -> list[str]:

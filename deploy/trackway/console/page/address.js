@@ -3,7 +3,7 @@
 import { ApiError } from "./api.js";
 
 const PLACE = ["run", "step", "sample", "rollout"];
-const NEEDS = { run: ["run"], step: ["run", "step"], trajectory: PLACE, tokens: PLACE, prompt: ["run", "sample"], compare: ["run"], search: ["run"], failures: ["run"], evaluations: ["run"] };
+const NEEDS = { run: ["run"], step: ["run", "step"], trajectory: PLACE, tokens: PLACE, prompt: ["run", "sample"], compare: ["run"], search: ["run"], failures: ["run"], evaluations: ["run"], config: ["run"] };
 const WHOLE = ["step", "rollout", "row", "offset", "at", "place", "bin", "since", "first_step", "last_step"];
 const NUMBERS = ["least", "most"];
 const CHOICES = { validation: ["true", "false"], regex: ["1"], tool_right: ["1"] };

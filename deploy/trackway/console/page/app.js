@@ -4,7 +4,7 @@ import { check } from "./address.js";
 import { ApiError, get, keepToken, link, route, trajectoryLink } from "./api.js";
 import { busy, h, hideTip, redraw, visible } from "./dom.js";
 
-const VIEWS = ["runs", "run", "step", "trajectory", "tokens", "search", "prompt", "compare", "failures", "evaluations", "system", "try"];
+const VIEWS = ["runs", "run", "step", "trajectory", "tokens", "search", "prompt", "compare", "failures", "evaluations", "config", "system", "try"];
 const POLL_MS = 2000;
 
 const main = document.getElementById("main");
@@ -104,7 +104,7 @@ function frame(view, parameters) {
   if (sample !== undefined && rollout !== undefined) crumbs.push([`${sample} · ${rollout}`, trajectoryLink("trajectory", run, { step, validation: val, sample, rollout })]);
   if (["system", "try"].includes(view)) crumbs.push([view === "try" ? "Try" : "System", null]);
   if (view === "prompt") crumbs.push([`sample ${sample}`, null]);
-  if (["tokens", "search", "compare", "failures", "evaluations"].includes(view)) crumbs.push([view, null]);
+  if (["tokens", "search", "compare", "failures", "evaluations", "config"].includes(view)) crumbs.push([view, null]);
   crumbs.at(-1)[1] = null;
   document.getElementById("crumbs").replaceChildren(...crumbs.map(([text, href]) => name(text, href)));
   const tools = [...(run ? [["Failures", "failures"], ["Search", "search"]] : []), ...(hasServices ? [["System", "system"], ["Try", "try"]] : [])];

@@ -76,6 +76,23 @@ export function folded(node, text, lines) {
   return box;
 }
 
+/** The values of a list in an address. */
+export const listed = (text) => (text ?? "").split(",").filter(Boolean);
+
+/** A field for one of the names, which `add` gets once it is written or chosen; those that are chosen are not offered. */
+export function nameField(id, words, names, chosen, add) {
+  const field = h("input", { id, list: `${id}-names`, placeholder: words, "aria-label": words, autocomplete: "off" });
+  const choose = (event) => {
+    event.preventDefault();
+    const name = field.value.trim();
+    if (!names.includes(name) || chosen.includes(name)) return;
+    field.value = "";
+    add(name);
+  };
+  field.addEventListener("change", choose);
+  return h("form", { class: "row", onsubmit: choose }, field, h("datalist", { id: `${id}-names` }, names.filter((name) => !chosen.includes(name)).map((name) => h("option", { value: name }))));
+}
+
 /** Links to the step before and after. */
 export function stepLinks(run, files, step, validation) {
   const same = files.filter((file) => file.validation === validation).map((file) => file.step);

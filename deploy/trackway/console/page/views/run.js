@@ -3,7 +3,7 @@
 import { get, link } from "../api.js";
 import { bar, colour, legend, lines, REWARDS, stacked } from "../charts.js";
 import { busy, empty, h, mean, number, panel, plural, redraw, roving, seconds, tip, visible } from "../dom.js";
-import { command, csv, facts, fileName, isLive, outside, scored, stateChip, range } from "./parts.js";
+import { command, csv, facts, fileName, isLive, listed, nameField, outside, scored, stateChip, range } from "./parts.js";
 
 const SHOWN = ["actor/entropy", "actor/grad_norm", "response_length/mean", "timing_s/step"];
 const IDLE = { "learner, waiting for rollouts": "fully_async/trainer/idle_ratio", "no rollout runs": "fully_async/rollouter/idle_ratio" };
@@ -15,7 +15,7 @@ export default async function run(visit) {
   const { run: key } = visit.parameters;
   const first = await get("run", { run: key }, { signal: visit.signal });
   const root = h("div", { class: "stack" });
-  let metrics = (visit.parameters.metrics ?? "").split(",").filter(Boolean).slice(0, MOST_CHOSEN);
+  let metrics = listed(visit.parameters.metrics).slice(0, MOST_CHOSEN);
   let page = first.body;
 
   const draw = async () => {
@@ -58,11 +58,12 @@ function evaluated({ evaluation, summary: { key }, folder }) {
 }
 
 function head({ summary, folder, mlflow, weave, evaluation }) {
-  if (evaluation) return h("div", { class: "title" }, h("h1", {}, visible(summary.key)), stateChip(summary));
+  const title = h("div", { class: "title" }, h("h1", {}, visible(summary.key)), stateChip(summary), h("span", { class: "spacer" }),
+    h("a", { class: "button", href: link("config", { run: summary.key }) }, "Configuration"), mlflow && outside(mlflow, "Traces in MLflow"), weave && outside(weave, "Traces in Weave"));
+  if (evaluation) return title;
   const done = summary.total_steps ? summary.step / summary.total_steps : 0;
   return h("div", {},
-    h("div", { class: "title" }, h("h1", {}, visible(summary.key)), stateChip(summary),
-      h("span", { class: "spacer" }), mlflow && outside(mlflow, "Traces in MLflow"), weave && outside(weave, "Traces in Weave")),
+    title,
     h("div", { class: "meter", role: "progressbar", "aria-valuenow": summary.step, "aria-valuemax": summary.total_steps, "aria-label": "Steps" }, h("i", { style: { width: `${Math.min(100, done * 100)}%` } })),
     h("p", { class: "dim" }, `step ${number(summary.step)} of ${number(summary.total_steps)}`,
       summary.restarts > 0 && ` · ${plural(summary.restarts, "restart")}`, " · ", h("code", {}, visible(folder))),
@@ -153,16 +154,7 @@ function stepsPanel(page, key) {
 }
 
 function metricsPanel(page, series, chosen, key, choose) {
-  const field = h("input", { id: "metric", list: "metrics", placeholder: "add a metric: actor/…, timing_s/…", "aria-label": "Add a metric", autocomplete: "off" });
-  const add = (event) => {
-    event.preventDefault();
-    const name = field.value.trim();
-    if (!(name in page.metrics) || chosen.includes(name)) return;
-    field.value = "";
-    choose([...chosen, name].slice(-MOST_CHOSEN));
-  };
-  field.addEventListener("change", add);
-  return panel("Metrics", { aside: h("form", { class: "row", onsubmit: add }, field, h("datalist", { id: "metrics" }, Object.keys(page.metrics).map((name) => h("option", { value: name }))),
+  return panel("Metrics", { aside: h("span", { class: "row" }, nameField("metric", "add a metric: actor/…, timing_s/…", Object.keys(page.metrics), chosen, (name) => choose([...chosen, name].slice(-MOST_CHOSEN))),
     chosen.length > 0 && csv(`${fileName(key)}-metrics`, ["step", ...chosen], () => table(chosen.map((name) => series[name])))) },
     h("div", { class: "small-charts" }, chosen.map((name) => h("figure", {},
       h("figcaption", {}, h("span", { class: "clip", title: name }, visible(name)), h("b", {}, number(page.metrics[name])),
