@@ -340,6 +340,8 @@ def test_each_page_fits_a_screen_and_a_phone_in_both_colour_schemes(
             "evaluations?run=eval-a",
             "config?run=tidy",
             "config?run=tidy&with=eval-a",
+            "runs?compare=tidy,eval-a&metrics=timing_s/gen",
+            "compare?run=tidy&of=2/7/1,v0/1/0/eval-a",
             "compare?run=tidy&of=1/7/0,2/7/1,2/10/0",
             f"tokens?{place}&tint=advantage",
             f"tokens?{place}&tint=clip",

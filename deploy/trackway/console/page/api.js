@@ -84,10 +84,10 @@ export function route(hash) {
 export const addressed = ({ run, step, val, sample, rollout }) => ({ run, step, validation: val ? true : undefined, sample, rollout });
 
 export const MOST_COMPARED = 8;
-const encoded = ({ step, validation, sample, rollout }) => `${validation ? "v" : ""}${step}/${encodeURIComponent(sample)}/${rollout}`;
 
-/** The comparison of the first eight of these trajectories. */
-export const compareLink = (run, addresses) => link("compare", { run, of: addresses.slice(0, MOST_COMPARED).map(encoded).join(",") });
+/** The comparison of the first eight of these trajectories; an address may name a run of its own. */
+export const compareLink = (run, addresses) => link("compare", { run, of: addresses.slice(0, MOST_COMPARED).map((address) =>
+  `${address.validation ? "v" : ""}${address.step}/${encodeURIComponent(address.sample)}/${address.rollout}${(address.run ?? run) === run ? "" : `/${encodeURIComponent(address.run)}`}`).join(",") });
 
 export const trajectoryLink = (view, run, address) =>
   link(view, { run, step: address.step, validation: address.validation, sample: address.sample, rollout: address.rollout });

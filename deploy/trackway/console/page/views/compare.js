@@ -1,15 +1,15 @@
-// Two to eight trajectories side by side.
+// Two to eight trajectories side by side, of one run or of several.
 
 import { misfit } from "../address.js";
 import { compareLink, link, MOST_COMPARED, trajectoryLink } from "../api.js";
 import { differences } from "../diff.js";
-import { empty, h, number, seconds, visible } from "../dom.js";
-import { download, exported, fileName, folded, scoreChip } from "./parts.js";
+import { busy, empty, h, number, seconds, visible } from "../dom.js";
+import { download, exported, fileName, folded, nameField, scoreChip } from "./parts.js";
 
-function decoded(text) {
-  const [, v, step, sample, rollout] = text.match(/^(v?)(\d{1,15})\/([^/]+)\/(\d{1,15})$/) ?? [];
+function decoded(text, own) {
+  const [, v, step, sample, rollout, run] = text.match(/^(v?)(\d{1,15})\/([^/]+)\/(\d{1,15})(?:\/([^/]+))?$/) ?? [];
   try {
-    if (step !== undefined) return { step, validation: v ? true : undefined, sample: decodeURIComponent(sample), rollout };
+    if (step !== undefined) return { run: decodeURIComponent(run ?? own), step, validation: v ? true : undefined, sample: decodeURIComponent(sample), rollout };
   } catch {
     // a % that begins no character
   }
@@ -18,25 +18,35 @@ function decoded(text) {
 
 export default async function compare(visit) {
   const { run, of = "" } = visit.parameters;
-  const addresses = of.split(",").filter(Boolean).slice(0, MOST_COMPARED).map(decoded);
-  if (addresses.length < 2) return empty("Two to eight trajectories can be compared.", h("a", { href: link("search", { run }) }, "Search for trajectories, and choose some of the hits"));
-  const pages = await Promise.all(addresses.map((address) => visit.get("trajectory", { run, ...address })));
-  const [first] = pages;
+  const addresses = of.split(",").filter(Boolean).slice(0, MOST_COMPARED).map((text) => decoded(text, run));
+  if (!addresses.length) return empty("Two to eight trajectories can be compared.", h("a", { href: link("search", { run }) }, "Search for trajectories, and choose some of the hits"));
+  const [list, ...pages] = await Promise.all([visit.get("runs", { limit: 200 }), ...addresses.map((address) => visit.get("trajectory", address))]);
+  const [first] = pages, runs = addresses.map((address) => address.run);
+  const isOne = runs.every((key) => key === run);
   const rows = [
-    ["reward", (page) => number(page.reward?.score ?? null)], ["ended by", (page) => page.error?.code ?? page.stop_reason],
+    ["reward", (page) => number(page.reward?.score ?? null)], ["answer", (page) => page.reward?.answer ?? "–"], ["ground truth", (page) => page.ground_truth ?? "–"], ["ended by", (page) => page.error?.code ?? page.stop_reason],
     ["time", (page) => seconds(page.timings.total)], ["response", (page) => `${number(page.response_tokens)} tokens`],
     ["weights", (page) => [...new Set(page.weight_versions.map((span) => span.version))].join(", ") || "–"],
     ["incidents", (page) => page.incidents.join(", ") || "–"],
   ];
   const turns = Math.max(...pages.map((page) => page.turns.length));
-  const without = (index) => compareLink(run, pages.filter((_, other) => other !== index).map((page) => page.address));
+  const without = (index) => compareLink(run, addresses.filter((_, other) => other !== index));
   const cells = (draw) => pages.map((page, index) => h("div", { class: "column" }, draw(page, index)));
   const line = (name, draw) => [h("div", { class: "row-name" }, name), ...cells(draw)];
   const text = (page, of) => marked(of(page), page === first ? null : of(first));
-  return [h("div", { class: "title" }, h("h1", {}, `${pages.length} trajectories`), h("span", { class: "dim" }, "what differs from the first is marked"), h("span", { class: "spacer" }),
-    download("export", pages.map((page) => exported(run, page.address)), `${fileName(run)}-compared.jsonl`, "JSONL")),
+  const told = h("p", { class: "note", role: "status", hidden: true });
+  const add = async (key) => {
+    const found = await busy(sameRow(visit, key, addresses[0]));
+    if (found) location.hash = compareLink(run, [...addresses, found]);
+    told.textContent = visible(`Run ${key} has no ${addresses[0].validation ? "validation" : "training"} rollout of sample ${addresses[0].sample}.`);
+    told.hidden = Boolean(found);
+  };
+  return [h("div", { class: "title" }, h("h1", {}, pages.length === 1 ? "1 trajectory" : `${pages.length} trajectories`), h("span", { class: "dim" }, pages.length > 1 ? "what differs from the first is marked" : "add another one"), h("span", { class: "spacer" }),
+    pages.length < MOST_COMPARED && nameField("other", "add the same row of a run", list.runs.map(({ key }) => key), runs, add),
+    download("export", pages.map((page, index) => exported(runs[index], page.address)), `${fileName(run)}-compared.jsonl`, "JSONL")), told,
+    !isOne && pages.some((page) => asked(page) !== asked(first)) && h("p", { class: "note" }, "Their prompts differ: these runs may have other data files, in which a sample is another row."),
     h("div", { class: "panel scroll compare", style: { "--columns": pages.length } },
-      line("", (page, index) => [h("a", { class: "strong", href: trajectoryLink("trajectory", run, page.address) }, `${page.address.validation ? "v" : "step "}${page.address.step} · ${visible(page.address.sample)} · ${page.address.rollout}`),
+      line("", (page, index) => [!isOne && h("div", {}, visible(runs[index])), h("a", { class: "strong", href: trajectoryLink("trajectory", runs[index], page.address) }, `${page.address.validation ? "v" : "step "}${page.address.step} · ${visible(page.address.sample)} · ${page.address.rollout}`),
         " ", scoreChip(page.reward?.score ?? null), pages.length > 2 && h("a", { class: "button small", href: without(index), "aria-label": "leave this one out" }, "×")]),
       rows.map(([name, of_]) => line(name, (page) => h("span", { class: of_(page) === of_(first) ? null : "differs" }, visible(of_(page))))),
       line("prompt", (page) => folded(h("pre", {}, text(page, asked)), asked(page), LONG)),
@@ -47,6 +57,18 @@ export default async function compare(visit) {
 const LONG = 30;
 /** Lines of a text that is shown whole. */
 const asked = (page) => page.prompt_messages.map((message) => message.content).join("\n");
+
+/** The rollout of the same row in another run: of the same step, or else of its newest step that has the row; null for none. */
+async function sameRow(visit, run, { step, validation, sample, rollout }) {
+  let page;
+  do page = await visit.get("prompt", { run, sample, validation });
+  while (page.files_left > 0 && !page.rollouts.some((other) => other.step <= step)); // the newest files are read first
+  const isIn = page.rollouts.some((other) => other.step === Number(step));
+  const step_ = isIn ? Number(step) : page.rollouts.at(-1)?.step;
+  const members = page.rollouts.filter((other) => other.step === step_);
+  const found = members.find((other) => other.rollout === Number(rollout)) ?? members[0];
+  return found ? { run, step: found.step, validation, sample, rollout: found.rollout } : null;
+}
 
 /** A turn as a text: what was said, what was called, what came back. */
 const spoken = (turn) => turn === undefined ? "" : turn.messages.map((message) => [

@@ -1,6 +1,6 @@
 // Evaluations of the same rows side by side; each cell leads to the rollouts behind it.
 
-import { link } from "../api.js";
+import { compareLink, link } from "../api.js";
 import { h, number, panel, plural, roving, tip, visible } from "../dom.js";
 import { csv, fileName, range, scored, short } from "./parts.js";
 
@@ -20,7 +20,7 @@ export default async function evaluations(visit) {
           h("a", { href: link("run", { run: key }) }, visible(key)), h("div", { class: "dim" }, visible(evaluation.model))))),
         LINES.map(([name, value]) => h("tr", {}, h("th", { scope: "row" }, name), page.columns.map((column) => h("td", {}, value(column)))))),
       roving(h("tbody", {}, page.tasks.map((task) => h("tr", {},
-        h("th", { scope: "row", class: "clip", title: visible(task.prompt) }, h("span", { class: "dim" }, visible(task.sample)), " ", visible(task.prompt)),
+        h("th", { scope: "row", class: "clip", title: visible(task.prompt) }, page.columns.length > 1 ? h("a", { class: "strong", href: sideBySide(page.columns, task), title: "the first rollout of each, side by side" }, visible(task.sample)) : h("span", { class: "dim" }, visible(task.sample)), " ", visible(task.prompt)),
         task.results.map((result, index) => h("td", {}, cell(page.columns[index].key, task, result, scale)))))), "a.cell"))),
     (page.total > PAGE || offset > 0) && h("p", { class: "row" },
       offset > 0 && h("a", { class: "button", href: to(Math.max(0, offset - PAGE)) }, "← harder"),
@@ -28,6 +28,8 @@ export default async function evaluations(visit) {
       offset + PAGE < page.total && h("a", { class: "button", href: to(offset + PAGE) }, "easier →")),
     panel("", {}, h("p", { class: "dim small" }, "Evaluations of the same files. Each cell has the mean score of a row's rollouts. ± is the standard error over rows; a difference is taken row by row.")));
 }
+
+const sideBySide = (columns, { sample, results }) => compareLink(columns[0].key, columns.filter((_, index) => results[index]).map(({ key }) => ({ run: key, step: 0, validation: true, sample, rollout: 0 })));
 
 const estimate = (value) => (value ? `${number(value.value, 3)}${value.std_err === null ? "" : ` ± ${number(value.std_err, 2)}`}` : "–");
 const widest = (estimates) => Object.keys(estimates ?? {}).map(Number).sort((a, b) => b - a)[0];

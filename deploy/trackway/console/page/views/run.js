@@ -9,6 +9,8 @@ const SHOWN = ["actor/entropy", "actor/grad_norm", "response_length/mean", "timi
 const IDLE = { "learner, waiting for rollouts": "fully_async/trainer/idle_ratio", "no rollout runs": "fully_async/rollouter/idle_ratio" };
 const MOST_CHOSEN = 8;
 const MOST_STEPS = 400;
+const PASS_RATE = /^val-aux\/(.+)\/acc\/(pass@(\d+))$/;
+const MOST_RATES = 8;
 const STATES = { used: "good", running: "live", finished: "ready", submitted: "", baseline: "", cancelled: "idle" };
 
 export default async function run(visit) {
@@ -21,7 +23,8 @@ export default async function run(visit) {
   const draw = async () => {
     const phases = phaseNames(page.metrics);
     const chosen = metrics.length ? metrics : SHOWN.filter((name) => name in page.metrics);
-    const names = [...new Set([...chosen, ...phases, "timing_s/step", ...Object.values(IDLE)])];
+    const rates = passRates(page.metrics);
+    const names = [...new Set([...chosen, ...phases, ...rates.map(({ metric }) => metric), "timing_s/step", ...Object.values(IDLE)])];
     const { series } = await visit.get("metrics", { run: key, name: names });
     redraw(root, page.evaluation ? [head(page), evaluated(page), stepsPanel(page, key)] : [
       head(page), waits(page), cards(page, series),
@@ -29,6 +32,8 @@ export default async function run(visit) {
         panel("Reward and accuracy", { aside: legend([{ name: "mean reward", kind: "s0" }, { name: "validation accuracy", kind: "s1" }]) },
           lines({ series: [{ name: "reward", ...page.summary.reward }, { name: "accuracy", ...page.summary.accuracy, points: true }], height: 300, span: REWARDS, pick: opens(key, page) })),
         timePanel(page, series, phases, key)),
+      rates.length > 0 && panel("pass@k of validations", { aside: legend(rates.map(({ name, metric }, index) => ({ name, kind: `s${index}`, value: number(page.metrics[metric]) }))) },
+        lines({ series: rates.map(({ name, metric }) => ({ name, ...series[metric] })), height: 150, span: REWARDS, label: "pass@k", pick: opens(key, page) })),
       stepsPanel(page, key),
       metricsPanel(page, series, chosen, key, (next) => {
         metrics = next;
@@ -44,6 +49,13 @@ export default async function run(visit) {
     await draw();
   }, { tag: first.tag });
   return root;
+}
+
+/** The pass@k that validations report, by k, with the data source where there are several. */
+function passRates(metrics) {
+  const found = Object.keys(metrics).map((name) => name.match(PASS_RATE)).filter(Boolean).sort((a, b) => a[1].localeCompare(b[1]) || a[3] - b[3]);
+  const isOne = new Set(found.map(([, source]) => source)).size === 1;
+  return found.slice(0, MOST_RATES).map(([metric, source, rate]) => ({ metric, name: isOne ? rate : `${source} ${rate}` }));
 }
 
 /** What an evaluation found, and the way to its rows. */

@@ -35,6 +35,7 @@ export default async function trajectory(visit) {
       page.trace && outside(page.trace, "MLflow"), page.weave && outside(page.weave, "Weave"), !page.trace && !page.weave && page.trace_id && h("code", { class: "dim", title: "its trace" }, page.trace_id),
       source, download("export", exported(run, page.address), `${fileName(run)}-${page.address.step}-${page.address.sample}-${page.address.rollout}.jsonl`, "JSONL"),
       page.group.length > 1 && h("a", { class: "button", href: compareLink(run, group(page)) }, "Compare group"),
+      h("a", { class: "button", href: compareLink(run, [page.address]), title: "the same row in another run" }, "Other runs"),
       h("a", { class: "button", href: link("prompt", { run, sample: page.address.sample, val: page.address.validation }) }, "Over steps"),
       h("a", { class: "button", href: trajectoryLink("tokens", run, page.address), title: "key t" }, "Tokens"),
       pager(visit, to(page.previous), to(page.next), "rollout")),
