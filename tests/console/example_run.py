@@ -177,8 +177,11 @@ def write_remax_step(folder: RunFolder, step: int) -> None:
     write_trajectories(folder.path / f"trajectories/step_{step}.parquet", rollouts + greedy)
 
 
-def mlflow_span(number: int, parent: int | None, start: float, end: float, error: str = "") -> dict[str, object]:
-    """A span in MLflow's reply."""
+def mlflow_span(
+    number: int, parent: int | None, start: float, end: float, error: str = "", **attributes: str
+) -> dict[str, object]:
+    """A span in MLflow's reply, of the tools unless attributes are given."""
+    values = attributes or {"agentic.service": "tools"}
     return {
         "name": f"span {number}",
         "span_id": base64.b64encode(bytes([number])).decode(),
@@ -186,5 +189,5 @@ def mlflow_span(number: int, parent: int | None, start: float, end: float, error
         "start_time_unix_nano": str(int(start * 1e9)),
         "end_time_unix_nano": str(int(end * 1e9)),
         "status": {"code": "STATUS_CODE_ERROR", "message": error} if error else {},
-        "attributes": [{"key": "agentic.service", "value": {"string_value": "tools"}}],
+        "attributes": [{"key": key, "value": {"string_value": value}} for key, value in values.items()],
     }

@@ -872,21 +872,41 @@ def test_the_spans_of_a_trace_come_from_the_mlflow_server_of_the_run(
 
     def answer(request: httpx.Request) -> httpx.Response:
         asked.append(request)
-        return httpx.Response(
-            200, json={"traces": [{"spans": [mlflow_span(2, 1, 1.5, 2.0, "failed"), mlflow_span(1, None, 1.0, 3.0)]}]}
-        )
+        frameworks = {
+            "openinference.span.kind": "LLM",
+            "llm.model_name": "gpt",
+            "llm.token_count.prompt": "30",
+            "llm.token_count.completion": "8",
+        }
+        spans = [
+            mlflow_span(2, 1, 1.5, 2.0, "failed"),
+            mlflow_span(1, None, 1.0, 3.0),
+            mlflow_span(3, 1, 2.0, 2.5, **frameworks),
+        ]
+        return httpx.Response(200, json={"traces": [{"spans": spans}]})
 
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "of-another-server")
     monkeypatch.setattr(spans, "mlflow_http", lambda uri, timeout: httpx.Client(transport=httpx.MockTransport(answer)))
 
     page = get(outputs, "spans", run="tidy", trace=TRACE_ID)
 
+    tools = {"service": "tools", "kind": "operation", "about": ""}
     assert page == {
         "spans": [
-            {"name": "span 1", "service": "tools", "depth": 0, "start": 0.0, "seconds": 2.0, "error": ""},
-            {"name": "span 2", "service": "tools", "depth": 1, "start": 0.5, "seconds": 0.5, "error": "failed"},
+            tools | {"name": "span 1", "depth": 0, "start": 0.0, "seconds": 2.0, "error": ""},
+            tools | {"name": "span 2", "depth": 1, "start": 0.5, "seconds": 0.5, "error": "failed"},
+            {
+                "name": "span 3",
+                "service": "",
+                "kind": "chat",
+                "about": "gpt, 30 → 8 tokens",
+                "depth": 1,
+                "start": 1.0,
+                "seconds": 0.5,
+                "error": "",
+            },
         ],
-        "total": 2,
+        "total": 3,
     }
     url = f"http://127.0.0.1:5000/api/3.0/mlflow/traces/batchGet?trace_ids=tr-{TRACE_ID}"
     assert [str(request.url) for request in asked] == [url] and "authorization" not in asked[0].headers

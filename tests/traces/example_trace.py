@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from trackway.traces.store import TraceFilter
-from trackway.traces.tree import SpanNode, State, TraceTree, assemble, kind_of
+from trackway.traces.tree import SpanNode, State, TraceTree, assemble, facts_of, kind_of
 from trackway.wire.chat import FunctionCall, Message, ToolCall
 from trackway.wire.trajectory import Reward, StopReason, Tags, Trajectory, Turn
 
@@ -50,6 +50,16 @@ def chat(span_id: str, parent_id: str, start_ms: float, text: str, given: int, w
         inputs={"messages": [{"role": "user", "content": "the prompt\n"}]},
         outputs={"messages": [{"role": "assistant", "content": text}]},
         attributes=attributes,
+    )
+
+
+def framework(
+    span_id: str, attributes: dict[str, JsonValue], start_ms: float, end_ms: float | None, parent_id: str = "r"
+) -> SpanNode:
+    """A span that the agent's framework recorded, as a store reads it."""
+    facts = facts_of("ChatCompletion", attributes)
+    return SpanNode(
+        span_id=span_id, parent_id=parent_id, name="ChatCompletion", start_ms=start_ms, end_ms=end_ms, **facts
     )
 
 
@@ -95,7 +105,7 @@ class ExampleTrace:
                 151,
                 inputs=self.arguments,
                 outputs={"text": self.result, "reward": 0.0},
-                attributes={"agentic.process": 3},
+                attributes={"agentic.process": 3, "gen_ai.tool.name": "calculator"},
             ),
             span("t1", "r", "turn 1", "agent", 251, 370, **agent),
             chat("c1", "t1", 260, self.answer, given=46, written=4),

@@ -4,9 +4,16 @@ import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import cast
 
 import httpx
 from mlflow import MlflowClient
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
+from opentelemetry.util.types import Attributes
+from pydantic import JsonValue
 
 from tests.traces.example_trace import CALL, turn
 from trackway import traces
@@ -50,6 +57,7 @@ class Services:
     """Four services and the trainer, which export on their own to one server."""
 
     def __init__(self, uri: str, experiment_id: str) -> None:
+        self.uri = uri
         self.target = TraceTarget(mlflow_experiment_id=experiment_id)
         self.all = {name: tracing(name, uri) for name in ("agent", "rollout", "tools", "reward", "trainer")}
         self.lost = {name: tracing(name, None) for name in ("agent", "rollout")}
@@ -124,8 +132,22 @@ class Services:
             num_turns=4,
             stop_reason=StopReason.ERROR if fail else StopReason.ANSWERED,
             trace_id=root.trace_id,
+            span_id=root.span_id,
             error=error,
         )
+
+    def framework(self, trajectory: Trajectory, attributes: Mapping[str, JsonValue]) -> None:
+        """A span of an agent's framework, under the trajectory's root and by OpenTelemetry's own exporter."""
+        assert trajectory.trace_id is not None and trajectory.span_id is not None
+        parent = SpanContext(int(trajectory.trace_id, 16), int(trajectory.span_id, 16), True, TraceFlags(1))
+        headers = {"x-mlflow-experiment-id": self.target.mlflow_experiment_id or "0"}
+        provider = TracerProvider()
+        exporter = OTLPSpanExporter(f"{self.uri}/v1/traces", headers=headers, timeout=60)
+        provider.add_span_processor(SimpleSpanProcessor(exporter))
+        below = set_span_in_context(NonRecordingSpan(parent))
+        known = cast("Attributes", attributes)
+        provider.get_tracer("framework").start_span("ChatCompletion", below, attributes=known).end()
+        provider.shutdown()
 
     def train_step(self, step: int, consumed: list[tuple[str, str]]) -> None:
         with (

@@ -33,6 +33,7 @@ def test_a_trajectory_is_drawn_as_a_tree_in_time() -> None:
         "fate         used",
         "stop reason  answered",
         "tokens       30 prompt + 20 response",
+        "tool calls   1",
         "weights      3",
         "started      2026-11-21 06:00:00.000000 UTC",
         "duration     400 ms",

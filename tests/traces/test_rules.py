@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.traces.example_trace import CALL, ExampleTrace, chat, span
+from tests.traces.example_trace import CALL, ExampleTrace, chat, framework, span
+from tests.traces.framework_spans import GEN_AI, GEN_AI_TOOL
 from trackway.traces.rules import Expected, gaps, shared_processes, tree_gaps
 from trackway.traces.tree import SpanEvent
 from trackway.wire.errors import ErrorBody, ErrorCode
@@ -119,11 +120,19 @@ def test_a_reward_may_be_the_agents_and_so_may_the_calls_of_an_environment() -> 
 def test_a_span_of_the_wrong_service_is_named() -> None:
     example = ExampleTrace()
     example["x0"].service = "agent"
-    example["s"].service = ""
+    example["s"].service = "tools"
     assert found(example) == [
         "execute_tool calculator was made by agent, expected tools",
-        "reward was made by no service, expected reward",
+        "reward was made by tools, expected reward",
     ]
+
+
+def test_spans_of_the_agents_framework_are_neither_missing_nor_too_many() -> None:
+    example = ExampleTrace()
+    example.spans += [framework("f0", GEN_AI, 5, 110), framework("f1", GEN_AI_TOOL, 150, 151)]
+    assert found(example) == []
+    example.drop("c0")
+    assert found(example) == ["1 of 2 chat spans: none below turn 0"]
 
 
 def test_a_traced_function_of_a_users_own_loop_is_no_gap() -> None:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.traces.example_trace import ExampleTrace
+from tests.traces.example_trace import ExampleTrace, framework
+from tests.traces.framework_spans import OPENINFERENCE
 from trackway.system.user_error import UserError
 from trackway.traces.mlflow_store import filter_string
 from trackway.traces.store import Steps, TraceFilter, TraceKind
@@ -97,3 +98,12 @@ def test_weave_is_asked_for_a_tag_as_text_and_as_number_and_for_a_range_by_numbe
         }
     }
     assert query_of(TraceFilter()) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "matches"), [("Chat*", True), ("chat tiny", True), ("Chat", False), ("[C]hat*", False)]
+)
+def test_a_span_is_found_by_its_name_whoever_recorded_it(name: str, matches: bool) -> None:
+    example = ExampleTrace()
+    example.spans.append(framework("f", OPENINFERENCE, 6, 240))
+    assert TraceFilter(span=name).matches(example.tree()) == matches

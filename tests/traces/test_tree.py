@@ -1,8 +1,10 @@
 """Spans in any order become one tree."""
 
 import pytest
+from pydantic import JsonValue
 
-from tests.traces.example_trace import ExampleTrace
+from tests.traces.example_trace import ExampleTrace, framework
+from tests.traces.framework_spans import GEN_AI, GEN_AI_TOOL, OPENINFERENCE
 from trackway.traces.tree import assemble, hex_id, kind_of
 
 
@@ -38,6 +40,35 @@ def test_spans_of_a_kind_come_by_start_wherever_they_hang() -> None:
     example = ExampleTrace()
     example["c0"].start_ms = 300
     assert [span.span_id for span in example.tree().of_kind("chat")] == ["c1", "c0"]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "start_ms", "end_ms", "others"),
+    [
+        (OPENINFERENCE, 6, 240, []),
+        (OPENINFERENCE, 6, None, []),
+        (OPENINFERENCE, 300, 350, ["f"]),  # after the call with as many tokens
+        (OPENINFERENCE | {"llm.token_count.prompt": 31}, 6, 240, ["f"]),
+        (GEN_AI, 255, 365, []),
+        (GEN_AI_TOOL, 149, 152, []),
+        (GEN_AI_TOOL | {"gen_ai.tool.name": "search"}, 149, 152, ["f"]),
+    ],
+)
+def test_a_frameworks_record_of_our_call_is_no_other_call(
+    attributes: dict[str, JsonValue], start_ms: float, end_ms: float | None, others: list[str]
+) -> None:
+    example = ExampleTrace()
+    span = framework("f", attributes, start_ms, end_ms)
+    example.spans.append(span)
+    assert [span.span_id for span in example.tree().of_frameworks(span.kind)] == others
+    assert [span.span_id for span in example.tree().of_kind("chat")] == ["c0", "c1"]
+
+
+def test_a_framework_that_sends_its_context_has_our_call_below_its_own() -> None:
+    example = ExampleTrace()
+    example.spans.append(framework("f", {"openinference.span.kind": "LLM"}, 4, 251))
+    example["t0"].parent_id = "f"
+    assert example.tree().of_frameworks("chat") == []
 
 
 def test_no_span_is_no_tree() -> None:

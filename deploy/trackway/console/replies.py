@@ -388,6 +388,11 @@ class SpanBar(WireReply):
 
     name: str
     service: str
+    """Empty for a span that an agent's framework recorded."""
+    kind: str
+    """`chat`, `execute_tool` or `operation`."""
+    about: str
+    """Model and tokens of a generation, the tool of a call, unless they are in the name."""
     depth: int
     """Spans above it."""
     start: float

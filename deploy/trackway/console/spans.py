@@ -9,6 +9,7 @@ import httpx
 
 from trackway.console.replies import SpanBar, SpansPage
 from trackway.tracing import attributes as names
+from trackway.tracing import conventions
 from trackway.tracing.export.mlflow import credentials, mlflow_http
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -60,7 +61,7 @@ def _page(spans: list[Mapping[str, Any]]) -> SpansPage:
     bars = [
         SpanBar(
             name=span["name"],
-            service=_service(span),
+            **_facts(span),
             depth=depth(_hex(span["span_id"])),
             start=(int(span["start_time_unix_nano"]) - start) / 1e9,
             seconds=(int(end) - int(span["start_time_unix_nano"])) / 1e9
@@ -75,9 +76,17 @@ def _page(spans: list[Mapping[str, Any]]) -> SpansPage:
     return SpansPage(spans=bars, total=len(spans))
 
 
-def _service(span: Mapping[str, Any]) -> str:
-    values = {pair["key"]: pair.get("value", {}) for pair in span.get("attributes", [])}
-    return str(values.get(names.SERVICE, {}).get("string_value", ""))
+def _facts(span: Mapping[str, Any]) -> dict[str, str]:
+    values = {pair["key"]: next(iter(pair.get("value", {}).values()), None) for pair in span.get("attributes", [])}
+    known = conventions.as_our_own(values)
+    prompt, written = known.get(names.INPUT_TOKENS), known.get(names.OUTPUT_TOKENS)
+    tokens = None if prompt is None or written is None else f"{prompt} → {written} tokens"
+    facts = (str(fact) for fact in (known.get(names.MODEL), known.get(names.TOOL_NAME), tokens) if fact)
+    return {
+        "service": str(values.get(names.SERVICE, "")),
+        "kind": conventions.work_of(values),
+        "about": ", ".join(fact for fact in facts if fact not in span["name"]),
+    }
 
 
 def _hex(id_base64: str | None) -> str:

@@ -197,7 +197,7 @@ def _facts(tree: TraceTree) -> dict[str, str]:
         "advantage": _number(views.number(tree.feedback.get("advantage"))),
         "fate": _plain(tree.feedback.get("fate")),
         "turns": str(len(_turns(tree))),
-        "tool calls": str(len(tree.of_kind("execute_tool"))),
+        "tool calls": str(views.tool_calls(tree)),
         "prompt tokens": str(tokens.prompt) if tokens else "",
         "response tokens": str(tokens.response) if tokens else "",
         "weights": views.weight_versions(tree),
@@ -263,7 +263,7 @@ def observation(call: SpanNode) -> str:
 def _within(turn: SpanNode | None, kind: str) -> list[SpanNode]:
     if turn is None:
         return []
-    return sorted((span for span in turn.walk() if span.kind == kind), key=lambda span: span.start_ms)
+    return sorted((span for span in turn.walk() if span.kind == kind and span.service), key=lambda span: span.start_ms)
 
 
 def _written(turn: SpanNode | None) -> str | None:

@@ -26,10 +26,9 @@ from trackway.traces.tree import (
     Status,
     TraceTree,
     assemble,
+    facts_of,
     hex_id,
-    kind_of,
 )
-from trackway.tracing import attributes as names
 from trackway.tracing.export.mlflow import credentials, mlflow_http
 from trackway.tracing.local_mlflow import client as local_mlflow
 
@@ -154,7 +153,9 @@ def _given(**fields: str) -> dict[str, JsonValue]:
 def filter_string(wanted: TraceFilter) -> str:
     """The part of the filter that MLflow supports: `tags.step IS NOT NULL AND tags.validate = 'False'`."""
     step = f"tags.{wanted.kind.step_tag}"
-    return " AND ".join([_steps(step, wanted.steps), *(_tag(key, value) for key, value in wanted.tags.items())])
+    tags = (_compared("--tag", f"tags.`{key}`", key, value) for key, value in wanted.tags.items())
+    spans = [_compared("--span", "span.name", "name", wanted.span)] if wanted.span else []
+    return " AND ".join([_steps(step, wanted.steps), *tags, *spans])
 
 
 def _steps(tag: str, steps: Steps | None) -> str:
@@ -165,15 +166,14 @@ def _steps(tag: str, steps: Steps | None) -> str:
     return f"{tag} RLIKE '^({'|'.join(str(step) for step in range(steps.first, steps.last + 1))})$'"
 
 
-def _tag(key: str, value: str) -> str:
+def _compared(option: str, field: str, key: str, value: str) -> str:
     if not re.fullmatch(r"[\w.-]+", key):
-        raise UserError(f"--tag: expected a name of letters, digits, '_', '.' and '-', got {key!r}")
+        raise UserError(f"{option}: expected a name of letters, digits, '_', '.' and '-', got {key!r}")
     if "'" in value and '"' in value:
-        raise UserError(f"--tag {key}: MLflow cannot search for a text with both kinds of quotes, got {value!r}")
+        raise UserError(f"{option} {key}: MLflow cannot search for a text with both kinds of quotes, got {value!r}")
     quote = '"' if "'" in value else "'"
-    if "*" in value:
-        return f"tags.`{key}` LIKE {quote}{value.replace('*', '%')}{quote}"
-    return f"tags.`{key}` = {quote}{value}{quote}"
+    operator, text = ("LIKE", value.replace("*", "%")) if "*" in value else ("=", value)
+    return f"{field} {operator} {quote}{text}{quote}"
 
 
 def _tree(info: Info, spans: Sequence[Span]) -> TraceTree:
@@ -204,10 +204,6 @@ def _feedback(assessments: Sequence[Mapping[str, Any]]) -> dict[str, JsonValue]:
     return {assessment["assessment_name"]: assessment["feedback"].get("value") for assessment in ordered}
 
 
-_REPEATED = (names.MLFLOW_INPUTS, names.MLFLOW_OUTPUTS, "mlflow.traceRequestId")
-"""Attributes for which SpanNode has fields of its own."""
-
-
 def _node(span: Span, start_ns: int) -> SpanNode:
     def ms(time: Mapping[str, Any], key: str) -> float:
         return round((_ns(time, key) - start_ns) / 1e6, 3)
@@ -215,19 +211,16 @@ def _node(span: Span, start_ns: int) -> SpanNode:
     code = span.get("status", {}).get("code", "")
     status: Status = "ERROR" if code == "STATUS_CODE_ERROR" else "OK" if code == "STATUS_CODE_OK" else "UNSET"
     attributes = _attributes(span)
+    attributes.pop("mlflow.traceRequestId", None)
     return SpanNode(
         span_id=_hex(span["span_id"]),
         parent_id=_hex(span["parent_span_id"]) if span.get("parent_span_id") else None,
         name=span["name"],
-        kind=kind_of(span["name"]),
-        service=str(attributes.get(names.SERVICE) or ""),
         start_ms=ms(span, "start_time_unix_nano"),
         end_ms=ms(span, "end_time_unix_nano") if span.get("end_time_unix_nano") else None,
         status=status,
         error=span.get("status", {}).get("message", ""),
-        inputs=attributes.get(names.MLFLOW_INPUTS),
-        outputs=attributes.get(names.MLFLOW_OUTPUTS),
-        attributes={key: value for key, value in attributes.items() if key not in _REPEATED},
+        **facts_of(span["name"], attributes),
         events=[
             SpanEvent(name=event["name"], at_ms=ms(event, "time_unix_nano"), attributes=_attributes(event))
             for event in span.get("events", [])

@@ -61,7 +61,7 @@ def head(tree: TraceTree) -> RenderableType:
 
 
 def _facts(tree: TraceTree) -> dict[str, str]:
-    tokens = views.tokens_in(tree)
+    tokens, others = views.tokens_in(tree), views.other_tokens(tree)
     feedback = {key: pretty(value) for key, value in tree.feedback.items()}
     reward = views.reward_of(tree)
     facts = {
@@ -70,6 +70,8 @@ def _facts(tree: TraceTree) -> dict[str, str]:
         **{key: value for key, value in feedback.items() if key != "reward"},
         "stop reason": pretty(views.output_of(tree, "stop_reason")),
         "tokens": f"{tokens.prompt} prompt + {tokens.response} response" if tokens else "",
+        "other models": f"{others.prompt} prompt + {others.response} response tokens" if others else "",
+        "tool calls": str(views.tool_calls(tree) or ""),
         "weights": views.weight_versions(tree),
         "started": f"{tree.started:%Y-%m-%d %H:%M:%S.%f} UTC",
         "duration": milliseconds(tree.duration_ms),

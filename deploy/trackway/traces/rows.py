@@ -24,6 +24,10 @@ class TraceRow(BaseModel):
     """Turns of the model."""
     prompt_tokens: int | None
     response_tokens: int | None
+    tool_calls: int
+    """By our services and by the agent's framework."""
+    other_tokens: views.Tokens | None
+    """Of other models, as the agent's framework recorded them."""
     weight_versions: str
     answer: str
     """The last text of the model; empty without token2text."""
@@ -45,6 +49,8 @@ def row(tree: TraceTree) -> TraceRow:
         turns=len(tree.of_kind("turn")),
         prompt_tokens=tokens.prompt if tokens else None,
         response_tokens=tokens.response if tokens else None,
+        tool_calls=views.tool_calls(tree),
+        other_tokens=views.other_tokens(tree),
         weight_versions=views.weight_versions(tree),
         answer=views.answer_of(tree),
     )

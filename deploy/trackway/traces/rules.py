@@ -92,7 +92,7 @@ def _root_gaps(tree: TraceTree) -> list[str]:
 
 def _count_gaps(tree: TraceTree, expected: Expected) -> list[str]:
     spans = list(tree.spans())
-    counts = Counter(span.kind for span in spans)
+    counts = Counter(span.kind for span in spans if span.service)
     events = {event.name for span in spans for event in span.events}
     repeated = not events.isdisjoint(REPEATING)
     died = "; a process died, and with it the spans it had not exported" if Incident.REPLICA_LOST in events else ""
@@ -118,9 +118,10 @@ def _wrong_services(tree: TraceTree) -> list[str]:
     agent = str(tree.root.attributes.get(names.AGENT_NAME, "")) if tree.root is not None else ""
     by_agent = OF_AGENTS | OF_ENVIRONMENTS if agent.startswith("environment:") else OF_AGENTS
     return [
-        f"{span.name} was made by {span.service or 'no service'}, expected {SERVICE_OF_SPAN[span.kind]}"
+        f"{span.name} was made by {span.service}, expected {SERVICE_OF_SPAN[span.kind]}"
         for span in tree.spans()
-        if span.kind in SERVICE_OF_SPAN
+        if span.service
+        and span.kind in SERVICE_OF_SPAN
         and span.service != SERVICE_OF_SPAN[span.kind]
         and not (span.service == "agent" and span.kind in by_agent)
     ]

@@ -59,6 +59,8 @@ class TraceFilter:
     steps: Steps | None = None
     reward_min: float | None = None
     reward_max: float | None = None
+    span: str = ""
+    """Required name of a span, ours or a framework's. `*` matches any text."""
 
     def matches(self, tree: TraceTree) -> bool:
         """Return whether a trace matches; backends may filter beforehand."""
@@ -66,6 +68,8 @@ class TraceFilter:
         if step is None or (self.steps is not None and step not in self.steps):
             return False
         if not all(fnmatchcase(tree.tags.get(key, ""), _literal(value)) for key, value in self.tags.items()):
+            return False
+        if self.span and not any(fnmatchcase(span.name, _literal(self.span)) for span in tree.spans()):
             return False
         return self._reward_matches(reward_of(tree))
 

@@ -1,10 +1,14 @@
 """A trace independent of its backend: a tree of spans, tags and feedback."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field, JsonValue
+
+from trackway.tracing import attributes as names
+from trackway.tracing import conventions
 
 SERVICE_OF_SPAN = {
     "trajectory": "agent",
@@ -20,6 +24,8 @@ OF_ENVIRONMENTS = frozenset({"execute_tool"})
 
 OF_AGENTS = frozenset({"reward"})
 """Kinds that the agent creates where the reward service is not asked."""
+
+_TEXTS = ((names.INPUTS, names.MLFLOW_INPUTS), (names.OUTPUTS, names.MLFLOW_OUTPUTS))
 
 KINDS = (*SERVICE_OF_SPAN, "train", "optimizer_step")
 """First words of our span names. Any other span is an `operation` of a user's agent loop."""
@@ -54,6 +60,7 @@ class SpanNode(BaseModel):
     kind: str
     """One of KINDS, or `operation`."""
     service: str
+    """Empty for a span that an agent's framework recorded."""
     start_ms: float
     """Milliseconds after the trace's start."""
     end_ms: float | None
@@ -79,6 +86,19 @@ class SpanNode(BaseModel):
         yield self
         for child in self.children:
             yield from child.walk()
+
+    def is_same_call(self, own: "SpanNode") -> bool:
+        """Return whether this span of a framework is a caller's record of a call that we recorded as `own`.
+
+        Ours is below it if the framework sent its context with the call. If not, both overlap, and the tool or the
+        number of prompt tokens is the same.
+        """
+        if any(span.span_id == own.span_id for span in self.walk()):
+            return True
+        known = names.TOOL_NAME if own.kind == "execute_tool" else names.INPUT_TOKENS
+        ends = [math.inf if span.end_ms is None else span.end_ms for span in (self, own)]
+        overlap = self.start_ms <= ends[1] and own.start_ms <= ends[0]
+        return overlap and self.attributes.get(known) == own.attributes.get(known)
 
 
 class TraceTree(BaseModel):
@@ -117,7 +137,16 @@ class TraceTree(BaseModel):
             yield from root.walk()
 
     def of_kind(self, kind: str) -> list[SpanNode]:
-        """The spans of a kind, by start."""
+        """The services' spans of a kind, by start."""
+        return [span for span in self._by_start(kind) if span.service]
+
+    def of_frameworks(self, kind: str) -> list[SpanNode]:
+        """The spans of a kind that agents' frameworks recorded, by start, except records of our services' calls."""
+        own = self.of_kind(kind)
+        others = (span for span in self._by_start(kind) if not span.service)
+        return [span for span in others if not any(map(span.is_same_call, own))]
+
+    def _by_start(self, kind: str) -> list[SpanNode]:
         return sorted((span for span in self.spans() if span.kind == kind), key=lambda span: span.start_ms)
 
 
@@ -130,6 +159,21 @@ def kind_of(name: str) -> str:
     """A span's kind by the first word of its name."""
     first = name.split(" ", 1)[0]
     return first if first in KINDS else "operation"
+
+
+def facts_of(name: str, attributes: Mapping[str, JsonValue]) -> dict[str, Any]:
+    """The kind, service, inputs, outputs and attributes of a SpanNode, from a stored span of ours or a framework's."""
+    foreign = conventions.is_foreign(attributes)
+    rest = conventions.as_our_own(attributes) if foreign else dict(attributes)
+    texts = [(rest.pop(own, None), rest.pop(stored, None)) for own, stored in _TEXTS]
+    inputs, outputs = (own if stored is None or (foreign and own is not None) else stored for own, stored in texts)
+    return {
+        "kind": conventions.work_of(attributes) if foreign else kind_of(name),
+        "service": str(attributes.get(names.SERVICE) or ""),
+        "inputs": inputs,
+        "outputs": outputs,
+        "attributes": rest,
+    }
 
 
 def assemble(spans: Iterable[SpanNode]) -> list[SpanNode]:

@@ -97,6 +97,18 @@ def tokens_in(tree: TraceTree) -> Tokens | None:
     return Tokens(prompt=counts[0][0], response=sum(counts[-1]) - counts[0][0])
 
 
+def tool_calls(tree: TraceTree) -> int:
+    """The number of tool calls, by our services and by the agent's framework."""
+    return len(tree.of_kind("execute_tool")) + len(tree.of_frameworks("execute_tool"))
+
+
+def other_tokens(tree: TraceTree) -> Tokens | None:
+    """Tokens of the generations that only the agent's framework recorded, by other models; None without any."""
+    counts = [count for chat in tree.of_frameworks("chat") if (count := tokens_of(chat))]
+    prompt, response = (sum(count[side] for count in counts) for side in (0, 1))
+    return Tokens(prompt=prompt, response=response) if counts else None
+
+
 def weight_version(span: SpanNode) -> str:
     """The weight versions of a generation: `3`, or `3,4` if they changed during it; empty if unknown."""
     return str(span.attributes.get(names.WEIGHT_VERSION, ""))

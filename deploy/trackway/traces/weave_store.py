@@ -14,7 +14,7 @@ from pydantic import JsonValue
 
 from trackway.system.user_error import UserError
 from trackway.traces.store import Steps, TraceFilter
-from trackway.traces.tree import SpanEvent, SpanLink, SpanNode, State, TraceTree, assemble, hex_id, kind_of
+from trackway.traces.tree import SpanEvent, SpanLink, SpanNode, State, TraceTree, assemble, facts_of, hex_id
 from trackway.traces.views import field_of, number
 from trackway.tracing import attributes as names
 
@@ -152,15 +152,11 @@ def _node(span: Span, start: datetime) -> SpanNode:
         span_id=span["context"]["span_id"],
         parent_id=span.get("parent_id"),
         name=span["name"],
-        kind=kind_of(span["name"]),
-        service=str(attributes.get(names.SERVICE, "")),
         start_ms=_ms(_when(span["start_time"]), start),
         end_ms=_ms(_when(end), start) if end else None,
         status="ERROR" if code == "ERROR" else "OK" if code == "OK" else "UNSET",
         error=str((span.get("status") or {}).get("message") or ""),
-        inputs=attributes.pop(names.MLFLOW_INPUTS, None),
-        outputs=attributes.pop(names.MLFLOW_OUTPUTS, None),
-        attributes=attributes,
+        **facts_of(span["name"], attributes),
         events=[_event(event, start) for event in span.get("events") or []],
         links=[_link(link) for link in span.get("links") or []],
     )

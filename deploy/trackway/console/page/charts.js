@@ -5,7 +5,7 @@ import { h, number, tip, hideTip } from "./dom.js";
 const LEFT = 46, RIGHT = 10, TOP = 10, BOTTOM = 22;
 /** Least height of an axis of rewards, in which a change of -0.007 looks as small as it is. */
 export const REWARDS = 0.2;
-const COLOURS = { gen: 0, model: 0, rollout: 0, tools: 1, update_actor: 2, scorer: 3, reward: 3, update_weights: 4, testing: 6, save_checkpoint: 7, values: 8, update_critic: 9 };
+const COLOURS = { gen: 0, model: 0, rollout: 0, chat: 0, tools: 1, execute_tool: 1, update_actor: 2, scorer: 3, reward: 3, update_weights: 4, testing: 6, save_checkpoint: 7, values: 8, update_critic: 9 };
 
 /** Class with the colour of a phase of a step, an activity of a rollout or a service: the same on every page, grey for others. */
 export const colour = (name) => `p${COLOURS[name] ?? 5}`;

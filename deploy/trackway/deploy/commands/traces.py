@@ -135,6 +135,7 @@ def traces_list(
     experiment_name: Experiment = None,
     outcome: Annotated[str | None, typer.Option(help="ok, retried, aborted, 'error:*', ...")] = None,
     tag: Annotated[list[str] | None, typer.Option(help="key=value, where * matches any text; repeatable.")] = None,
+    span: Annotated[str, typer.Option(help="Name of a span, a framework's too, where * matches any text.")] = "",
     reward_min: Annotated[float | None, typer.Option(help="Minimum reward.")] = None,
     reward_max: Annotated[float | None, typer.Option(help="Maximum reward.")] = None,
     kind: Annotated[TraceKind, typer.Option(help="Trajectories or training steps.")] = TraceKind.TRAJECTORY,
@@ -158,7 +159,7 @@ def traces_list(
     }
     tags = {key: str(value) for key, value in named.items() if value is not None}
     steps = None if step is None else Steps.parse(step)
-    wanted = TraceFilter(kind, {**tags, **tags_of(tag or [])}, steps, reward_min, reward_max)
+    wanted = TraceFilter(kind, {**tags, **tags_of(tag or [])}, steps, reward_min, reward_max, span)
     store = open_store(backend, outputs, project, mlflow_uri)
     matches = [rows.row(tree) for tree in islice(store.search(wanted), limit + 1)]
     if not matches and experiment_name is not None:

@@ -160,8 +160,8 @@ function spans(visit, trace) {
       const page = await busy(visit.get("spans", { run: visit.parameters.run, trace }));
       const end = Math.max(...page.spans.map((span) => span.start + (span.seconds ?? 0))) || 1;
       box.replaceChildren(h("ol", { tabindex: 0, "aria-label": "Spans" }, page.spans.map((span) => h("li", { class: span.error ? "bad-text" : null },
-        h("span", { class: "clip", style: { "padding-left": `${span.depth * 10}px` }, title: span.error || span.name }, visible(span.name)),
-        h("span", { class: "lane" }, h("i", { class: colour(span.service), style: { left: `${(span.start / end) * 100}%`, width: `max(2px, ${((span.seconds ?? 0) / end) * 100}%)` } })),
+        h("span", { class: "clip", style: { "padding-left": `${span.depth * 10}px` }, title: span.error || span.name }, visible(span.name), span.about && h("span", { class: "dim" }, ` ${visible(span.about)}`)),
+        h("span", { class: "lane" }, h("i", { class: colour(span.service || span.kind), style: { left: `${(span.start / end) * 100}%`, width: `max(2px, ${((span.seconds ?? 0) / end) * 100}%)` } })),
         h("b", {}, span.seconds === null ? "open" : seconds(span.seconds))))), page.total > page.spans.length && h("p", { class: "dim small" }, `the first ${page.spans.length} of ${page.total} spans`) || "");
     } catch (error) {
       if (!visit.signal.aborted) box.replaceChildren(h("p", { class: "note bad" }, visible(error.message)));
