@@ -219,7 +219,14 @@ def _kill(child: int) -> None:
 def _in_fork(module: Module, code: str | None, modules_file: Path | None) -> int:
     if code is not None:
         _replace(Path(module.path).resolve(), code)
-    unused = ("cacheprovider", "schemathesis", "hypothesispytest", "xdist", "tests.optional_programs")
+    unused = (
+        "cacheprovider",
+        "schemathesis",
+        "hypothesispytest",
+        "xdist",
+        "tests.optional_programs",
+        "tests.record_durations",
+    )
     own = [word for name in unused for word in ("-p", f"no:{name}")]
     ignored = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     keywords = ["-k", module.keywords] if module.keywords else []
