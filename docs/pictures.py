@@ -84,7 +84,7 @@ def console(outputs: Path) -> None:
     run = next(outputs.glob("*/state.json")).parent.name
     step = f"run={run}&step=1"
     rollout = f"{step}&sample={right['tags']['sample_index']}&rollout={right['tags']['rollout_n']}"
-    views = {"step": (f"#/step?{step}", 1060), "trajectory": (f"#/trajectory?{rollout}", 900)}
+    views = {"step": (f"#/step?{step}", 1060), "trajectory": (f"#/trajectory?{rollout}", 1010)}
     url = f"http://127.0.0.1:{(port := free_port())}"
     words = ["console", "--outputs", str(outputs), "--port", str(port)]
     with subprocess.Popen([sys.executable, "-m", "trackway.deploy.cli", *words]) as server, chromium() as browser:

@@ -179,7 +179,7 @@ function rewards({ reward, ground_truth: truth, tool_rewards: tools }) {
     known, reward.answer === undefined || reward.answer === null ? null : ["answer", h("code", {}, visible(reward.answer))],
     ...components(false),
     ...(reward.turn_scores ?? []).map((value, index) => [`of turn ${index + 1}`, number(value, 4)]),
-  ]), (tools.length > 0 || components(true).length > 0) && [h("p", { class: "dim small" }, "From the tools; the scorer decides whether they count:"),
+  ]), (tools.length > 0 || components(true).length > 0) && [h("p", { class: "dim small" }, "Rewards of the tools, which a scorer may use:"),
     facts([...components(true), tools.length ? ["of each call", tools.map((value) => number(value)).join(", ")] : null])]);
 }
 
