@@ -24,6 +24,8 @@ from trackway.system import atomic_write
 from trackway.trainer.delivery.jobs import BACKOFF, Later
 
 Value = float | str
+GROUND_TRUTH = "ground_truth"
+"""Name of the value that MLflow keeps as an expectation."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=ConfigDict(ser_json_inf_nan="strings"))

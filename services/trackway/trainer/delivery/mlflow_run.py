@@ -34,7 +34,7 @@ from pydantic import BaseModel, Field, JsonValue
 from trackway.system import atomic_write
 from trackway.trainer.config import RunConfig
 from trackway.trainer.config.compose import leaves
-from trackway.trainer.delivery.feedback_queue import Assessment, FeedbackQueue, Sent, Value
+from trackway.trainer.delivery.feedback_queue import GROUND_TRUTH, Assessment, FeedbackQueue, Sent, Value
 from trackway.trainer.delivery.jobs import Later, Refused, only_sender
 from trackway.trainer.delivery.mlflow_api import Metric, MlflowApi, NotThere, Unreachable
 from trackway.trainer.run_state.folder import RunFolder
@@ -112,6 +112,8 @@ class MlflowFeedback:
         """Send the values, and remove the assessment from `sent.left` unless its trace has not arrived."""
         trace_id = assessment.trace_id
         for name, value in assessment.values.items():
+            if name == GROUND_TRUTH and "fate" in assessment.values:
+                continue  # a request more for each trajectory of the training; validations have few
             try:
                 self._api.assess(trace_id, assessment_body(trace_id, name, value))
             except NotThere as error:
@@ -148,7 +150,7 @@ def assessment_body(trace_id: str, name: str, value: Value) -> dict[str, JsonVal
         "source": {"source_type": "CODE", "source_id": "trackway.trainer"},
         "create_time": now,
         "last_update_time": now,
-        "feedback": {"value": value if is_number else str(value)},
+        "expectation" if name == GROUND_TRUTH else "feedback": {"value": value if is_number else str(value)},
     }
 
 

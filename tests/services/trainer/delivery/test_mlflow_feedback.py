@@ -17,7 +17,7 @@ from trackway.trainer.delivery.jobs import Later
 from trackway.trainer.delivery.mlflow_api import ASSESSMENTS, MlflowApi
 from trackway.trainer.delivery.mlflow_run import MlflowFeedback, assessment_body
 from trackway.trainer.learner.filtering import FilteredBatch, TrainStatus
-from trackway.trainer.traces.feedback import training_feedback
+from trackway.trainer.traces.feedback import training_feedback, validation_feedback
 
 STEP = [Assessment("t" * 32, "a" * 16, {"reward": 1.0, "fate": "used"})]
 NOT_ARRIVED = (404, "RESOURCE_DOES_NOT_EXIST: no such trace")
@@ -176,6 +176,23 @@ def test_a_local_server_takes_many_values_at_once(serving, queue: FeedbackQueue)
     ]
 
 
+def test_a_ground_truth_is_an_expectation_and_costs_no_request_of_a_trained_trajectory(serving, queue: FeedbackQueue):
+    server = Server()
+    queue.push([Assessment("t" * 32, "", {"reward": 1.0, "fate": "used", "ground_truth": "42"})])
+    queue.push([Assessment("v" * 32, "", {"reward": 1.0, "ground_truth": "42"})])
+    with serving(server.app()) as uri:
+        lost = send(queue, uri)
+
+    sent = [(trace[3], body["assessment_name"], body.get("expectation")) for trace, body in server.received]
+    assert sent == [
+        ("t", "reward", None),
+        ("t", "fate", None),
+        ("v", "reward", None),
+        ("v", "ground_truth", {"value": "42"}),
+    ]
+    assert "feedback" not in server.received[-1][1] and lost == []
+
+
 @pytest.fixture(scope="module", params=["MLflow's own server", "a local database"])
 def server_uri(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A real server."""
@@ -215,6 +232,30 @@ def test_a_real_server_keeps_each_value_once_and_finds_traces_by_it(
     assert found("feedback.fate = 'used'") == set(ids[:2])
     assert found("feedback.fate = 'dropped_failed'") == {ids[2]}
     assert found("feedback.advantage > 0") == {ids[0]}
+
+
+@pytest.mark.slow
+def test_a_real_server_finds_traces_by_their_ground_truth(
+    request: pytest.FixtureRequest, server_uri: str, traced_services, queue: FeedbackQueue
+):
+    from mlflow import MlflowClient
+
+    client = MlflowClient(server_uri)
+    experiment = client.create_experiment(f"feedback-{uuid.uuid4().hex}")
+    services = traced_services(server_uri, experiment)
+    made = [services.trajectory(1, n).model_copy(update={"ground_truth": "42"}) for n in range(2)]
+    services.close()
+    queue.push(training_feedback(FilteredBatch(made[:1], [TrainStatus.USED]), [0.7]))
+    queue.push(validation_feedback(made[1:]))
+    lost = send(queue, server_uri)
+
+    filter_string = "expectation.ground_truth = '42'"
+    found = client.search_traces(locations=[experiment], filter_string=filter_string)
+    is_local = request.node.callspec.params["server_uri"] == "a local database"
+    expected = made if is_local else made[1:]
+    assert {trace.info.trace_id for trace in found} == {f"tr-{trajectory.trace_id}" for trajectory in expected}
+    [truth] = [stored for stored in found[0].info.assessments or [] if stored.expectation]
+    assert (truth.name, truth.expectation.value, lost) == ("ground_truth", "42", [])
 
 
 @pytest.mark.slow

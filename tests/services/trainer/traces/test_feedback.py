@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from trackway.trainer.learner.filtering import FilteredBatch, TrainStatus
 from trackway.trainer.traces.feedback import Assessment, training_feedback, validation_feedback
-from trackway.wire.trajectory import Trajectory
+from trackway.wire.trajectory import MAX_ANSWER, Trajectory
 
 Rollout = Callable[..., Trajectory]
 
@@ -37,6 +37,20 @@ def test_a_validation_has_rewards_only_and_nothing_for_the_failed(rollout: Rollo
     made = validation_feedback([traced(rollout, 0), traced(rollout, 1, None), rollout(0, 2, 1.0)])
 
     assert values(made) == {"t0": {"reward": 1.0}}
+
+
+def test_a_ground_truth_goes_with_the_rest_unless_it_is_longer_than_an_answer(rollout: Rollout):
+    short, long = (
+        traced(rollout, n, ground_truth="4" * length) for n, length in enumerate((MAX_ANSWER, MAX_ANSWER + 1))
+    )
+    statuses = [TrainStatus.USED, TrainStatus.STALE]
+
+    assert values(validation_feedback([short, long])) == {
+        "t0": {"reward": 1.0, "ground_truth": "4" * MAX_ANSWER},
+        "t1": {"reward": 1.0},
+    }
+    trained = values(training_feedback(FilteredBatch([short, long], statuses), [0.5]))
+    assert [made.get("ground_truth") for made in trained.values()] == ["4" * MAX_ANSWER, None]
 
 
 def test_an_advantage_that_is_no_number_is_sent_by_its_name(rollout: Rollout):
