@@ -84,6 +84,11 @@ class SpanHandle:
         """Set the reasons why generation ended."""
         self._span.set_attribute(names.FINISH_REASONS, list(reasons))
 
+    def stop_sequences(self, stops: Sequence[str]) -> None:
+        """Set the texts that end the generation."""
+        if stops:
+            self._span.set_attribute(names.STOP_SEQUENCES, [well_formed(stop) for stop in stops])
+
     def weight_versions(self, spans: Sequence[WeightSpan]) -> None:
         """Set the weight version that generated the text, or `3,4` when weights changed during generation."""
         versions = ",".join(str(span.version) for span in spans)

@@ -9,7 +9,7 @@ from prometheus_client import Counter, Gauge
 from trackway.agent.context import AgentContext
 from trackway.agent.loop import AgentLoop, agent_loop
 from trackway.agent.waits import RolloutWaits, current_rollout
-from trackway.serving.metrics import Collectors
+from trackway.serving.metrics import Collectors, OperationDuration
 from trackway.serving.user_code import contained
 from trackway.wire.agent import GroupRequest, GroupWaits
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -33,7 +33,10 @@ class Groups:
         )
         running = Gauge("trackway_trajectories_running", "Trajectories that run or wait for a slot", registry=None)
         running.set_function(lambda: self.running)
-        self.metrics = Collectors(running, self._ended)
+        self._duration = OperationDuration(
+            "invoke_agent", "invoke_agent", "Duration of trajectories in seconds", "gen_ai_agent_name"
+        )
+        self.metrics = Collectors(running, self._ended, self._duration)
         """An outcome is a stop reason, an error code, or `aborted`."""
         self._closed = False
 
@@ -130,7 +133,13 @@ class Groups:
             self._ended.labels("validation" if request.validation else "training", outcome).inc()
 
     async def _lived(self, loop: MakeLoop, request: GroupRequest, rollout_n: int) -> Trajectory:
-        return await loop(self._services).run(request, rollout_n)
+        agent, started, error_type = loop(self._services), time.perf_counter(), "aborted"
+        try:
+            trajectory = await agent.run(request, rollout_n)
+            error_type = trajectory.error.code.value if trajectory.error else ""
+            return trajectory
+        finally:
+            self._duration.observe(time.perf_counter() - started, error_type, agent.agent_name)
 
 
 def _is_cancelled() -> bool:

@@ -1,8 +1,7 @@
 """Metrics of an engine and its weights."""
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from prometheus_client import Counter, Histogram
 
@@ -11,12 +10,11 @@ from trackway.rollout.classifiers.protocol import Classifier
 from trackway.rollout.engines.protocol import Engine, EngineStats
 from trackway.rollout.engines.weight_proof import Judgement
 from trackway.serving import Gauge
-from trackway.serving.metrics import Collectors
+from trackway.serving.metrics import Collectors, OperationDuration
 from trackway.tracing.attributes import PROVIDER_NAME
-from trackway.wire.errors import TrackwayError
 from trackway.wire.weights import Verdict
 
-_INFERENCE_BUCKETS_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+_BUCKETS_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 """Advised by the GenAI conventions."""
 
 
@@ -24,13 +22,17 @@ class InferenceMetrics(Collectors):
     """Durations and tokens of generations, under the names of the GenAI conventions."""
 
     def __init__(self, model: str) -> None:
-        labels = ["gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model"]
+        of_the_model = ("gen_ai_provider_name", "gen_ai_request_model")
+        labels = ["gen_ai_operation_name", *of_the_model]
         self._own = ("chat", PROVIDER_NAME, model)
-        self._seconds = Histogram(
-            "gen_ai_client_inference_duration_seconds",
-            "Duration of generations in seconds",
-            [*labels, "error_type"],
-            buckets=_INFERENCE_BUCKETS_S,
+        self._duration = OperationDuration(
+            "chat", "client_inference", "Duration of generations in seconds", *of_the_model, buckets=_BUCKETS_S
+        )
+        self._first_chunk = Histogram(
+            "gen_ai_client_inference_time_to_first_chunk_seconds",
+            "Time to the first tokens of streamed generations in seconds",
+            labels,
+            buckets=_BUCKETS_S,
             registry=None,
         )
         self._tokens = [
@@ -41,19 +43,15 @@ class InferenceMetrics(Collectors):
                 ("cache_read_input_tokens", "Prompt tokens from the cache"),
             )
         ]
-        super().__init__(self._seconds, *self._tokens)
+        super().__init__(self._duration, self._first_chunk, *self._tokens)
 
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Around one generation; `error_type` is empty when it succeeds."""
-        started, error_type = time.perf_counter(), ""
-        try:
-            yield
-        except BaseException as error:
-            error_type = error.code.value if isinstance(error, TrackwayError) else type(error).__name__
-            raise
-        finally:
-            self._seconds.labels(*self._own, error_type).observe(time.perf_counter() - started)
+    def timed(self) -> AbstractContextManager[None]:
+        """Around one generation."""
+        return self._duration.timed(*self._own[1:])
+
+    def first_chunk(self, seconds: float) -> None:
+        """Add the time to the first tokens of a streamed generation."""
+        self._first_chunk.labels(*self._own).observe(seconds)
 
     def count(self, *tokens: int) -> None:
         """Add the prompt, generated and cached tokens of a generation."""

@@ -100,8 +100,9 @@ class RolloutService:
         """As `generate`, in pieces; closing the iterator aborts the generation."""
         self.served(request.model)
         self._supports(request.sampling_params)
-        collector = Collector()
+        collector, began = Collector(), time.perf_counter()
         with self.inference.timed(), chat_span(self._settings.model_name, request.sampling_params) as span:
+            span.set(names.STREAM, True)
             await self._catch_up(request.min_weight_version)
             request_id = request.request_id or uuid.uuid4().hex
             span.set(names.RESPONSE_ID, request_id)
@@ -109,6 +110,9 @@ class RolloutService:
             try:
                 async with aclosing(pieces):
                     async for piece in pieces:
+                        if piece.token_ids and not collector.token_ids:
+                            span.set(names.FIRST_CHUNK, waited := time.perf_counter() - began)
+                            self.inference.first_chunk(waited)
                         collector.add(piece)
                         yield piece
             except GeneratorExit:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import chain
 from typing import NamedTuple
@@ -77,6 +78,39 @@ class Collectors(Collector):
 def seconds_histogram(name: str, description: str, label: str) -> Histogram:
     """A histogram of durations by one label, in no registry yet."""
     return Histogram(name, description, [label], buckets=_BUCKETS_S, registry=None)
+
+
+class OperationDuration(Collectors):
+    """Durations of an operation of the GenAI conventions, under its name there; `error_type` is empty for a success."""
+
+    def __init__(
+        self, operation: str, name: str, description: str, *labels: str, buckets: Sequence[float] = _BUCKETS_S
+    ) -> None:
+        self._operation = operation
+        self._seconds = Histogram(
+            f"gen_ai_{name}_duration_seconds",
+            description,
+            ["gen_ai_operation_name", *labels, "error_type"],
+            buckets=buckets,
+            registry=None,
+        )
+        super().__init__(self._seconds)
+
+    def observe(self, seconds: float, error_type: str, *values: str) -> None:
+        """Add one operation, with the values of the labels."""
+        self._seconds.labels(self._operation, *values, error_type).observe(seconds)
+
+    @contextmanager
+    def timed(self, *values: str) -> Iterator[None]:
+        """Around one operation."""
+        started, error_type = time.perf_counter(), ""
+        try:
+            yield
+        except BaseException as error:
+            error_type = error.code.value if isinstance(error, TrackwayError) else type(error).__name__
+            raise
+        finally:
+            self.observe(time.perf_counter() - started, error_type, *values)
 
 
 class _Target(Collector):

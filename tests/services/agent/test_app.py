@@ -129,6 +129,12 @@ async def test_trajectories_are_counted_by_kind_and_outcome(services: AgentServi
         'trackway_trajectories_total{kind="validation",outcome="answered"} 1.0',
         "trackway_trajectories_running 0.0",
     }
+    name = "gen_ai_invoke_agent_duration_seconds_count"
+    labels = 'gen_ai_agent_name="tool_agent",gen_ai_operation_name="invoke_agent"'
+    assert {line for line in lines if line.startswith(name)} == {
+        f'{name}{{error_type="",{labels}}} 3.0',
+        f'{name}{{error_type="invalid_request",{labels}}} 1.0',
+    }
 
 
 @pytest.mark.anyio

@@ -59,8 +59,15 @@ async def test_the_generation_is_in_its_callers_trace_and_counted(running: Runni
         inject(headers)
     async with running(create_app(settings, tracing=tracing)) as client:
         *_, last = await pieces(client, PROMPT, **headers)
+        lines = (await client.get("/metrics")).text.splitlines()
         tracing.flush(5.0)
         [span] = [span for span in exporter.get_finished_spans() if span.name == "chat tiny"]
 
     assert span.context is not None and f"{span.context.trace_id:032x}" == headers["traceparent"][3:35]
     assert last.receipt.startswith("bytes=")
+    shown = span.attributes or {}
+    first, took_ns = shown["gen_ai.response.time_to_first_chunk"], (span.end_time or 0) - (span.start_time or 0)
+    assert shown["gen_ai.request.stream"] is True
+    assert isinstance(first, float) and 0 < first < took_ns / 1e9
+    own = 'gen_ai_operation_name="chat",gen_ai_provider_name="trackway",gen_ai_request_model="tiny"'
+    assert f"gen_ai_client_inference_time_to_first_chunk_seconds_count{{{own}}} 1.0" in lines

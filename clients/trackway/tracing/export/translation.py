@@ -32,7 +32,14 @@ _KINDS: dict[SpanKind, tuple[str, str, str | None]] = {
 }
 """MLflow's span type, the kind of Weave and OpenInference, the GenAI operation."""
 
-_GEN_AI_ALONE = (names.TOOL_DEFINITIONS, names.SEED, names.RESPONSE_ID)
+_GEN_AI_ALONE = (
+    names.TOOL_DEFINITIONS,
+    names.SEED,
+    names.RESPONSE_ID,
+    names.STREAM,
+    names.STOP_SEQUENCES,
+    names.FIRST_CHUNK,
+)
 """Attributes that MLflow and Weave's calls do not read, left out to save bytes."""
 
 

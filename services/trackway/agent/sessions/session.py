@@ -37,11 +37,11 @@ from trackway.model_api.sse import Failed
 from trackway.model_api.stream_decoder import Delta
 from trackway.serving.auth import RawHeaders
 from trackway.serving.user_code import own_context
-from trackway.tracing import inject, turn_span
+from trackway.tracing import inject, set_tools, turn_span
 from trackway.tracing.attributes import COMPACTED
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.openai.requests import ChatMessage, ChatRequest, CompletionRequest, SampledRequest
+from trackway.wire.openai.requests import ChatMessage, ChatRequest, ChatTool, CompletionRequest, SampledRequest
 from trackway.wire.openai.response_requests import InputItem, InputItemReference
 from trackway.wire.rollout import (
     GenerateChoice,
@@ -196,6 +196,8 @@ class Session:
         """The items of these responses, by their ids."""
         self._conversations = Conversations()
         self._turns = itertools.count()
+        self._offered: list[ChatTool] = []
+        """The tools of the last chat call, whose definitions are on its span."""
         self._generating: set[asyncio.Task[Any]] = set()
         self._budget = TokenBudget(bounds.max_tokens)
         self._sampled_nodes: dict[str, list[GraphNode]] = {}
@@ -533,7 +535,7 @@ class Session:
         except TimeoutError:
             return WaitingStream(lambda: self._respond(call, asked, builder, prompts, most, record), builder.failed)
         jobs = jobs_of(builder.id, [prompt.ids for prompt in prompts], asked, max_tokens, self.tokenizer)
-        model = SessionModel(self, min(prompt.shown for prompt in prompts), trace.get_current_span())
+        model = SessionModel(self, min(prompt.shown for prompt in prompts), trace.get_current_span(), asked)
         context = self._context.copy()
         return await respond(call.request, model, builder, jobs, stream=call.stream, record=record, context=context)
 
@@ -664,6 +666,7 @@ class Session:
         request: GenerateRequest,
         shown: int,
         caller: trace.SpanContext,
+        asked: SampledRequest,
         told: Callable[[GeneratePiece], None] | None = None,
         enough: asyncio.Event | None = None,
     ) -> GenerateReply:
@@ -675,7 +678,7 @@ class Session:
         assert task is not None
         self._generating.add(task)
         try:
-            return await self._generated(request, shown, caller, told, enough)
+            return await self._generated(request, shown, caller, asked, told, enough)
         except TrackwayError as error:
             self.failed = error
             raise
@@ -691,12 +694,13 @@ class Session:
         request: GenerateRequest,
         shown: int,
         caller: trace.SpanContext,
+        asked: SampledRequest,
         told: Callable[[GeneratePiece], None] | None,
         enough: asyncio.Event | None,
     ) -> GenerateReply:
-        asked = request.sampling_params
+        chosen = request.sampling_params
         params = self.episode.request.sampling_params.model_copy(
-            update={name: getattr(asked, name) for name in _OF_THE_CALL}
+            update={name: getattr(chosen, name) for name in _OF_THE_CALL}
         )
         turn = next(self._turns)
         part = TurnEpisode.of(self.episode, turn, request.token_ids, params)
@@ -712,6 +716,10 @@ class Session:
         with self._below(caller), turn_span(turn) as span:
             if turn and not shown:  # the agent shortened its conversation, or began another
                 span.set(COMPACTED, True)
+            span.stop_sequences(asked.stop)
+            if isinstance(asked, ChatRequest) and asked.tools != self._offered:
+                self._offered = asked.tools
+                set_tools(asked.tools)
             try:
                 reason = await self._generate(part, None if told is None else counted)
             except asyncio.CancelledError:
@@ -737,24 +745,25 @@ class Session:
 class SessionModel:
     """The model of a session, as model_api generates with it, in tasks of the session's context.
 
-    `shown` prompt tokens were shown before; `caller` is the span of the call.
+    `shown` prompt tokens were shown before; `caller` is the span of the call; `asked` is its body.
     """
 
-    def __init__(self, session: Session, shown: int, caller: trace.Span) -> None:
+    def __init__(self, session: Session, shown: int, caller: trace.Span, asked: SampledRequest) -> None:
         self._session = session
+        self._asked = asked
         self._shown = shown
         self._caller = caller.get_span_context()
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         """The whole continuation."""
-        return await self._session.generate(request, self._shown, self._caller)
+        return await self._session.generate(request, self._shown, self._caller, self._asked)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[GeneratePiece]:
         """The tokens as they come; closing the iterator ends the generation, as a stop string does."""
         pieces: asyncio.Queue[GeneratePiece | None] = asyncio.Queue()
         enough = asyncio.Event()
         generating = asyncio.create_task(
-            self._session.generate(request, self._shown, self._caller, pieces.put_nowait, enough)
+            self._session.generate(request, self._shown, self._caller, self._asked, pieces.put_nowait, enough)
         )
         generating.add_done_callback(lambda _: pieces.put_nowait(None))
         try:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from prometheus_client import Counter, Gauge
 from pydantic import JsonValue
 
-from trackway.serving.metrics import Collectors, seconds_histogram
+from trackway.serving.metrics import Collectors, OperationDuration
 from trackway.serving.user_code import run_user_code
 from trackway.tools.base import BaseTool, ToolLimits, ToolSource, session_scope
 from trackway.tools.core.instances import Event, Instance, InstanceTable
@@ -35,17 +35,19 @@ class ToolCalls(Collectors):
 
     def __init__(self, instances: Sized) -> None:
         self._calls = Counter("trackway_tool_calls", "Calls by tool and result", ["tool", "result"], registry=None)
-        self._seconds = seconds_histogram("trackway_tool_seconds", "Duration of tool calls in seconds", "tool")
+        self._duration = OperationDuration(
+            "execute_tool", "execute_tool", "Duration of tool calls in seconds", "gen_ai_tool_name"
+        )
         count = Gauge("trackway_tool_instances", "Tool instances that exist", registry=None)
         count.set_function(lambda: len(instances))
-        super().__init__(self._calls, self._seconds, count)
+        super().__init__(self._calls, self._duration, count)
 
     @contextmanager
     def one(self, tool: str) -> Iterator[None]:
         """Around one call. Its result is `ok`, an error's code, or `cancelled` when its caller left."""
         result = "internal"
         try:
-            with self._seconds.labels(tool).time():
+            with self._duration.timed(tool):
                 yield
             result = "ok"
         except TrackwayError as error:

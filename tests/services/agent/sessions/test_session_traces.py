@@ -1,5 +1,6 @@
 """The trace of a session: what opened it, its calls, and the tools that its agent calls itself."""
 
+import json
 from typing import Literal
 
 import httpx
@@ -103,6 +104,19 @@ async def test_a_call_that_continues_no_earlier_one_is_a_compacted_conversation(
 
     turns = {span.name: span.attributes or {} for span in services.spans() if span.name.startswith("turn ")}
     assert [turns[name].get("gen_ai.conversation.compacted") for name in ("turn 0", "turn 1")] == [None, True]
+
+
+async def test_a_call_shows_its_stop_sequences_and_tools_that_were_not_offered_before(services: AgentServices) -> None:
+    access = await opened(services, ANSWER, ANSWER, ANSWER, trace=True)
+    tools = [{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}]
+    await chat(services, access, QUESTION, stop=["</s>", "END"], tools=tools)
+    await chat(services, access, QUESTION, tools=tools)
+    await chat(services, access, QUESTION)
+    await ended(services, access)
+
+    turns = [dict(span.attributes or {}) for span in services.spans() if span.name.startswith("turn ")]
+    assert [turn.get("gen_ai.request.stop_sequences") for turn in turns] == [("</s>", "END"), None, None]
+    assert [json.loads(str(turn.get("gen_ai.tool.definitions", "null"))) for turn in turns] == [tools, None, None]
 
 
 async def test_a_call_with_a_span_of_the_sessions_trace_joins_it(services: AgentServices) -> None:

@@ -20,4 +20,6 @@ async def test_calls_are_counted_by_tool_and_result_and_instances_while_they_liv
         'trackway_tool_calls_total{result="invalid_request",tool="calculator"} 2.0',
         "trackway_tool_instances 1.0",
     }
-    assert 'trackway_tool_seconds_count{tool="calculator"} 4.0' in lines
+    duration = 'gen_ai_execute_tool_duration_seconds_count{error_type="%s",gen_ai_operation_name="execute_tool",'
+    for error_type in ("", "invalid_request"):
+        assert duration % error_type + 'gen_ai_tool_name="calculator"} 2.0' in lines
