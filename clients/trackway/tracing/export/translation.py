@@ -7,8 +7,10 @@ MLflow reads `mlflow.*`, and would store `gen_ai.*` messages a second time. Weav
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.util.types import AttributeValue
 from pydantic import JsonValue
@@ -47,6 +49,9 @@ def translated(span: ReadableSpan, readers: Sequence[TraceBackend]) -> ReadableS
     """The span as these backends read it."""
     own = dict(span.attributes or {})
     kind = SpanKind(str(own.pop(names.KIND, SpanKind.OPERATION)))
+    resource = span.resource
+    if tuple(readers) == (TraceBackend.OTLP,):  # MLflow makes tags of a resource, which each service would overwrite
+        resource = _resource(str(own.pop(names.SERVICE, "")), own.pop(names.PROCESS, 0))
     attributes: Attributes = {}
     for reader in readers:
         attributes |= _TRANSLATIONS[reader](own, kind)
@@ -55,7 +60,7 @@ def translated(span: ReadableSpan, readers: Sequence[TraceBackend]) -> ReadableS
         name=f"invoke_agent {own.get(names.AGENT_NAME)}" if is_agent else span.name,
         context=span.context,
         parent=span.parent,
-        resource=span.resource,
+        resource=resource,
         attributes=attributes,
         events=span.events,
         links=span.links,
@@ -65,6 +70,12 @@ def translated(span: ReadableSpan, readers: Sequence[TraceBackend]) -> ReadableS
         end_time=span.end_time,
         instrumentation_scope=span.instrumentation_scope,
     )
+
+
+@lru_cache(maxsize=64)
+def _resource(service: str, process: AttributeValue) -> Resource:
+    """The service and process of a batch's spans, sent once."""
+    return Resource({"service.namespace": "trackway", "service.name": service, "process.pid": process})
 
 
 def _renamed(
@@ -127,10 +138,11 @@ def _weave(own: Attributes, kind: SpanKind) -> Attributes:
 def _gen_ai(own: Attributes, kind: SpanKind) -> Attributes:
     attributes = dict(own)
     _, openinference, operation = _KINDS[kind]
-    attributes[names.OPENINFERENCE_KIND] = openinference.upper()
     if names.TRAJECTORY_ID in attributes:
         attributes[names.CONVERSATION_ID] = attributes.pop(names.TRAJECTORY_ID)
-    if operation is not None:
+    if operation is None:  # Phoenix reads the others' kind from their operation
+        attributes[names.OPENINFERENCE_KIND] = openinference.upper()
+    else:
         attributes[names.OPERATION] = operation
     if kind is SpanKind.TOOL:
         attributes[names.TOOL_TYPE] = "function"
@@ -196,7 +208,7 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _loaded(text: object) -> JsonValue:

@@ -1,6 +1,7 @@
 """What MLflow, Weave's calls and a GenAI backend get of the same spans: each fact once, under the names it reads."""
 
 import json
+import os
 from collections.abc import Mapping
 
 import pytest
@@ -136,9 +137,19 @@ def test_every_span_names_its_trajectory_and_agent_in_every_process(spans: Mappi
     shown = [attributes(span, GEN_AI) for span in trajectory]
     assert {span["gen_ai.conversation.id"] for span in shown} == {"run/3/7/1"}
     assert {span["gen_ai.agent.name"] for span in shown} == {"tool_agent"}
-    kinds = [span["openinference.span.kind"] for span in shown]
-    assert kinds == ["AGENT", "CHAIN", "LLM", "TOOL", "EVALUATOR"]
+    kinds = [span.get("gen_ai.operation.name", span.get("openinference.span.kind")) for span in shown]
+    assert kinds == ["invoke_agent", "CHAIN", "chat", "execute_tool", "EVALUATOR"]
     assert "gen_ai.conversation.id" not in attributes(spans["train"], GEN_AI)
+
+
+def test_service_and_process_are_sent_once_where_they_are_no_tags(spans: Mapping[str, ReadableSpan]) -> None:
+    alone = [translated(spans[name], [GEN_AI]) for name in ("trajectory", "chat")]
+    service = {"service.namespace": "trackway", "service.name": "agent", "process.pid": os.getpid()}
+    assert [dict(span.resource.attributes) for span in alone] == [service, service]
+    assert not any(key in (span.attributes or {}) for span in alone for key in ("agentic.service", "agentic.process"))
+    shared = translated(spans["chat"], [MLFLOW, GEN_AI])
+    assert dict(shared.resource.attributes) == {"service.name": "trackway"}
+    assert (shared.attributes or {})["agentic.service"] == "agent"
 
 
 def test_a_text_that_was_cut_whole_stays_under_our_own_name() -> None:
@@ -156,7 +167,7 @@ def test_a_text_that_was_cut_whole_stays_under_our_own_name() -> None:
 @pytest.mark.parametrize(
     ("message", "part"),
     [
-        ({"role": "user", "content": [{"type": "image"}]}, {"type": "text", "content": '[{"type": "image"}]'}),
+        ({"role": "user", "content": [{"type": "image"}]}, {"type": "text", "content": '[{"type":"image"}]'}),
         (
             {"role": "assistant", "tool_calls": [{"id": "c", "function": "f"}]},
             {"type": "tool_call", "id": "c", "name": "None", "arguments": None},
