@@ -96,6 +96,10 @@ def settle_spans(spans: list[WeightSpan], settled: Sequence[WeightSpan]) -> None
         add_span(spans, span.version, start + span.start, start + span.end, span.kv_version)
 
 
+def _is_empty(value: Sequence[object]) -> bool:
+    return not value
+
+
 class ToolCallRecord(WireReply):
     """A call that was sent to its tool, and its result."""
 
@@ -107,6 +111,8 @@ class ToolCallRecord(WireReply):
     """The tool's step reward; 0.0 for a call that failed."""
     error: ErrorCode | None = None
     """Why it failed: the error shown to the model, or the one that ended the trajectory."""
+    message: str = Field(default="", exclude_if=_is_empty)
+    """Beginning of the message of an error that the model was to see, also where its response had no room for it."""
     metrics: dict[str, float] = Field(default_factory=dict)
     """Metrics of the tool."""
     truncated: bool = False
@@ -132,10 +138,6 @@ class Turn(WireReply):
     tools_s: float = 0.0
     guided: bool = False
     """A grammar guided its tokens, which are not trained: their mask is 0."""
-
-
-def _is_empty(scores: list[float]) -> bool:
-    return not scores
 
 
 MAX_COMPONENTS = 128

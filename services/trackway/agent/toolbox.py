@@ -40,6 +40,8 @@ from trackway.wire.trajectory import ToolCallRecord
 
 R = TypeVar("R")
 
+MESSAGE_CHARS = 1000
+"""Characters of a call's error that its record keeps."""
 _LOST = {ErrorCode.INSTANCE_LOST, ErrorCode.INSTANCE_NOT_FOUND}
 """An unreleased instance that the tool server does not know is lost."""
 
@@ -249,6 +251,7 @@ class Toolbox:
         except CallFailed as failed:
             error = failed.error
             add_incident(failed.incident, tool=call.name, code=error.code.value, message=error.message)
+            sent[call_id].message = error.message[:MESSAGE_CHARS]
             return failed_call(sent[call_id], error.message)
         return Observation(result.text, result.reward, record)
 

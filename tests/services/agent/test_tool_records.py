@@ -11,7 +11,7 @@ from tests.services.agent.scripted_model import END
 from trackway.wire.chat import MAX_MESSAGES, Message
 from trackway.wire.errors import ErrorCode
 from trackway.wire.reward import ScoreRequest
-from trackway.wire.trajectory import Trajectory
+from trackway.wire.trajectory import StopReason, Trajectory
 
 ANSWER = "#### 18" + END
 COUNT = call("counter") + END
@@ -48,6 +48,19 @@ async def test_each_call_that_was_sent_leaves_a_record_on_its_turn(
     assert [call.tool_call_id for call in trajectory.turns[0].calls] == ["call00000", "call00002"]
     assert all(call.seconds > 0 for call in trajectory.turns[0].calls)
     assert trajectory.turns[0].calls_executed == 2
+
+
+@pytest.mark.anyio
+async def test_a_failed_call_keeps_its_message_though_the_response_has_no_room_for_it(
+    services: AgentServices, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.CRITICAL):
+        trajectory = await services.say(call("counter", '{"raise": true}') + END, limits__max_response_length=70)
+
+    [record] = trajectory.turns[0].calls
+    assert (trajectory.stop_reason, len(trajectory.turns[0].messages)) == (StopReason.MAX_RESPONSE, 1)
+    assert record.error is ErrorCode.TOOL_FAILED
+    assert record.message == "tool 'counter' failed in execute: RuntimeError: out of order"
 
 
 @pytest.mark.anyio

@@ -107,6 +107,7 @@ function toolCard(call, record, result) {
       record?.error && h("span", { class: "chip bad" }, record.error), record?.truncated && h("span", { class: "chip warn" }, "result cut"),
       record?.reward ? h("span", { class: "chip" }, `tool reward ${number(record.reward)}`) : null),
     folded(argumentsOf(call.function.arguments), call.function.arguments.replaceAll("\\n", "\n"), LONG),
+    record?.message && !result?.content.includes(record.message) && h("p", { class: "note bad" }, visible(record.message)),
     result && h("div", { class: "result" }, h("span", { class: "dim" }, "result"), output(result.content)));
 }
 
