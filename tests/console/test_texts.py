@@ -50,6 +50,22 @@ def test_markdown_is_drawn_as_blocks(browser: Browser, url: str, text: str, bloc
     assert drawn(browser, text) == blocks
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "~" * 400_000 + "`",
+        "a" + " " * 400_000 + "b",
+        "**a " * 100_000,
+        " ".join("`" * length for length in range(1, 880)),
+    ],
+)
+def test_a_text_that_makes_expressions_go_back_is_drawn_in_time(browser: Browser, url: str, text: str) -> None:
+    browser.open(f"{url}#/")
+    blocks = drawn(browser, text)  # or the request of the page ends by its deadline
+
+    assert [block.partition(" ")[0] for block in blocks] == ["p.:"]
+
+
 def test_markdown_within_a_line_is_code_and_bold_and_nothing_else(browser: Browser, url: str) -> None:
     browser.open(f"{url}#/")
     line = "`a*b` **bold** 2**3**4 *x* [link](javascript:alert(1)) ``a ` b`` `open"
@@ -165,6 +181,26 @@ def test_code_in_arguments_has_its_lines_and_a_key_shows_texts_as_written(opened
     assert opened.evaluate("document.querySelector('#turn-4 pre.call').textContent") == written
     opened.press("m")
     assert opened.evaluate(code) == CODE
+
+
+def test_a_failed_call_shows_its_message_once_also_where_the_model_never_saw_it(
+    browser: Browser, url: str, outputs: Path
+) -> None:
+    message = f"the disk is full {HOSTILE}"
+    unseen, seen = rollout("tidy", 4, 1, 0), rollout("tidy", 4, 1, 1)
+    for made in (unseen, seen):
+        made.turns[0].calls[0] = (
+            made.turns[0].calls[0].model_copy(update={"error": ErrorCode.TOOL_FAILED, "message": message})
+        )
+    del unseen.turns[0].messages[1]
+    seen.turns[0].messages[1].content = f"Error executing tool 'calculator': {message}"
+    write_trajectories(outputs / "tidy/trajectories/step_4.parquet", [unseen, seen])
+
+    for n in (0, 1):
+        browser.open(f"{url}#/trajectory?run=tidy&step=4&sample=1&rollout={n}")
+        card = browser.evaluate("document.querySelector('.tool-card').innerText")
+        assert (card.count(message), card.count("Error executing tool")) == (1, n)
+    assert browser.problems == []
 
 
 @pytest.mark.parametrize("width", [390, 1000, 1440])
