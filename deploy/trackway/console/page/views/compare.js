@@ -36,10 +36,11 @@ export default async function compare(visit) {
   const text = (page, of) => marked(of(page), page === first ? null : of(first));
   const told = h("p", { class: "note", role: "status", hidden: true });
   const add = async (key) => {
-    const found = await busy(sameRow(visit, key, addresses[0]));
-    if (found) location.hash = compareLink(run, [...addresses, found]);
-    told.textContent = visible(`Run ${key} has no ${addresses[0].validation ? "validation" : "training"} rollout of sample ${addresses[0].sample}.`);
-    told.hidden = Boolean(found);
+    const found = await busy(sameRow(visit, key, addresses[0])).catch((error) => error);
+    if (visit.signal.aborted) return;
+    if (found?.run) location.hash = compareLink(run, [...addresses, found]);
+    told.textContent = visible(found?.message ?? `Run ${key} has no ${addresses[0].validation ? "validation" : "training"} rollout of sample ${addresses[0].sample}.`);
+    told.hidden = Boolean(found?.run);
   };
   return [h("div", { class: "title" }, h("h1", {}, pages.length === 1 ? "1 trajectory" : `${pages.length} trajectories`), h("span", { class: "dim" }, pages.length > 1 ? "what differs from the first is marked" : "add another one"), h("span", { class: "spacer" }),
     pages.length < MOST_COMPARED && nameField("other", "add the same row of a run", list.runs.map(({ key }) => key), runs, add),

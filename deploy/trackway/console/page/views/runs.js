@@ -26,7 +26,7 @@ export default async function runs(visit) {
   const changed = async () => {
     history.replaceState(null, "", to(offset));
     draw();
-    await busy(measure());
+    await busy(measure()).catch(() => {}); // the next poll says why
     draw();
   };
   const choose = (key, on) => {
