@@ -5,11 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.mutants]
 
@@ -174,20 +174,13 @@ def test_an_interrupted_run_leaves_no_process_behind(project: Path):
     write(project, LOOP, TESTS_OF_LOOP)
     configure(project, "ReplaceBinaryOperator_Sub_Add", limit_extra_s=60.0)
     process = start(project)
-    wait_until(lambda: (project / "runs").exists() and runs(project) == 3)  # twice unchanged, then the mutant
+    until(lambda: (project / "runs").exists() and runs(project) == 3)  # twice unchanged, then the mutant
     mutant = int((project / "runs").read_text().splitlines()[-1])
 
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)
 
-    wait_until(lambda: not Path(f"/proc/{mutant}").exists())
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true within 60 s"
-        time.sleep(0.01)
+    until(lambda: not Path(f"/proc/{mutant}").exists())
 
 
 def test_a_mutant_that_cannot_be_imported_is_killed(project: Path):

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from uvicorn.config import HTTP_PROTOCOLS
 
 from tests.attacks.service_process import service_process
+from tests.waiting import async_until
 from trackway.deploy.http_proxy import bound_connections
 from trackway.deploy.serve.direct_port import DirectPort
 from trackway.serving import ServiceSettings, service_app
@@ -47,9 +48,7 @@ class Gate:
 
     async def holds(self, requests: int) -> None:
         """Return once so many requests wait inside."""
-        async with asyncio.timeout(ENDS_WITHIN_S):
-            while self.inside < requests:
-                await asyncio.sleep(0.01)
+        await async_until(lambda: self.inside >= requests)
 
 
 def asking(port: int) -> httpx.AsyncClient:

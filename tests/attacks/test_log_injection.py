@@ -1,11 +1,11 @@
 """What a caller writes into a name cannot forge a line of a service's log, nor colour it."""
 
-import asyncio
 import io
 import logging
 
 import pytest
 
+from tests.waiting import async_until
 from trackway.tools.app import create_app
 from trackway.tools.settings import ToolsSettings
 
@@ -24,9 +24,7 @@ async def test_a_session_id_with_newlines_and_ansi_is_one_escaped_line(running) 
         async with running(create_app(settings)) as client:
             body = {"tool": "calc_gsm8k_reward", "session_id": FORGED, "create_kwargs": {"ground_truth": "1"}}
             assert (await client.post("/instances", json=body)).status_code == 201
-            async with asyncio.timeout(20):
-                while "expired" not in written.getvalue():
-                    await asyncio.sleep(0.01)
+            await async_until(lambda: "expired" in written.getvalue())
     finally:
         logging.getLogger("trackway.tools").removeHandler(handler)
 

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from signal import SIGKILL, SIGSTOP, SIGTERM
@@ -13,6 +12,7 @@ import pytest
 
 from tests.chaos.fault_schedule import Fault, Moment, Target
 from tests.chaos.fault_targets import running, send, stopped, title_of, workers
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -42,13 +42,6 @@ def sleeping() -> Iterator[Callable[..., psutil.Process]]:
     for process in started:
         process.kill()
         process.wait(10)
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true in 20 s"
-        time.sleep(0.01)
 
 
 def test_the_workers_of_a_run_are_those_of_its_folder_and_of_no_other(sleeping, tmp_path: Path):

@@ -7,18 +7,20 @@ two     a worker pod of every group but the trainer's, which also takes ranks of
 """
 
 import contextlib
+import functools
 import os
 import secrets
 import sqlite3
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
+from tests import waiting
 from tests.cluster.network import Network
 from tests.cluster.nodes import DASHBOARD_PORT, REDIS, Node
 from tests.cluster.processes import started
@@ -43,6 +45,8 @@ OFFERS = {"one": {**ALL, "trackway_trainer": 1}, "two": {**ALL, "trackway_learne
 MLFLOW_PORT, REDIS_PORT = 5000, 6379
 PATIENCE_S = 240.0
 """Longest wait for what takes a minute where nothing else runs."""
+until = functools.partial(waiting.until, within_s=PATIENCE_S, ignored=httpx.HTTPError)
+"""Waits while the head's dashboard may not answer: a node goes or comes."""
 PACED = {
     "PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in ("", "services", "clients", "deploy")),
     "TRACKWAY_TOOLS": "[]",
@@ -230,21 +234,6 @@ def redis_server(folder: Path, address: str) -> Iterator[dict[str, str]]:
     finally:
         server.kill()
         server.wait(30)
-
-
-def until(condition: Callable[[], bool], deadline_s: float = PATIENCE_S) -> None:
-    """Return once the condition holds; the head's dashboard may not answer while a node goes or comes."""
-    end = time.monotonic() + deadline_s
-    while not _holds(condition):
-        assert time.monotonic() < end, f"the condition did not come true within {deadline_s:.0f} s"
-        time.sleep(0.2)
-
-
-def _holds(condition: Callable[[], bool]) -> bool:
-    try:
-        return condition()
-    except httpx.HTTPError:
-        return False
 
 
 def answers(url: str) -> bool:

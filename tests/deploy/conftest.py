@@ -4,7 +4,6 @@ import gc
 import json
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from benchmarks.sim_engine import SIM
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tests.waiting import until
 from trackway.agent.app import create_app as agent_app
 from trackway.agent.settings import AgentSettings
 from trackway.clients.token import TOKEN
@@ -98,10 +98,7 @@ class Elsewhere:
     def start(self) -> None:
         """Return once it answers."""
         self._thread.start()
-        end = time.monotonic() + 30
-        while not self._server.started:
-            assert time.monotonic() < end and self._thread.is_alive(), "the server did not start"
-            time.sleep(0.01)
+        until(lambda: self._server.started)
 
     def stop(self) -> None:
         """Return once it is gone."""

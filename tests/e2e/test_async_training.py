@@ -10,7 +10,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Span, Trace
 
 from tests.e2e.small_runs import small_run
-from tests.e2e.test_training import quiet, until, whole
+from tests.e2e.test_training import quiet, whole
+from tests.waiting import until
 from trackway import traces
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs.session import RunSession

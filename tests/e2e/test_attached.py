@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.access_tokens import OPERATOR
 from tests.e2e.small_runs import small_run
-from tests.e2e.test_training import until
+from tests.waiting import until
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.serve_config import Replicas

@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from tests.e2e.access_tokens import OPERATOR
-from tests.e2e.test_training import quiet, step_of, trajectories_of, until, whole
+from tests.e2e.test_training import quiet, step_of, trajectories_of, whole
+from tests.waiting import until
 from trackway.agent.sessions.store import replica_of
 from trackway.deploy.config import serve_config
 from trackway.deploy.deployment import status

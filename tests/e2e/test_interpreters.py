@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_training import until
+from tests.waiting import until
 from trackway.deploy.config import serve_config
 from trackway.deploy.deployment import status
 from trackway.deploy.deployment.installation_check import check_interpreters

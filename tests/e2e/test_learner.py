@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_training import quiet, trajectories_of, until
+from tests.e2e.test_training import quiet, trajectories_of
+from tests.waiting import until
 from trackway import traces
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs.session import RunSession

@@ -8,7 +8,8 @@ import pytest
 from mlflow import MlflowClient
 
 from tests.chaos.run_invariants import mlflow_differences
-from tests.e2e.test_training import quiet, step_of, trajectories_of, until, whole
+from tests.e2e.test_training import quiet, step_of, trajectories_of, whole
+from tests.waiting import until
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs.session import RunSession
 from trackway.wire.trainer import RunState

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_training import until
+from tests.waiting import until
 from trackway.clients import ToolsClient, run
 from trackway.clients.token import resolve_token
 from trackway.deploy.config import serve_config

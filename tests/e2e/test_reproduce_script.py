@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.small_runs import small_run
-from tests.e2e.test_training import runs, until
+from tests.e2e.test_training import runs
+from tests.waiting import until
 from tests.weave.weave_process import API_KEY, USER
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.deployment.record import Deployment

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from benchmarks.sim_engine import SIM
 
-from tests.e2e.test_training import until
+from tests.waiting import until
 from trackway.clients import CallPolicy, RolloutClient, run
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.serve_config import Replicas

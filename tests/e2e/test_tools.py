@@ -19,8 +19,8 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.types import RequestParamsMeta
 
 from tests.e2e.test_scaling import AUTOSCALING, applications
-from tests.e2e.test_training import until
 from tests.e2e.tool_callers import GROUP, GROUPS, TOOL, Sessions, Trajectories
+from tests.waiting import until
 from trackway.clients import ToolsClient, run
 from trackway.clients.token import authorization, resolve_token
 from trackway.deploy.config import serve_config

@@ -12,8 +12,8 @@ from mlflow import MlflowClient
 from transformers import AutoTokenizer
 
 from tests.e2e.classified import CLASSIFIED
-from tests.e2e.test_training import until
 from tests.services.rollout.tiny_classifier import logit_of
+from tests.waiting import until
 from trackway import traces
 from trackway.clients import AgentClient, run
 from trackway.clients.token import authorization, resolve_token

@@ -5,8 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from tests.console.conftest import serve as serve
 from tests.console.walk import walk
 from tests.e2e.access_tokens import OPERATOR
 from tests.e2e.small_runs import small_run
+from tests.waiting import until
 from trackway import traces
 from trackway.clients import TrainerClient, run
 from trackway.console.app import create_app
@@ -42,15 +41,6 @@ def quiet(info: RunInfo) -> None:
 def trajectories_of(info: RunInfo) -> list[Trajectory]:
     files = sorted((Path(info.folder) / "trajectories").glob("*.parquet"))
     return [trajectory for file in files for trajectory in read_trajectories(file)]
-
-
-def until(condition, deadline_s: float = 120.0, state: Callable[[], object] = lambda: ""):
-    """The first true value of `condition()`; `state` describes the situation if it does not come true."""
-    end = time.monotonic() + deadline_s
-    while not (value := condition()):
-        assert time.monotonic() < end, f"the condition did not come true in {deadline_s:.0f} s; {state()}"
-        time.sleep(0.2)
-    return value
 
 
 def step_of(deployment: Deployment, name: str) -> int:

@@ -9,7 +9,8 @@ import psutil
 import pytest
 
 from tests.e2e.small_runs import small_run
-from tests.e2e.test_training import quiet, step_of, until
+from tests.e2e.test_training import quiet, step_of
+from tests.waiting import until
 from trackway.deploy.commands.why import reasons
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.status import service_statuses

@@ -11,7 +11,7 @@ from benchmarks.sim_engine import SIM
 from fastapi import FastAPI
 from transformers import AutoTokenizer
 
-from tests.e2e.test_training import until
+from tests.waiting import until
 from trackway.agent.app import create_app as create_agent
 from trackway.agent.settings import AgentSettings
 from trackway.clients import AgentClient, CallPolicy, Deadline, ToolsClient, run

@@ -7,19 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from tests.vllm.vllm_runs import (
-    DEADLINE_S,
-    GREEDY,
-    LONG,
-    PROMPT,
-    SHORT,
-    Weights,
-    proof_of,
-    server_of,
-    started,
-    until,
-    worst,
-)
+from tests.vllm.vllm_runs import DEADLINE_S, GREEDY, LONG, PROMPT, SHORT, Weights, proof_of, server_of, started, worst
+from tests.waiting import async_until
 from trackway.clients.weights import WeightStore
 from trackway.rollout.engines.remote.engine import RemoteEngine
 from trackway.rollout.weight_watcher import WeightWatcher
@@ -75,14 +64,14 @@ async def test_a_server_that_hangs_is_noticed_and_one_that_works_is_not(
         task = asyncio.create_task(mortal.generate(PROMPT, LONG, "a"))
         await server.busy(mortal)
         for _ in range(2):
-            await until(moved(mortal))
+            await async_until(moved(mortal))
         processes = server_of(mortal)
         for process in processes:
             process.suspend()
-        await until(lambda: mortal.stuck_for() > 5)
+        await async_until(lambda: mortal.stuck_for() > 5)
         for process in processes:
             process.resume()
-        await until(moved(mortal))
+        await async_until(moved(mortal))
     assert len((await task).token_ids) == 300
 
 
@@ -95,7 +84,7 @@ async def test_a_server_that_dies_fails_requests_as_worth_asking_again_and_is_no
         server_of(mortal)[0].kill()
         with pytest.raises(TrackwayError) as first:
             await task
-    await until(lambda: mortal.stuck_for() == float("inf"))
+    await async_until(lambda: mortal.stuck_for() == float("inf"))
     with pytest.raises(TrackwayError, match=mortal.settings.engine) as second:
         await mortal.generate(PROMPT, SHORT, "b")
     for raised in (first.value, second.value):

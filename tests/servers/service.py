@@ -10,7 +10,8 @@ from typing import Literal
 import httpx
 import pytest
 
-from tests.vllm.vllm_runs import DEADLINE_S, LONG, PROMPT, SHORT, Weights, logprobs_of
+from tests.vllm.vllm_runs import LONG, PROMPT, SHORT, Weights, logprobs_of
+from tests.waiting import async_until
 from trackway.clients.rollout import RolloutClient
 from trackway.clients.weights import WeightStore
 from trackway.rollout.app import create_app
@@ -74,9 +75,7 @@ async def test_versions_are_exact_over_an_update_in_each_mode(
             call = asyncio.create_task(client.generate(GenerateRequest(token_ids=PROMPT, sampling_params=LONG)))
             await server.busy(engine)
             WeightStore(str(tmp_path / "store")).publish(1, "run", second.folder, proof=second.proof)
-            async with asyncio.timeout(DEADLINE_S):
-                while not await under_way(client, mode):
-                    await asyncio.sleep(0.02)
+            await async_until(lambda: under_way(client, mode))
         choice = (await call).choices[0]
         request = GenerateRequest(token_ids=PROMPT, sampling_params=SHORT, min_weight_version=1)
         later = (await client.generate(request)).choices[0]

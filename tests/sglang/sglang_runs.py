@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.vllm_runs import DEADLINE_S, DEVICE, PLACED, CanBeMisled, until
+from tests.vllm.vllm_runs import DEADLINE_S, DEVICE, PLACED, CanBeMisled
+from tests.waiting import async_until
 from trackway.rollout.engines.remote.sglang import SglangEngine
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import TrackwayError
@@ -69,9 +70,11 @@ async def loads(engine: SglangEngine) -> tuple[int, int]:
 
 async def busy(engine: SglangEngine, running: int = 1, waiting: int = 0) -> None:
     """Return when SGLang works on so many requests, and so many wait for a place."""
-    async with asyncio.timeout(DEADLINE_S):
-        while await loads(engine) != (running, waiting):
-            await asyncio.sleep(0.02)
+
+    async def so_busy() -> bool:
+        return await loads(engine) == (running, waiting)
+
+    await async_until(so_busy)
 
 
 async def idle(engine: SglangEngine) -> None:
@@ -89,7 +92,7 @@ async def stands_still(engine: SglangEngine) -> bool:
 async def next_step(engine: SglangEngine) -> None:
     """Return when SGLang begins a step, which takes it a tenth of a second under `slowed`."""
     before = _slow_steps(engine)
-    await until(lambda: _slow_steps(engine) > before)
+    await async_until(lambda: _slow_steps(engine) > before)
 
 
 def _slow_steps(engine: SglangEngine) -> int:

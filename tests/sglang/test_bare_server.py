@@ -10,7 +10,8 @@ import pytest
 from tests.servers.structured_outputs import guided
 from tests.sglang.core.test_contract import write_adapter
 from tests.sglang.sglang_runs import MARKS, settings_of
-from tests.vllm.vllm_runs import PROMPT, SHORT, started, until
+from tests.vllm.vllm_runs import PROMPT, SHORT, started
+from tests.waiting import async_until
 from tests.weight_proofs import ANY_PROOF
 from trackway.rollout.engines.remote.sglang import SglangEngine
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -56,7 +57,7 @@ async def test_a_scheduler_that_dies_of_memory_taken_again_twice_takes_the_serve
         await http.post("/resume_memory_occupation", json={"tags": ["kv_cache"]})
         with pytest.raises(httpx.TransportError):
             await http.post("/resume_memory_occupation", json={"tags": ["kv_cache"]})
-    await until(lambda: bare.stuck_for() == float("inf"))
+    await async_until(lambda: bare.stuck_for() == float("inf"))
     with pytest.raises(TrackwayError, match="expected a running server") as raised:
         await bare.generate(PROMPT, SHORT, "a")
     assert (raised.value.code, raised.value.retryable) == (ErrorCode.UNAVAILABLE, True)

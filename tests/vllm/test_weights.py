@@ -23,9 +23,9 @@ from tests.vllm.vllm_runs import (
     slowed,
     stands_still,
     started,
-    until,
     worst,
 )
+from tests.waiting import async_until
 from tests.weight_proofs import ANY_PROOF
 from trackway.rollout.engines.generation_builder import Collector
 from trackway.rollout.engines.protocol import Generation, Piece
@@ -51,7 +51,7 @@ async def listened(engine: VllmEngine) -> tuple[list[Piece], asyncio.Task[None]]
             pieces.append(piece)  # noqa: PERF401  the test reads them meanwhile
 
     listening = asyncio.create_task(listen())
-    await until(lambda: len(pieces) >= 3)
+    await async_until(lambda: len(pieces) >= 3)
     return pieces, listening
 
 

@@ -1,11 +1,10 @@
 """Tiny tied models that vLLM's CPU build can run, what transformers says about them, and engines on them."""
 
-import asyncio
 import contextlib
 import json
 import os
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -19,6 +18,7 @@ from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from tests.waiting import async_until
 from trackway.rollout.engines.protocol import Generation
 from trackway.rollout.engines.remote.engine import RemoteEngine
 from trackway.rollout.engines.remote.vllm import VllmEngine
@@ -240,13 +240,6 @@ async def slowed(engine: VllmEngine) -> AsyncIterator[None]:
         slow.unlink()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Return when it is so."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.02)
-
-
 async def busy(engine: VllmEngine, running: int = 1, waiting: int = 0) -> None:
     """Return when vLLM works on so many requests, each with a token to show, and so many wait for a place."""
 
@@ -254,7 +247,7 @@ async def busy(engine: VllmEngine, running: int = 1, waiting: int = 0) -> None:
         now = tally(engine)
         return (len(now.running), now.waiting) == (running, waiting) and 0 not in now.running
 
-    await until(so_busy)
+    await async_until(so_busy)
     await engine.http.get("/weight_info")  # comes the way of the tokens: vLLM's front, which answers aborts, has them
 
 

@@ -9,6 +9,7 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tests.time_limits import ENDS_SOON
+from tests.waiting import async_until
 from trackway.clients import CallPolicy, Deadline, RolloutClient
 from trackway.clients.batches import MAX_BATCH_SIZE
 from trackway.system.waits import Waits, noted_in
@@ -254,8 +255,7 @@ async def test_a_caller_that_gives_up_leaves_the_others_their_answers() -> None:
     server = Server(late, release)
     client = server.client()
     callers = [asyncio.create_task(generate(client, token)) for token in range(2)]
-    while not results:
-        await asyncio.sleep(0)
+    await async_until(lambda: results)
     callers[0].cancel()
     released.set()
     ended = await asyncio.gather(*callers, return_exceptions=True)
@@ -267,13 +267,11 @@ async def test_the_request_is_closed_when_all_callers_have_given_up() -> None:
     server = Server(lambda batch: [], silence)
     client = server.client()
     callers = [asyncio.create_task(generate(client, token)) for token in range(2)]
-    while not server.requests:
-        await asyncio.sleep(0)
+    await async_until(lambda: server.requests)
     for caller in callers:
         caller.cancel()
     await asyncio.gather(*callers, return_exceptions=True)
-    while not server.cut:
-        await asyncio.sleep(0)
+    await async_until(lambda: server.cut)
     assert server.paths == [BATCH]
 
 

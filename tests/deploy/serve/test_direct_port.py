@@ -1,7 +1,7 @@
 """Replicas' own ports, and our client that takes them instead of the proxy; everything over real sockets."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
@@ -10,6 +10,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
+from tests.waiting import async_until
 from trackway.clients import CallPolicy, ToolsClient, close_shared_http
 from trackway.deploy.autoscaling import DIRECT_REQUESTS, all_requests
 from trackway.deploy.serve.direct_port import DirectPort
@@ -100,12 +101,6 @@ async def service() -> AsyncIterator[Service]:
     await service.close()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def test_calls_go_past_the_proxy_and_an_instance_stays_with_its_replica(service: Service) -> None:
     await service.open("aaaa", "bbbb")
     client = service.client
@@ -166,10 +161,10 @@ async def test_calls_that_never_end_lose_none_when_a_replica_stops_though_each_i
                 answered += 1
 
         lines = [asyncio.create_task(line()) for _ in range(4)]
-        await until(lambda: answered >= 8)
+        await async_until(lambda: answered >= 8)
         await asyncio.wait_for(service.stop("bbbb"), 20)
         before = answered
-        await until(lambda: answered >= before + 8)
+        await async_until(lambda: answered >= before + 8)
         enough.set()
         await asyncio.gather(*lines)
     assert texts == {"2"}
@@ -182,7 +177,7 @@ async def test_a_stopping_replica_finishes_what_it_has_begun_and_counts_it(servi
     tool = asyncio.create_task(client.execute(made.instance_id, ExecuteRequest(arguments={"mode": "long"})))
     gate = gate_of(service.apps["aaaa"])
     gate.clear()
-    await until(lambda: port.in_flight == 1)
+    await async_until(lambda: port.in_flight == 1)
     stopping = asyncio.create_task(service.stop("aaaa"))
     await until_refused(port.url)
     gate.set()
@@ -215,7 +210,7 @@ async def test_a_key_that_comes_twice_at_once_runs_once_at_the_port_too(service:
     url = f"{service.ports['aaaa'].url}/instances/{made.instance_id}/execute"
     async with httpx.AsyncClient(trust_env=False) as http:
         sent = [asyncio.create_task(http.post(url, content=OK.model_dump_json(), headers=KEYED)) for _ in range(2)]
-        await until(lambda: service.ports["aaaa"].in_flight == 2)
+        await async_until(lambda: service.ports["aaaa"].in_flight == 2)
         gate.set()
         assert {(await call).json()["text"] for call in sent} == {"ok 1"}
     assert (await service.client.execute(made.instance_id, OK)).text == "ok 2"
@@ -227,15 +222,15 @@ async def test_a_ports_load_is_what_it_had_on_average_since_it_was_last_asked(se
     made = await client.create("faulty")
     gate = gate_of(service.apps["aaaa"])
     gate.clear()
-    await until(lambda: port.load() == 0.0)  # a look may still have met the creation
-    await until(lambda: port._looks >= 1)
+    await async_until(lambda: port.load() == 0.0)  # a look may still have met the creation
+    await async_until(lambda: port._looks >= 1)
     calls = [asyncio.create_task(client.execute(made.instance_id, OK)) for _ in range(3)]
-    await until(lambda: port.in_flight == 3 and port._looks >= 4)
+    await async_until(lambda: port.in_flight == 3 and port._looks >= 4)
     assert 0.0 < port.load() < 3.0
-    await until(lambda: port.load() == 3.0)
+    await async_until(lambda: port.load() == 3.0)
     gate.set()
     await asyncio.gather(*calls)
-    await until(lambda: port.load() == 0.0)
+    await async_until(lambda: port.load() == 0.0)
 
 
 async def test_without_a_reachable_replica_everything_goes_through_the_proxy(service: Service) -> None:

@@ -12,6 +12,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from tests.services.rollout.replica_group import Group
 from tests.time_limits import ENDS_SOON
+from tests.waiting import async_until
 from trackway.clients import Deadline
 from trackway.deploy.serve.fan_out import Refusal, agreed, replicas_route
 from trackway.rollout.settings import RolloutSettings
@@ -97,9 +98,7 @@ async def test_who_does_not_finish_in_the_callers_time_is_named(group: Group) ->
     async with group.running(SLEEPY, SLEEPY) as client:
         names, second = await group.names(), group.https[1]
         endless = asyncio.create_task(second.post("/generate", json=ENDLESS))
-        async with asyncio.timeout(5):
-            while not await running_at(second):
-                await asyncio.sleep(0.01)
+        await async_until(lambda: running_at(second))
         with pytest.raises(TrackwayError) as late:
             await client.sleep(deadline=Deadline.after(2.2))
         await client.sleep("abort")

@@ -2,7 +2,6 @@
 
 import asyncio
 import tempfile
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -165,14 +164,6 @@ def group(agent_name: str | None = "tool_agent", truth: str = "18", **changes: A
 def call(name: str, arguments: str = "{}") -> str:
     """A Hermes tool call."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-
-
-async def until(condition: Callable[[], bool], deadline_s: float = 5.0) -> None:
-    """Wait for a condition."""
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true in time"
-        await asyncio.sleep(0.005)
 
 
 SERVICES = ("agent", "rollout", "tools", "reward")

@@ -11,8 +11,9 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode
 from transformers import PreTrainedTokenizerFast
 
-from tests.services.agent.agent_services import AgentServices, call, group, open_services, until
+from tests.services.agent.agent_services import AgentServices, call, group, open_services
 from tests.services.agent.scripted_model import END
+from tests.waiting import async_until
 from trackway.agent.context import AgentContext
 from trackway.agent.groups import Groups
 from trackway.agent.settings import AgentSettings
@@ -47,9 +48,9 @@ async def test_a_client_that_leaves_aborts_what_still_runs(services: AgentServic
     services.model.scripts = {0: [ANSWER], 1: [COUNT, never]}
     async with aclosing(agent.group(group(n=2, trace=True))) as stream:  # pyright: ignore[reportArgumentType]
         assert (await first_of(stream)).tags.rollout_n == 0
-        await until(lambda: len(services.model.requests) == 3)
+        await async_until(lambda: len(services.model.requests) == 3)
 
-    await until(lambda: len(roots(services)) == 2)
+    await async_until(lambda: len(roots(services)) == 2)
     outcomes = {tag(root, "rollout_n"): tag(root, "outcome") for root in roots(services)}
     assert outcomes == {0: "ok", 1: "aborted"}
     assert services.counter.released == list(services.counter.counts)
@@ -60,11 +61,11 @@ async def test_the_root_of_an_aborted_trajectory_is_failed_and_tells_how_far_it_
 ) -> None:
     services.model.scripts = {0: [COUNT, never]}
     asking = asyncio.create_task(services.run(group(trace=True)))
-    await until(lambda: len(services.model.requests) == 2)
+    await async_until(lambda: len(services.model.requests) == 2)
     asking.cancel()
     await asyncio.wait([asking])
 
-    await until(lambda: len(roots(services)) == 1)
+    await async_until(lambda: len(roots(services)) == 1)
     [root] = roots(services)
     assert root.status.status_code is StatusCode.ERROR
     assert root.status.description == "the group was closed before this rollout ended"
@@ -77,11 +78,11 @@ async def test_the_root_of_an_aborted_trajectory_is_failed_and_tells_how_far_it_
 async def test_incidents_of_an_aborted_trajectory_are_kept(services: AgentServices) -> None:
     services.model.scripts = {0: [call("counter", '{"refuse": true}') + END, never]}
     asking = asyncio.create_task(services.run(group(trace=True)))
-    await until(lambda: len(services.model.requests) == 2)
+    await async_until(lambda: len(services.model.requests) == 2)
     asking.cancel()
     await asyncio.wait([asking])
 
-    await until(lambda: len(roots(services)) == 1)
+    await async_until(lambda: len(roots(services)) == 1)
     [root] = roots(services)
     assert (tag(root, "outcome"), tag(root, "incidents")) == ("aborted", "tool_failed")
 
@@ -92,11 +93,11 @@ async def test_a_trajectory_that_waited_for_its_turn_leaves_no_trace(
     async with open_services(settings.model_copy(update={"max_concurrent_trajectories": 1}), tokenizer) as services:
         services.model.scripts = {number: [never] for number in range(3)}
         asking = asyncio.create_task(services.run(group(n=3, trace=True)))
-        await until(lambda: len(services.model.requests) == 1)
+        await async_until(lambda: len(services.model.requests) == 1)
         asking.cancel()
         await asyncio.wait([asking])
 
-        await until(lambda: len(roots(services)) == 1)
+        await async_until(lambda: len(roots(services)) == 1)
         assert [tag(root, "rollout_n") for root in roots(services)] == [0]
 
 
@@ -108,7 +109,7 @@ async def test_a_service_that_stops_aborts_its_trajectories_before_it_ends(
         services.model.scripts = {0: [COUNT, never], 1: [ANSWER]}
         body = group(n=n, trace=True).model_dump(mode="json")
         asking = asyncio.create_task(services.client.post(route, json=body))
-        await until(lambda: len(services.model.seen(0)) == 2 and (n == 1 or len(roots(services)) == 1))
+        await async_until(lambda: len(services.model.seen(0)) == 2 and (n == 1 or len(roots(services)) == 1))
 
     response = await asking
     assert (response.status_code, len(response.text.splitlines())) == (status, 1)

@@ -6,9 +6,10 @@ import httpx
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tests.services.agent.agent_services import AgentServices, call, group, open_services, until
+from tests.services.agent.agent_services import AgentServices, call, group, open_services
 from tests.services.agent.replaceable import Answer
 from tests.services.agent.scripted_model import END
+from tests.waiting import async_until
 from trackway.agent.app import create_app
 from trackway.agent.settings import AgentSettings
 from trackway.clients import AgentClient
@@ -48,10 +49,10 @@ async def test_a_client_that_leaves_ends_its_trajectories_and_releases_their_too
     services.model.scripts = {0: [ANSWER], 1: [COUNT, never], 2: [COUNT, never]}
     stream = agent.group(group(n=3))
     assert (await anext(stream)).tags.rollout_n == 0
-    await until(lambda: len(services.model.requests) == 5)
+    await async_until(lambda: len(services.model.requests) == 5)
     await stream.aclose()  # pyright: ignore[reportAttributeAccessIssue]
 
-    await until(lambda: len(services.counter.released) == 2)
+    await async_until(lambda: len(services.counter.released) == 2)
     assert sorted(services.counter.released) == sorted(services.counter.counts)
 
 

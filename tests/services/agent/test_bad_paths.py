@@ -8,10 +8,11 @@ import httpx
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tests.services.agent.agent_services import AgentServices, open_services, until
+from tests.services.agent.agent_services import AgentServices, open_services
 from tests.services.agent.bad_paths import ANSWER, BUSY, COUNT, PATHS, BadPath, Seen, seen
 from tests.services.agent.replaceable import Answer, answers
 from tests.time_limits import ENDS_SOON
+from tests.waiting import async_until
 from trackway.agent.settings import AgentSettings
 from trackway.wire.tracing import Incident
 from trackway.wire.trajectory import Trajectory
@@ -98,6 +99,6 @@ async def test_the_time_limit_fails_the_root_and_what_it_interrupted(services: A
 
     await services.say(COUNT, never, trace=True, limits__timeout_s=2.0)
 
-    await until(lambda: len(services.spans()) == 6)
+    await async_until(lambda: len(services.spans()) == 6)
     found = seen(services.spans())
     assert (found.outcome, found.failed) == ("error:deadline_exceeded", ["chat tiny", "trajectory", "turn 1"])

@@ -6,9 +6,10 @@ from collections.abc import Awaitable, Callable
 import httpx
 import pytest
 
-from tests.services.agent.agent_services import AgentServices, call, group, until
+from tests.services.agent.agent_services import AgentServices, call, group
 from tests.services.agent.scripted_model import END
 from tests.time_limits import ENDS_SOON
+from tests.waiting import async_until
 from trackway.agent.catalog import ToolSet
 from trackway.agent.toolbox import Toolbox
 from trackway.chat.tool_calls import ParsedCall
@@ -112,7 +113,7 @@ async def test_a_failing_tool_server_does_not_wait_for_the_calls_beside(services
 
     async def outlives_the_turn() -> None:
         begun.set()
-        await until(lambda: given_back(services) > 0)
+        await async_until(lambda: given_back(services) > 0)
 
     async def refuse(instance_id: str) -> None:
         await begun.wait()
@@ -131,7 +132,7 @@ async def test_a_failing_tool_server_does_not_wait_for_the_calls_beside(services
 @ENDS_SOON
 @pytest.mark.anyio
 async def test_a_call_that_the_time_limit_cut_off_leaves_a_record(services: AgentServices) -> None:
-    services.counter.before = lambda: until(lambda: given_back(services) > 0)
+    services.counter.before = lambda: async_until(lambda: given_back(services) > 0)
 
     trajectory = await services.say(call("counter") + END, limits__timeout_s=2)
 
@@ -147,7 +148,7 @@ async def test_cancelling_ends_every_call_of_the_turn_and_keeps_what_came_before
 
     async def outlives_the_turn() -> None:
         await slow_ones_run()
-        await until(lambda: given_back(services) == 2)
+        await async_until(lambda: given_back(services) == 2)
 
     async def first_at_once() -> None:
         services.counter.before = outlives_the_turn

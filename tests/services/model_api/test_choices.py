@@ -6,6 +6,7 @@ import pytest
 from fastapi import Request
 from starlette.types import Message
 
+from tests.waiting import async_until
 from trackway.model_api import choices
 from trackway.model_api.choices import while_connected
 from trackway.wire.errors import TrackwayError
@@ -83,8 +84,7 @@ async def test_an_answer_behind_a_look_leaves_no_task() -> None:
     before = asyncio.all_tasks()
 
     async def seen() -> str:
-        while not client.looks:
-            await asyncio.sleep(0)
+        await async_until(lambda: client.looks)
         return "done"
 
     assert await asyncio.wait_for(while_connected(client.request, seen()), 10) == "done"

@@ -1,11 +1,11 @@
 """Engines and watchers that run for the length of a block, a request that takes a while, and waiting."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from tests.waiting import async_until
 from trackway.clients.weights import WeightStore
 from trackway.rollout.engines.protocol import Engine, PauseMode
 from trackway.rollout.weight_watcher import WeightWatcher
@@ -46,15 +46,6 @@ async def watching(
         await watcher.stop()
 
 
-async def until(condition: Callable[[], object], within_s: float = 20.0) -> None:
-    """Return when it is so."""
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
 async def running(engine: Engine, count: int) -> None:
     """Return when `count` requests run and have generated something."""
-    async with asyncio.timeout(10):
-        while engine.stats().running < count or engine.stats().generated_tokens < count:
-            await asyncio.sleep(0)
+    await async_until(lambda: engine.stats().running >= count and engine.stats().generated_tokens >= count)

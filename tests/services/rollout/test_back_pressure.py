@@ -8,7 +8,7 @@ import pytest
 import uvicorn
 from benchmarks.sim_engine import SimEngine
 
-from tests.services.rollout.engine_runs import until
+from tests.waiting import async_until
 from trackway.clients import CallPolicy, RolloutClient, close_shared_http
 from trackway.rollout.app import create_app
 from trackway.rollout.settings import RolloutSettings
@@ -22,7 +22,7 @@ REQUEST = GenerateRequest(token_ids=[5, 6], sampling_params=SamplingParams(max_t
 
 
 async def full(engine: SimEngine) -> None:
-    await until(lambda: sum(engine.stats()[:2]) >= 4)
+    await async_until(lambda: sum(engine.stats()[:2]) >= 4)
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ async def url(engine: SimEngine) -> AsyncIterator[str]:
     config = uvicorn.Config(create_app(engine=engine), port=0, log_level="warning", ws="none")
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve())
-    await until(lambda: server.started)
+    await async_until(lambda: server.started)
     yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     await close_shared_http()
     server.should_exit = True

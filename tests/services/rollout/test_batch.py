@@ -13,6 +13,7 @@ from prometheus_client import Gauge
 
 from tests.services.rollout.test_app import Running
 from tests.time_limits import ENDS_SOON
+from tests.waiting import async_until
 from trackway.rollout.app import create_app
 from trackway.rollout.settings import RolloutSettings
 from trackway.serving.batches import BatchLoad, run_batch
@@ -142,8 +143,7 @@ async def test_results_come_as_they_end_and_unfinished_entries_count_as_load() -
     async with aclosing(batch):
         for name in ("r1", "r0", "r2"):
             line = asyncio.ensure_future(anext(batch))
-            while len(slots.running) < 3:
-                await asyncio.sleep(0)
+            await async_until(lambda: len(slots.running) >= 3)
             seen.append(load.extra)
             assert gauge._value.get() == load.extra
             slots.end(name)
@@ -157,8 +157,7 @@ async def test_closing_the_answer_aborts_what_still_runs() -> None:
     slots, load = Slots(), BatchLoad()
     batch = slots.batch(3, load)
     line = asyncio.ensure_future(anext(batch))
-    while len(slots.running) < 3:
-        await asyncio.sleep(0)
+    await async_until(lambda: len(slots.running) >= 3)
     slots.end("r1")
     await line
     await batch.aclose()
@@ -169,8 +168,7 @@ async def test_a_defect_is_the_error_of_its_entry(caplog: pytest.LogCaptureFixtu
     slots = Slots()
     batch = slots.batch(2, BatchLoad())
     line = asyncio.ensure_future(anext(batch))
-    while len(slots.running) < 2:
-        await asyncio.sleep(0)
+    await async_until(lambda: len(slots.running) >= 2)
     slots.running["r0"].set_exception(ValueError("no vocabulary"))
     slots.running["r1"].set_exception(TrackwayError(ErrorCode.OVERLOADED, "full"))
     errors = [BatchResult[GenerateReply].model_validate_json(text).error for text in (await line).splitlines()]

@@ -11,8 +11,8 @@ import pytest
 from benchmarks.sim_engine import SIM, SimEngine
 from fastapi import FastAPI
 
-from tests.services.rollout.engine_runs import until
 from tests.time_limits import ENDS_SOON
+from tests.waiting import async_until
 from tests.weight_proofs import ANY_PROOF
 from trackway.clients.weights import WeightStore
 from trackway.rollout.app import create_app
@@ -47,10 +47,10 @@ async def test_an_engine_that_gets_nothing_done_is_broken_until_it_does(
     async with running(create_app(settings, engine)) as client:
         assert (await client.get("/ready")).json() == {"ready": True, "reason": "", "broken": False}
         engine._thread.post(lambda: held.wait(30))
-        await until(lambda: engine.stuck_for() > 0.1)
+        await async_until(lambda: engine.stuck_for() > 0.1)
         stuck = await client.get("/ready")
         held.set()
-        await until(lambda: engine.stuck_for() == 0.0)
+        await async_until(lambda: engine.stuck_for() == 0.0)
         assert (await client.get("/ready")).status_code == 200
     assert (stuck.status_code, stuck.json()["broken"]) == (503, True)
     assert stuck.json()["reason"].startswith("the engine has made no progress on its work for ")
@@ -62,7 +62,7 @@ async def test_aborted_generations_answer_with_what_they_have(running: Running, 
         calls = [
             asyncio.create_task(client.post("/generate", json={**ENDLESS, "request_id": name})) for name in ("a", "b")
         ]
-        await until(lambda: engine.stats().running == 2)
+        await async_until(lambda: engine.stats().running == 2)
         assert (await client.post("/abort_requests", json={"request_ids": ["a", "c"]})).json()["aborted"] == 1
         assert (await client.post("/inference/v1/abort_requests")).json() == {"status": "aborted", "aborted": 1}
         answers = [(await call).json()["choices"][0] for call in calls]
@@ -73,7 +73,7 @@ async def test_pausing_by_vllms_query_cuts_for_good(running: Running, settings: 
     engine = TorchEngine(settings)
     async with running(create_app(settings, engine)) as client:
         call = asyncio.create_task(client.post("/generate", json=ENDLESS))
-        await until(lambda: engine.stats().running == 1)
+        await async_until(lambda: engine.stats().running == 1)
         assert (await client.post("/pause?mode=abort")).json() == {"paused": True, "running": 0, "waiting": 0}
         assert (await call).json()["choices"][0]["finish_reason"] == "abort"
         assert (await client.get("/is_paused")).json() == {"is_paused": True}
@@ -102,13 +102,13 @@ async def test_an_operator_does_not_wait_for_weights_that_are_being_read(
     monkeypatch.setattr(torch_engine, "load", slow_load)
     async with running(create_app(settings, engine)) as client:
         store.publish(1, "run", other_path, ANY_PROOF)
-        await until(reading.is_set)
+        await async_until(reading.is_set)
         async with asyncio.timeout(10):
             paused = (await client.post("/pause?mode=abort")).json()["paused"]
             resumed = (await client.post("/resume")).json()["paused"]
             old = (await client.post("/generate", json={**ENDLESS, "sampling_params": {"max_tokens": 3}})).json()
         sleeping = asyncio.create_task(client.post("/sleep"))
-        await until(lambda: engine.paused)
+        await async_until(lambda: engine.paused)
         go_on.set()
         asleep = (await sleeping).json()["asleep"]
         woken = (await client.post("/wake_up?min_weight_version=1")).json()["asleep"]
@@ -146,7 +146,7 @@ async def test_what_a_sleep_retracts_and_what_comes_meanwhile_is_answered_after_
     engine = SimEngine(settings)
     async with running(create_app(settings, engine)) as client:
         begun = asyncio.create_task(client.post("/generate", json=ENDLESS))
-        await until(lambda: engine.stats().running == 1)
+        await async_until(lambda: engine.stats().running == 1)
         await client.post("/sleep?mode=retract")
         late = asyncio.create_task(client.post("/generate", json={"token_ids": [11], "min_weight_version": 1}))
         store.publish(1, "run", other_path, ANY_PROOF)

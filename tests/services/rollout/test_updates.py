@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.services.rollout.engine_runs import until, watching
+from tests.services.rollout.engine_runs import watching
+from tests.waiting import async_until
 from tests.weight_proofs import ANY_PROOF, WRONG_PROOF
 from trackway.clients.weights import WeightStore
 from trackway.rollout import continuation
@@ -135,7 +136,7 @@ async def test_waiting_lets_requests_finish_on_the_old_weights_and_holds_new_one
     surviving: Surviving, store: WeightStore, other_path: Path
 ) -> None:
     async with surviving("wait") as (survivor, watcher), updated_midway(survivor, store, other_path) as answer:
-        await until(lambda: not watcher.ready().ready)
+        await async_until(lambda: not watcher.ready().ready)
         late = await survivor.generate(
             GenerateRequest(token_ids=[11], sampling_params=SamplingParams(max_tokens=3, ignore_eos=True)), "late"
         )
@@ -150,7 +151,7 @@ async def test_the_gate_is_no_wait_without_an_end(surviving: Surviving, store: W
         surviving("wait", wait_s=0.0) as (survivor, watcher),
         updated_midway(survivor, store, other_path) as answer,
     ):
-        await until(lambda: not watcher.ready().ready)
+        await async_until(lambda: not watcher.ready().ready)
         with pytest.raises(TrackwayError, match="weights version 1 is still being loaded") as raised:
             await survivor.generate(LONG, "late")
         await answer
@@ -201,7 +202,7 @@ async def test_leaving_a_stream_early_frees_its_slot(surviving: Surviving, engin
         async with aclosing(survivor.stream(LONG, "left")) as stream:
             async for _ in stream:
                 break
-        await until(lambda: not engine.stats().running)
+        await async_until(lambda: not engine.stats().running)
 
 
 async def test_an_update_that_fails_its_proof_leaves_the_request_on_the_old_weights(

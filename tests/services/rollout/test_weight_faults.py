@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.services.rollout.engine_runs import watching
+from tests.waiting import async_until
 from tests.weight_proofs import ANY_PROOF
 from trackway.clients.weights import WeightStore, WholeWeights
 from trackway.rollout.engines.torch.engine import TorchEngine
@@ -161,9 +162,7 @@ async def test_a_replica_killed_while_it_loads_is_right_when_it_is_back(
     assert store.publish(8, "run", new, ANY_PROOF, base=WholeWeights(manifest, anchor)).delta is not None
     with program(REPLICA, model_path, url, cache, port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
-            async with asyncio.timeout(60):
-                while not await is_ready(client):
-                    await asyncio.sleep(0.1)
+            await async_until(lambda: is_ready(client))
             body = {"token_ids": [11, 12], "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
             [choice] = (await client.post("/inference/v1/generate", json=body)).json()["choices"]
     assert choice["weight_versions"] == [{"version": 8, "start": 0, "end": 4}]

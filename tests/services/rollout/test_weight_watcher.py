@@ -9,8 +9,9 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from tests.services.rollout.engine_runs import until, watching
+from tests.services.rollout.engine_runs import watching
 from tests.services.rollout.idle_engine import IdleEngine
+from tests.waiting import async_until
 from tests.weight_proofs import ANY_PROOF
 from trackway.clients.weights import WeightStore, WholeWeights
 from trackway.rollout import weight_watcher as module
@@ -195,7 +196,7 @@ async def test_looks_that_fail_come_ever_later_up_to_five_seconds(
     engine.refusals = [OSError("no room") for _ in range(6)]
     store.publish(1, "run", source, ANY_PROOF)
     async with watching(engine, store, tmp_path / "cache", interval_s=0.5):
-        await until(lambda: len(waits.noted) >= 8)
+        await async_until(lambda: len(waits.noted) >= 8)
     assert waits.noted[:8] == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0, 0.5, 0.5]
     assert engine.events == ["load 1"] * 7
 
@@ -206,11 +207,11 @@ async def test_a_version_that_the_engine_refuses_is_tried_once_and_the_next_one_
     engine.refusals = [corrupt()]
     store.publish(1, "run", source, ANY_PROOF)
     async with watching(engine, store, tmp_path / "cache", interval_s=0.5) as watcher:
-        await until(lambda: len(waits.noted) >= 3)
+        await async_until(lambda: len(waits.noted) >= 3)
         reason = "weights are not loaded yet: other weights"
         assert (engine.events, watcher.updates, watcher.ready()) == (["load 1"], 1, Ready(ready=False, reason=reason))
         store.publish(2, "run", source, ANY_PROOF)
-        await until(lambda: engine.version == 2)
+        await async_until(lambda: engine.version == 2)
     assert engine.events == ["load 1", "load 2"]
 
 
@@ -219,7 +220,7 @@ async def test_a_request_for_a_refused_version_fails_at_once(
 ) -> None:
     store.publish(1, "run", source, ANY_PROOF)
     async with watching(engine, store, tmp_path / "cache", wait_s=600.0) as watcher:
-        await until(lambda: engine.version == 1)
+        await async_until(lambda: engine.version == 1)
         engine.refusals = [corrupt()]
         waiting = asyncio.create_task(watcher.catch_up(2))
         store.publish(2, "run", source, ANY_PROOF)
@@ -244,7 +245,7 @@ async def test_an_error_is_logged_once_and_again_when_it_changes(
     engine.refusals = [OSError(why) for why in ("no room", "no room", "no room", "no right")]
     store.publish(1, "run", source, ANY_PROOF)
     async with watching(engine, store, tmp_path / "cache", interval_s=0.5):
-        await until(lambda: engine.version == 1)
+        await async_until(lambda: engine.version == 1)
     assert [record.message for record in caplog.records] == [
         "weights stay at version 0: OSError: no room",
         "weights stay at version 0: OSError: no right",
@@ -257,7 +258,7 @@ async def test_a_version_that_failed_once_is_no_reason_any_more_when_it_is_loade
     engine.refusals = [OSError("no room")]
     store.publish(1, "run", source, ANY_PROOF)
     async with watching(engine, store, tmp_path / "cache", interval_s=0.001) as watcher:
-        await until(lambda: watcher.ready().ready)
+        await async_until(lambda: watcher.ready().ready)
         with pytest.raises(TrackwayError, match="got 1: the newest version published is 1; retry later"):
             await watcher.catch_up(2, 0.01)
 
@@ -310,7 +311,7 @@ async def test_while_requests_are_held_back_the_replica_is_not_ready_and_the_gat
         await watcher.gate()
         engine.loads.clear()
         store.publish(3, "run", source, ANY_PROOF)
-        await until(lambda: "load 3" in engine.events)
+        await async_until(lambda: "load 3" in engine.events)
 
         assert watcher.ready() == Ready(ready=False, reason="weights version 3 is being loaded")
         with pytest.raises(TrackwayError) as caught:
@@ -321,7 +322,7 @@ async def test_while_requests_are_held_back_the_replica_is_not_ready_and_the_gat
         )
 
         engine.loads.set()
-        await until(lambda: watcher.ready().ready)
+        await async_until(lambda: watcher.ready().ready)
         await watcher.gate()
 
 
@@ -416,7 +417,7 @@ async def test_without_a_delta_on_the_way_the_newest_whole_version_is_loaded_unt
         with pytest.raises(TrackwayError, match=r"model\.safetensors\.delta of weights version 6: .* got no file"):
             await watcher.catch_up(7 if loaded else 0, 0.01)
         deltas.publish(8, "run", source, ANY_PROOF)
-        await until(lambda: watcher.ready().ready)
+        await async_until(lambda: watcher.ready().ready)
         await watcher.catch_up(8)
 
     assert engine.events == [*loaded, "load 8"]

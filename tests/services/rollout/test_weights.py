@@ -15,8 +15,9 @@ import pytest
 from benchmarks.sim_engine import SIM, SimEngine
 from safetensors.torch import load_file, save_file
 
-from tests.services.rollout.engine_runs import LONG, PROMPT, started, until, watching
+from tests.services.rollout.engine_runs import LONG, PROMPT, started, watching
 from tests.services.rollout.idle_engine import IdleEngine
+from tests.waiting import async_until
 from tests.weight_proofs import ANY_PROOF, WRONG_PROOF
 from trackway.clients.weights import WeightStore
 from trackway.rollout.app import create_app
@@ -67,7 +68,7 @@ async def test_a_version_published_later_is_loaded_without_a_request(
 ) -> None:
     async with watching(engine, store, tmp_path / "cache"):
         store.publish(1, "run", other_path, ANY_PROOF)
-        await until(lambda: engine.version == 1)
+        await async_until(lambda: engine.version == 1)
 
 
 @pytest.mark.parametrize("kind", ["whole", "adapter"])

@@ -6,6 +6,7 @@ import httpx
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tests.waiting import async_until
 from trackway.serving.idempotency import UNBROKEN, Idempotency
 
 pytestmark = pytest.mark.anyio
@@ -174,8 +175,7 @@ async def together(app: Gated, way: str) -> list[object]:
     transport = httpx.ASGITransport(app=unbroken(keyed) if way == "unbroken" else keyed)
     async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
         posts = [asyncio.create_task(client.post("/", headers={"idempotency-key": "a"})) for _ in range(3)]
-        while not app.runs:
-            await asyncio.sleep(0)
+        await async_until(lambda: app.runs)
         app.gate.set()
         got = await asyncio.wait_for(asyncio.gather(*posts, return_exceptions=True), 5)
         late = await client.post("/", headers={"idempotency-key": "a"})

@@ -8,6 +8,7 @@ import pytest
 import uvicorn
 from starlette.responses import PlainTextResponse
 
+from tests.waiting import async_until
 from trackway.serving.connections import JoinedWrites, bounded_protocol
 from trackway.serving.settings import ConnectionSettings
 
@@ -89,8 +90,7 @@ async def test_a_service_writes_through_it(monkeypatch: pytest.MonkeyPatch) -> N
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve())
     async with asyncio.timeout(30), httpx.AsyncClient(trust_env=False) as client:
-        while not server.started:
-            await asyncio.sleep(0.01)
+        await async_until(lambda: server.started)
         port = server.servers[0].sockets[0].getsockname()[1]
         assert (await client.get(f"http://127.0.0.1:{port}")).text == "body"
         server.should_exit = True

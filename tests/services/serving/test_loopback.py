@@ -10,6 +10,7 @@ import uvicorn
 from starlette.testclient import TestClient
 
 from tests.services.serving.service_with_tokens import AGENT, NEEDS_TOKEN, TOKENS, app_with, bearer, client_from
+from tests.waiting import async_until
 
 pytestmark = pytest.mark.anyio
 
@@ -117,8 +118,7 @@ async def server(request: pytest.FixtureRequest) -> AsyncIterator[int]:
     config = uvicorn.Config(app_with(request.param), host="0.0.0.0", port=0, log_level="warning", ws="none")
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
+    await async_until(lambda: server.started)
     yield server.servers[0].sockets[0].getsockname()[1]
     server.should_exit = True
     await serving

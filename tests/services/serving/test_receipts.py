@@ -11,6 +11,7 @@ from fastapi.responses import StreamingResponse
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tests.time_limits import ENDS_SOON
+from tests.waiting import async_until
 from trackway.serving import ServiceSettings, service_app
 from trackway.tracing import Tracing, TracingSettings, add_incident, tool_span
 from trackway.tracing.export.batch import weight
@@ -135,9 +136,7 @@ async def test_who_asks_again_because_the_first_answer_was_lost_gets_its_receipt
     worker.gate.clear()
     async with running(worker.app) as client:
         leaving = asyncio.create_task(client.post(f"/work?how={how}", headers=headers))
-        async with asyncio.timeout(5):
-            while not worker.runs:
-                await asyncio.sleep(0)
+        await async_until(lambda: worker.runs)
         leaving.cancel()
         await asyncio.wait([leaving])
         worker.gate.set()

@@ -1,7 +1,6 @@
 """schemathesis calls every documented route with what its schema allows, and with what it does not."""
 
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from schemathesis import Case, Response
 from schemathesis.config import SchemathesisConfig
 
+from tests.waiting import until
 from trackway.tools.app import create_app
 from trackway.tools.builtin.calculator import CalculatorTool
 from trackway.tools.builtin.gsm8k import Gsm8kTool
@@ -52,9 +52,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(app_over(folder), port=0, log_level="critical"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    end = time.monotonic() + 10
-    while not server.started and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: server.started)
     yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     server.should_exit = True
     thread.join(10)

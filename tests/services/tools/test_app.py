@@ -12,8 +12,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from tests.services.tools.faulty_tool import FaultyTool
-from tests.services.tools.tool_harness import eventually
 from tests.time_limits import ENDS_SOON
+from tests.waiting import async_until
 from trackway.clients.tools import ToolsClient
 from trackway.tools.app import create_app
 from trackway.tools.builtin.calculator import CalculatorTool
@@ -159,7 +159,7 @@ async def test_the_reaper_runs_while_the_app_does_and_the_end_releases_the_rest(
     faulty = FaultyTool.default()
     async with running(app_of(faulty, instance_ttl_s=0.001, reap_interval_s=0.001)) as http:
         await http.post("/instances", json={"tool": "faulty"})
-        await eventually(lambda: faulty.calls == {})
+        await async_until(lambda: faulty.calls == {})
     async with running(app_of(faulty)) as http:
         await http.post("/instances", json={"tool": "faulty"})
         assert len(faulty.calls) == 1
@@ -171,7 +171,7 @@ async def test_a_call_whose_client_left_ends_and_frees_the_instance(running: Run
     async with running(app_of(faulty)) as http:
         path = f"/instances/{(await http.post('/instances', json={'tool': 'faulty'})).json()['instance_id']}/execute"
         abandoned = asyncio.create_task(http.post(path, json={"arguments": {"mode": "sleep"}}))
-        await eventually(lambda: faulty.running == 1)
+        await async_until(lambda: faulty.running == 1)
         abandoned.cancel()
         after = await http.post(path, json={"arguments": {"mode": "ok"}})
 

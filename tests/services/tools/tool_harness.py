@@ -1,6 +1,5 @@
 """A tool server in this process, its clock in the test's hand, and helpers that wait on a condition."""
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,10 +38,3 @@ class ToolHarness:
 
 
 Make = Callable[..., ToolHarness]
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    """Wait until the condition holds, at most five seconds."""
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0)

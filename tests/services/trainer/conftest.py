@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
+from tests.waiting import until
 from trackway.clients import close_shared_http
 from trackway.serving.app import process_health
 from trackway.tracing import (
@@ -233,10 +234,7 @@ def serving() -> Serving:
         server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="critical"))
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
-        end = time.monotonic() + 10
-        while not server.started and time.monotonic() < end:
-            time.sleep(0.01)
-        assert server.started, "the scripted service did not start within 10 s"
+        until(lambda: server.started)
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
         server.should_exit = True
         thread.join(10)

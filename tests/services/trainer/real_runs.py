@@ -1,9 +1,9 @@
 """Runs with processes of their own: what they are asked for, and waiting for what they do."""
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.waiting import async_until
 from trackway.trainer.config import compose
 from trackway.trainer.data.parquet import write_rows
 from trackway.trainer.run_state.folder import RunFolder
@@ -50,16 +50,9 @@ def urls(agent_url: str, tmp_path: Path) -> ServiceUrls:
     return ServiceUrls(agent_url=agent_url, tools_url="http://127.0.0.1:9", weights_url=str(tmp_path / "weights"))
 
 
-async def until(condition: Callable[[], bool], deadline_s: float = 120.0) -> None:
-    """Wait for it."""
-    async with asyncio.timeout(deadline_s):
-        while not condition():
-            await asyncio.sleep(0.05)
-
-
 async def ended(runs: RunManager, name: str) -> RunInfo:
     """How a run stands at its end."""
-    await until(lambda: runs.registry.info(name).state in ENDED)
+    await async_until(lambda: runs.registry.info(name).state in ENDED)
     return runs.registry.info(name)
 
 

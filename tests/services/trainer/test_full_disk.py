@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.services.trainer.real_runs import Pod, ended, held_at, on_disk, pid_of, run_request, until, urls
+from tests.services.trainer.real_runs import Pod, ended, held_at, on_disk, pid_of, run_request, urls
+from tests.waiting import async_until
 from trackway.system import StorageError
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S
@@ -66,7 +67,7 @@ async def reach_step_2(runs: RunManager, agent, request: RunRequest) -> RunFolde
     """A run that has done its first step and waits for the rollouts of the second."""
     agent.holding_at = 2
     info = await runs.start(request)
-    await until(lambda: runs.registry.info(info.run).step == 1 and held_at(agent, 2))
+    await async_until(lambda: runs.registry.info(info.run).step == 1 and held_at(agent, 2))
     return RunFolder(Path(info.folder))
 
 
@@ -77,9 +78,9 @@ async def test_a_run_without_room_for_its_checkpoint_waits_says_so_and_trains_ea
     filler = fill(small_disk, leave=250_000)
 
     agent.released.set()
-    await until(lambda: told(runs, "waits").message.startswith("waits up to "))
+    await async_until(lambda: told(runs, "waits").message.startswith("waits up to "))
     waiting, left = told(runs, "waits"), temporary(folder.path)
-    await until(lambda: any("its disk" in wait.waits_for for wait in runs.registry.info("waits").waits))
+    await async_until(lambda: any("its disk" in wait.waits_for for wait in runs.registry.info("waits").waits))
     named = [wait for wait in runs.registry.info("waits").waits if "its disk" in wait.waits_for]
     filler.unlink()
     info = await ended(runs, "waits")
@@ -127,7 +128,7 @@ async def test_without_room_for_a_state_runs_are_listed_and_a_stop_and_a_resume_
     alive = told(runs, "full")
 
     os.kill(pid_of(runs, "full"), signal.SIGKILL)
-    await until(
+    await async_until(
         lambda: told(runs, "full").message.startswith("its process has exited and its state cannot be written: ")
     )
     dead, left = told(runs, "full"), temporary(folder.path)
@@ -160,7 +161,7 @@ async def test_a_process_that_can_write_nothing_more_is_not_started_again(
     filler = fill(small_disk)
 
     agent.released.set()
-    await until(
+    await async_until(
         lambda: told(runs, "silent").message.startswith("its process has exited and its state cannot be written: ")
     )
     before = asked(agent)

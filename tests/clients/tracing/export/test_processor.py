@@ -6,12 +6,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.clients.tracing.otlp_sink import Sink, free_port, running_sink
+from tests.waiting import until
 from trackway.tracing import Tracing, TracingSettings, trajectory_span, turn_span
 from trackway.tracing.active import activated
 from trackway.wire.tracing import TraceBackend, TraceTarget
@@ -42,13 +42,6 @@ def trajectory(tracing: Tracing, rollout_n: int = 0, turns: int = 1, target: Tra
         for index in range(turns):
             with turn_span(index):
                 pass
-
-
-def until(true: Callable[[], object], deadline_s: float = 20.0) -> None:
-    end = time.monotonic() + deadline_s
-    while not true():
-        assert time.monotonic() < end, "not within the deadline"
-        time.sleep(0.01)
 
 
 def test_one_trace_goes_to_each_of_its_backends_under_that_backends_headers() -> None:

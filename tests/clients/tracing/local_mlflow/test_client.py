@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -15,6 +14,7 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
+from tests.waiting import until
 from trackway.deploy.deployment import processes
 from trackway.deploy.deployment.processes import ProcessRecord
 from trackway.deploy.local import mlflow_server
@@ -103,13 +103,6 @@ def stored(uri: str) -> dict[str, int]:
     return {trace.info.tags["sample_index"]: len(trace.data.spans) for trace in traces}
 
 
-def wait_for(condition: Callable[[], bool], what: str, deadline_s: float = 60.0) -> None:
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.1)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("local")
@@ -134,7 +127,7 @@ def deployed(shared: str, folder: Path) -> Iterator[tuple[str, ProcessRecord]]:
     """A server as `trackway up` starts it, on the database that has a shared one."""
     port = free_port()
     record = mlflow_server.start(folder, port)
-    wait_for(lambda: local_mlflow.answers(f"sqlite:///{folder}/mlflow.db"), "the deployed server is healthy", 120)
+    until(lambda: local_mlflow.answers(f"sqlite:///{folder}/mlflow.db"))
     yield f"http://127.0.0.1:{port}", record
     processes.stop_tree(record)
     for child in processes._children:
@@ -202,7 +195,7 @@ def test_the_server_of_a_deployment_that_is_killed_is_started_again_at_its_addre
     for process in [server, *server.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(end)
-    wait_for(lambda: server not in servers(folder), "the server ends")
+    until(lambda: server not in servers(folder))
     assert ask(user, number) == deployed[0]
     assert len(servers(folder)) == 1 and servers(folder) != [server]
     assert stored(deployed[0]) == dict.fromkeys([*map(str, range(WORKERS)), *map(str, range(10, number + 1))], 2)
@@ -226,9 +219,9 @@ def test_the_server_ends_after_its_last_user_was_killed(user: "subprocess.Popen[
     assert ask(user, 15)
     assert len(servers(folder)) == len(remains(folder)) == 1
     user.kill()
-    wait_for(lambda: not remains(folder), "the server and all it started ends")
+    until(lambda: not remains(folder))
     files = ServerFiles(folder / "mlflow.db")
-    wait_for(lambda: not files.address.exists(), "the address is taken back")
+    until(lambda: not files.address.exists())
 
 
 def test_a_database_that_is_none_is_told_with_the_log_and_not_tried_again_at_once(tmp_path: Path) -> None:

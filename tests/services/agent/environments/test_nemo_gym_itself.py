@@ -14,9 +14,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from transformers import PreTrainedTokenizerFast
 
 from tests.interpreters import python_of
-from tests.services.agent.agent_services import call, open_services, until
+from tests.services.agent.agent_services import call, open_services
 from tests.services.agent.environments.test_nemo_gym import ADD, ANSWER, ASKED, READ, playing
 from tests.services.agent.scripted_model import END
+from tests.waiting import async_until
 from trackway.agent.settings import AgentSettings
 from trackway.reward.app import create_app as create_reward
 from trackway.system.ports import free_port
@@ -70,7 +71,7 @@ async def at_a_port(app: ASGIApp) -> AsyncIterator[int]:
     port = free_port()
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", lifespan="off"))
     running = asyncio.create_task(server.serve())
-    await until(lambda: server.started)
+    await async_until(lambda: server.started)
     try:
         yield port
     finally:

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tests.services.agent.agent_services import AgentServices, call, group, open_services, until
+from tests.services.agent.agent_services import AgentServices, call, group, open_services
 from tests.services.agent.environments.openenv_server import MCP_ACTION, EchoServer, echo_server
 from tests.services.agent.scripted_model import END
 from tests.services.agent.test_tracing import tree
+from tests.waiting import async_until
 from trackway.agent.settings import AgentSettings, EnvironmentSettings
 from trackway.system.ports import free_port
 from trackway.wire.errors import ErrorCode
@@ -90,7 +91,7 @@ async def test_an_episode_is_the_prompt_the_observations_and_the_reward(
     }
     assert (trajectory.stop_reason, trajectory.tool_rewards) == (StopReason.ANSWERED, [0.25, 0.5])
     assert server.resets == [{"episode_id": trajectory.id, "seed": 3}]
-    await until(lambda: server.closed == ["close"])
+    await async_until(lambda: server.closed == ["close"])
     spans = services.spans()
     assert tree(spans) == [
         ("chat tiny", "turn 0"),
@@ -126,7 +127,7 @@ async def test_the_environment_ends_the_trajectory_and_runs_no_call_behind_its_e
     ]
     assert trajectory.reward is not None
     assert (trajectory.reward.score, trajectory.reward.turn_scores) == (0.375, [0.375])
-    await until(lambda: server.closed == ["close"])
+    await async_until(lambda: server.closed == ["close"])
 
 
 @pytest.mark.parametrize(
@@ -159,7 +160,7 @@ async def test_a_lost_episode_ends_the_trajectory_and_its_connection(
 
     assert trajectory.error is not None and trajectory.error.code is code
     assert message in trajectory.error.message
-    await until(lambda: server.open == 0)
+    await async_until(lambda: server.open == 0)
 
 
 async def test_an_answer_that_does_not_come_ends_the_trajectory(
@@ -170,7 +171,7 @@ async def test_an_answer_that_does_not_come_ends_the_trajectory(
 
     assert trajectory.error is not None and trajectory.error.code is ErrorCode.UNAVAILABLE
     assert "expected an answer within 0 s to answer echo, got none" in trajectory.error.message
-    await until(lambda: server.open == 0)
+    await async_until(lambda: server.open == 0)
 
 
 async def test_a_trajectory_past_its_deadline_closes_its_episode(
@@ -180,7 +181,7 @@ async def test_a_trajectory_past_its_deadline_closes_its_episode(
         trajectory = await services.say(echo("hang") + END, limits__timeout_s=0.1, **ROW)
 
     assert trajectory.error is not None
-    await until(lambda: server.open == 0)
+    await async_until(lambda: server.open == 0)
 
 
 async def test_a_full_environment_is_asked_again(settings: AgentSettings, tokenizer: PreTrainedTokenizerFast) -> None:

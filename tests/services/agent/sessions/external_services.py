@@ -7,7 +7,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import uvicorn
 from transformers import PreTrainedTokenizerFast
 
-from tests.services.agent.agent_services import AgentServices, open_services, until
+from tests.services.agent.agent_services import AgentServices, open_services
+from tests.waiting import async_until
 from trackway.agent.settings import AgentSettings, ExternalSettings
 from trackway.clients import shared_http
 from trackway.system.ports import free_port
@@ -25,7 +26,7 @@ def serving_with(settings: AgentSettings, tokenizer: PreTrainedTokenizerFast) ->
         async with open_services(own, tokenizer) as services:
             server = uvicorn.Server(uvicorn.Config(services.agent, port=port, log_level="warning", lifespan="off"))
             running = asyncio.create_task(server.serve())
-            await until(lambda: server.started)
+            await async_until(lambda: server.started)
             try:
                 yield services
             finally:

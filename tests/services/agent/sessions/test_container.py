@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.services.agent.agent_services import until
 from tests.services.agent.sessions.external_services import Serve
 from tests.services.agent.sessions.test_session import ANSWER, COUNT
+from tests.waiting import async_until
 from trackway.agent.sessions.external import program_of
 from trackway.agent.settings import ExternalSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -109,7 +109,7 @@ async def test_an_agent_in_a_container_becomes_a_row(serving: Serve, engine: Pat
 async def test_a_container_past_the_time_limit_is_removed(serving: Serve, engine: Path) -> None:
     async with serving(container(["sleep", "600"])) as services:
         trajectory = await services.say(agent_name="external", limits__timeout_s=1.0)
-        await until(lambda: len(calls(engine)) == 2)
+        await async_until(lambda: len(calls(engine)) == 2)
 
     run, remove = calls(engine)
     assert trajectory.error is not None and trajectory.error.code is ErrorCode.DEADLINE_EXCEEDED

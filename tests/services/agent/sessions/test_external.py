@@ -17,13 +17,14 @@ from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionUserMessageParam
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from tests.services.agent.agent_services import call, group, open_services, until
+from tests.services.agent.agent_services import call, group, open_services
 from tests.services.agent.scripted_model import END, Words
 from tests.services.agent.sessions import own_function
 from tests.services.agent.sessions.external_services import Serve
 from tests.services.agent.sessions.test_session import ANSWER, COUNT, opened, row_of
 from tests.services.rollout.model_routes.openai_server import serving as server
 from tests.services.trainer.learner_settings import learner_config
+from tests.waiting import async_until
 from trackway.agent.sessions import external as external_agents
 from trackway.agent.sessions.external import Program, guarded, run_program
 from trackway.agent.sessions.session import SessionEpisode
@@ -260,7 +261,7 @@ async def test_a_program_is_ended_with_all_its_processes_at_the_time_limit(servi
     )
     async with serving(python(code)) as services:
         trajectory = await services.say(agent_name="external", limits__timeout_s=3.0)
-        await until(lambda: not _runs(begun))
+        await async_until(lambda: not _runs(begun))
 
     assert begun.exists()
     assert trajectory.error is not None and trajectory.error.code is ErrorCode.DEADLINE_EXCEEDED
@@ -307,7 +308,7 @@ async def test_a_program_ends_with_the_service_that_was_killed(tmp_path: Path, h
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", service)
     assert await process.wait() == -9
 
-    await until(lambda: not _runs(begun))
+    await async_until(lambda: not _runs(begun))
 
 
 def test_nothing_stays_open_of_a_program_whose_processes_cannot_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,8 +323,8 @@ def test_nothing_stays_open_of_a_program_whose_processes_cannot_be_ended(monkeyp
     async def run() -> None:
         async with asyncio.timeout(5):
             running = asyncio.create_task(run_program(settings, access, episode))
-            await until(lambda: episode.log.endswith("\n"))
-            await until(lambda: not Path(f"/proc/{episode.log.split()[0]}").exists())
+            await async_until(lambda: episode.log.endswith("\n"))
+            await async_until(lambda: not Path(f"/proc/{episode.log.split()[0]}").exists())
             running.cancel()
             await asyncio.wait({running})
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.services.agent.agent_services import until
 from tests.services.agent.sessions.external_services import Serve
 from tests.services.agent.sessions.test_session import ANSWER, COUNT
+from tests.waiting import async_until
 from trackway.agent.sessions.external import guarded, program_of
 from trackway.agent.settings import ExternalSettings
 from trackway.wire.errors import ErrorCode
@@ -114,4 +114,4 @@ async def test_a_container_is_removed_with_the_service_that_was_killed(image: st
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", service)
     assert await process.wait() == -9
 
-    await until(lambda: containers(image) == [], 30.0)
+    await async_until(lambda: containers(image) == [], 30.0)

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from starlette.types import Message
 
-from tests.services.agent.agent_services import AgentServices, until
+from tests.services.agent.agent_services import AgentServices
 from tests.services.agent.replaceable import Answer
 from tests.services.agent.scripted_model import END
 from tests.services.agent.sessions.test_session import (
@@ -28,6 +28,7 @@ from tests.services.agent.sessions.test_session import (
 )
 from tests.services.agent.streaming_transport import StreamingTransport, scope_of
 from tests.time_limits import ENDS_SOON
+from tests.waiting import async_until
 from trackway.agent.sessions import session
 from trackway.model_api import choices
 from trackway.wire.sessions import NodeKind, SessionAccess
@@ -99,7 +100,7 @@ async def test_a_stream_that_its_client_leaves_is_marked_and_not_trained_and_the
     say(model, 3)
     async with streamed(services, access) as texts:
         await taken(texts, 3)
-    await until(lambda: len(services.model.aborted) == 1)
+    await async_until(lambda: len(services.model.aborted) == 1)
     left = (await state(services, access)).nodes[-1]
     say(model, len(ANSWER))
     async with streamed(services, access) as texts:
@@ -139,7 +140,7 @@ async def test_a_stream_that_breaks_goes_on_with_the_recorded_tokens(
     say(model, 2)
     async with streamed(services, access) as texts:
         assert await taken(texts, 2) == "I "
-        await until(lambda: len(services.model.aborted) == 1)
+        await async_until(lambda: len(services.model.aborted) == 1)
         say(model, len(ANSWER))
         assert "".join([text async for text in texts]) == "#### 18"
 
@@ -217,7 +218,7 @@ async def test_each_vote_whose_client_left_has_a_retry_of_its_own(
         say(model, 1)
         async with streamed(services, access) as texts:
             await taken(texts, 1)
-        await until(lambda left=left: len(services.model.aborted) == left + 1)
+        await async_until(lambda left=left: len(services.model.aborted) == left + 1)
 
     say(model, 3 * len(VOTES[0] + END))
     answers = await asyncio.gather(*(chat(services, access, QUESTION, retries=1) for _ in VOTES))
@@ -231,7 +232,7 @@ async def test_each_vote_in_progress_may_be_retried(services: AgentServices, mod
     """As by clients behind a proxy that keeps the connections of those that have left."""
     access = await opened(services, *(vote + END for vote in VOTES))
     calls = [asyncio.create_task(chat(services, access, QUESTION, max_tokens=64)) for _ in VOTES]
-    await until(lambda: len(services.model.requests) == 3)
+    await async_until(lambda: len(services.model.requests) == 3)
     async with AsyncExitStack() as stack:
         retries = [await stack.enter_async_context(retried(services, access, "chat/completions")) for _ in VOTES]
         say(model, 3 * len(VOTES[0] + END))
@@ -294,7 +295,7 @@ async def test_a_streamed_retry_is_kept_alive_until_its_first_call_is_answered(
     access = await opened(services, ANSWER, bounds={"max_calls": 1})
     body = {"model": "any", "max_tokens": 64, **ROUTES[route]}
     first = asyncio.create_task(services.client.post(f"/sessions/{access.session_id}/v1/{route}", json=body))
-    await until(lambda: len(services.model.requests) == 1)
+    await async_until(lambda: len(services.model.requests) == 1)
     async with retried(services, access, route) as lines:
         say(model, len(ANSWER))
         rest = [line async for line in lines]
@@ -312,12 +313,12 @@ async def test_a_client_that_leaves_while_its_retry_waits_leaves_nothing_behind(
 ) -> None:
     access = await opened(services, ANSWER, bounds={"max_calls": 1})
     first = asyncio.create_task(chat(services, access, QUESTION, max_tokens=64))
-    await until(lambda: len(services.model.requests) == 1)
+    await async_until(lambda: len(services.model.requests) == 1)
     async with retried(services, access, "chat/completions"):
         running = asyncio.all_tasks()
     async with retried(services, access, "chat/completions"):
         pass
-    await until(lambda: asyncio.all_tasks() < running)
+    await async_until(lambda: asyncio.all_tasks() < running)
     say(model, len(ANSWER))
 
     assert message_of(await first)["content"] == "#### 18"
@@ -353,7 +354,7 @@ async def test_a_waiting_retry_ends_with_an_event_of_its_api_when_the_session_do
     access = await opened(services, ANSWER)
     body = {"model": "any", "max_tokens": 64, **ROUTES[route]}
     first = asyncio.create_task(services.client.post(f"/sessions/{access.session_id}/v1/{route}", json=body))
-    await until(lambda: len(services.model.requests) == 1)
+    await async_until(lambda: len(services.model.requests) == 1)
     async with retried(services, access, route) as lines:
         await services.client.post(f"/sessions/{access.session_id}/end")
         rest = [line async for line in lines]
@@ -373,7 +374,7 @@ async def test_a_stream_that_waits_for_the_token_budget_is_kept_alive_and_gets_w
     most = len(said) + left
     access = await opened(services, ANSWER, ANSWER, bounds={"max_tokens": most})
     first = asyncio.create_task(chat(services, access, QUESTION, max_tokens=most))
-    await until(lambda: len(services.model.requests) == 1)
+    await async_until(lambda: len(services.model.requests) == 1)
     async with retried(services, access, route, max_tokens=most + 1) as lines:
         say(model, 2 * len(ANSWER))
         rest = [line async for line in lines]
@@ -390,12 +391,12 @@ async def test_a_client_that_leaves_while_its_call_waits_for_the_token_budget_le
 ) -> None:
     access = await opened(services, ANSWER, ANSWER, bounds={"max_tokens": 64, "max_calls": 2})
     first = asyncio.create_task(chat(services, access, QUESTION, max_tokens=64))
-    await until(lambda: len(services.model.requests) == 1)
+    await async_until(lambda: len(services.model.requests) == 1)
     before = asyncio.all_tasks()
     async with retried(services, access, "chat/completions", max_tokens=63):
         pass
     assert await answered_a_client_that_left(services, access, max_tokens=62) == 400
-    await until(lambda: asyncio.all_tasks() <= before)
+    await async_until(lambda: asyncio.all_tasks() <= before)
     say(model, 64)
 
     assert (await first).status_code == 200
@@ -410,7 +411,7 @@ async def test_a_stream_that_waits_for_the_token_budget_ends_with_an_event_of_it
 ) -> None:
     access = await opened(services, ANSWER, bounds={"max_tokens": 64})
     first = asyncio.create_task(chat(services, access, QUESTION, max_tokens=64))
-    await until(lambda: len(services.model.requests) == 1)
+    await async_until(lambda: len(services.model.requests) == 1)
     async with retried(services, access, route, max_tokens=63) as lines:
         await services.client.post(f"/sessions/{access.session_id}/end")
         rest = [line async for line in lines]

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 
 from tests.services.rollout.engines.remote import fake_server
 from tests.services.rollout.engines.remote.sglang import sglang_fake
+from tests.waiting import async_until
 from trackway.rollout.classifiers import open_classifier
 from trackway.rollout.classifiers.servers import ServerClassifier
 from trackway.rollout.settings import RolloutSettings
@@ -88,8 +89,7 @@ async def test_a_running_vllm_is_asked_for_logits_of_token_ids(folder: Path) -> 
 
         fake.answers.clear()
         waiting = asyncio.create_task(classifier.classify([5]))
-        while len(fake.asked) < 2:
-            await asyncio.sleep(0.005)
+        await async_until(lambda: len(fake.asked) >= 2)
         assert (classifier.stats().running, classifier.stuck_for() > 0) == (1, True)
         with pytest.raises(TrackwayError) as full:
             await classifier.classify([5])

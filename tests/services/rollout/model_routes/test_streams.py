@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.services.rollout.model_routes.openai_server import CHAT
 from tests.services.rollout.model_routes.scripted_engine import ScriptedEngine
+from tests.waiting import async_until
 
 pytestmark = pytest.mark.anyio
 
@@ -130,6 +131,4 @@ async def test_a_keyed_stream_is_whole_and_runs_once(
 
 async def _idle(engine: ScriptedEngine) -> None:
     assert await asyncio.to_thread(engine.ended_early.wait, 5.0)
-    async with asyncio.timeout(5):
-        while engine.running:
-            await asyncio.sleep(0.01)
+    await async_until(lambda: not engine.running)

@@ -11,7 +11,7 @@ from pydantic import JsonValue
 
 import trackway.tools.core.server
 from tests.services.tools.python_server import LOST, Run, Session, processes_with, served
-from tests.services.tools.tool_harness import eventually
+from tests.waiting import async_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio, pytest.mark.program("bwrap"), pytest.mark.usefixtures("isolation")]
 
@@ -90,7 +90,7 @@ while have < 6: have += len(os.read(full, 6))
     async with attacked(running, cpu_s=54321) as session:
         text = await session(bomb)  # one that ends within the watch's interval is found after it
         if text == "[no output]":
-            await eventually(lambda: not processes_with("54321"))
+            await async_until(lambda: not processes_with("54321"))
             text = await session("1")
             text = text.replace(", between two calls; this code did not run", "")
         assert text == ended("the code used more than 256 MB of memory")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.services.tools.python_server import LOST, Run, processes_with, served
-from tests.services.tools.tool_harness import eventually
+from tests.waiting import async_until
 from trackway.tools.sandbox import SandboxUnavailableError
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
@@ -100,9 +100,9 @@ async def test_unsandboxed_processes_end_with_the_instance(running: Run) -> None
     async with served(running, allow_unsandboxed=True) as server:
         session = await server.session()
         await session(code)
-        await eventually(lambda: len(processes_with("left-bare")) == 1)
+        await async_until(lambda: len(processes_with("left-bare")) == 1)
         await session.release()
-    await eventually(lambda: processes_with("left-bare") == [])
+    await async_until(lambda: processes_with("left-bare") == [])
 
 
 @pytest.mark.usefixtures("programs")

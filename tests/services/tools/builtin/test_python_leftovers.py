@@ -12,8 +12,8 @@ import time
 import pytest
 
 from tests.services.tools.python_server import Run, leaving, processes_with, served
-from tests.services.tools.tool_harness import eventually
 from tests.time_limits import ENDS_SOON
+from tests.waiting import async_until
 from trackway.tools.builtin.python import PythonTool
 from trackway.tools.sandbox.process import SandboxedProcess
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -25,7 +25,7 @@ async def test_they_end_with_the_instance(running: Run) -> None:
     async with served(running) as server:
         session = await server.session()
         await session(leaving("left-by-release"))
-        await eventually(lambda: len(processes_with("left-by-release")) == 1)
+        await async_until(lambda: len(processes_with("left-by-release")) == 1)
         await session.release()
         assert processes_with("left-by-release") == []
 
@@ -49,7 +49,7 @@ async def test_they_have_no_time_between_two_calls(running: Run) -> None:
         session = await server.session()
         await session(COUNTING)
         [interpreter] = [pid for pid in processes_with("answer_for_ever") if _threads(pid) > 1]
-        await eventually(lambda: _states(interpreter) == {"T"})
+        await async_until(lambda: _states(interpreter) == {"T"})
         before = _ticks(interpreter)
         await asyncio.to_thread(_burn, 0.5)
         after = _ticks(interpreter)
@@ -138,13 +138,13 @@ def test_a_sandbox_has_ended_when_its_first_process_has_and_not_when_bubblewrap_
 async def test_they_end_with_an_abandoned_instance(running: Run) -> None:
     async with served(running, {"instance_ttl_s": 0.2, "reap_interval_s": 0.1}) as server:
         await (await server.session())(leaving("left-by-idling"))
-        await eventually(lambda: processes_with("left-by-idling") == [])
+        await async_until(lambda: processes_with("left-by-idling") == [])
 
 
 async def test_they_end_with_the_server(running: Run) -> None:
     async with served(running) as server:
         await (await server.session())(leaving("left-by-server"))
-        await eventually(lambda: len(processes_with("left-by-server")) == 1)
+        await async_until(lambda: len(processes_with("left-by-server")) == 1)
     assert processes_with("left-by-server") == []
 
 
@@ -183,8 +183,8 @@ async def test_they_end_with_a_service_that_is_killed() -> None:
         with service.stdout as words:
             assert await asyncio.to_thread(words.readline) == b"ready\n"
         # The service's own command line has the marker too.
-        await eventually(lambda: len(processes_with("left-by-kill")) == 2)
+        await async_until(lambda: len(processes_with("left-by-kill")) == 2)
     finally:
         service.send_signal(signal.SIGKILL)
         service.wait(10)
-    await eventually(lambda: processes_with("left-by-kill") == [])
+    await async_until(lambda: processes_with("left-by-kill") == [])

@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
-from tests.services.tools.tool_harness import Make, ToolHarness, eventually
+from tests.services.tools.tool_harness import Make, ToolHarness
 from tests.time_limits import ENDS_SOON
+from tests.waiting import async_until
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tools import OneShotRequest
 
@@ -31,7 +32,7 @@ async def test_a_call_that_does_not_stop_is_answered_and_its_instance_is_lost_un
     ]
     meanwhile = await harness.call(healthy)
     harness.faulty.unblock.set()
-    await eventually(lambda: len(harness.table) == 1)
+    await async_until(lambda: len(harness.table) == 1)
     gone = await refused(harness, stuck, "ok")
 
     assert [error.code for error in (late, lost, gone)] == [
@@ -40,7 +41,7 @@ async def test_a_call_that_does_not_stop_is_answered_and_its_instance_is_lost_un
         ErrorCode.INSTANCE_NOT_FOUND,
     ]
     assert (state, meanwhile) == ("stuck", "ok 1")
-    await eventually(lambda: list(harness.faulty.calls) == [healthy])
+    await async_until(lambda: list(harness.faulty.calls) == [healthy])
 
 
 async def test_a_call_that_does_not_stop_keeps_its_place_and_no_other_one(make_rig: Make) -> None:
@@ -50,7 +51,7 @@ async def test_a_call_that_does_not_stop_keeps_its_place_and_no_other_one(make_r
     await refused(harness, stuck, "block")
     full = await refused(harness, healthy, "ok")
     harness.faulty.unblock.set()
-    await eventually(lambda: len(harness.table) == 1)
+    await async_until(lambda: len(harness.table) == 1)
 
     assert full.code is ErrorCode.OVERLOADED
     assert await harness.call(healthy) == "ok 1"
@@ -60,13 +61,13 @@ async def test_a_caller_who_leaves_a_call_that_does_not_stop_loses_the_instance_
     harness = make_rig(stop_timeout_s=0.02)
     instance_id = await harness.made()
     leaving = asyncio.create_task(harness.call(instance_id, "block"))
-    await eventually(lambda: harness.faulty.running == 1)
+    await async_until(lambda: harness.faulty.running == 1)
 
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
     lost = await refused(harness, instance_id, "ok")
     harness.faulty.unblock.set()
-    await eventually(lambda: harness.faulty.calls == {})
+    await async_until(lambda: harness.faulty.calls == {})
 
     assert (leaving.cancelled(), lost.code, len(harness.table)) == (True, ErrorCode.INSTANCE_LOST, 0)
 
@@ -78,7 +79,7 @@ async def test_a_one_shot_that_does_not_stop_leaves_nothing_behind_in_the_end(ma
         await harness.server.one_shot("faulty", OneShotRequest(arguments={"mode": "block"}))
     harness.faulty.unblock.set()
 
-    await eventually(lambda: (len(harness.table), harness.faulty.calls) == (0, {}))
+    await async_until(lambda: (len(harness.table), harness.faulty.calls) == (0, {}))
 
 
 @pytest.mark.parametrize(("mode", "reason"), [("exit", "it called sys.exit(3)"), ("cancel", "it cancelled itself")])
@@ -98,13 +99,13 @@ async def test_a_release_waits_for_no_place_and_goes_on_when_its_caller_leaves(m
     busy, idle = await harness.made(), await harness.made()
     harness.faulty.gate.clear()
     running = asyncio.create_task(harness.call(busy))
-    await eventually(lambda: harness.faulty.running == 1)
+    await async_until(lambda: harness.faulty.running == 1)
 
     releasing = asyncio.create_task(harness.server.release(idle))
-    await eventually(lambda: "release" in harness.faulty.given)
+    await async_until(lambda: "release" in harness.faulty.given)
     releasing.cancel()
     await asyncio.gather(releasing, return_exceptions=True)
     harness.faulty.gate.set()
 
-    await eventually(lambda: idle not in harness.faulty.calls)
+    await async_until(lambda: idle not in harness.faulty.calls)
     assert await running == "ok 1"

@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from tests.services.tools.faulty_tool import FaultyTool
-from tests.services.tools.tool_harness import eventually
 from tests.time_limits import ENDS_SOON
+from tests.waiting import async_until
 from trackway.clients.tools import ToolsClient
 from trackway.tools.app import create_app
 from trackway.tools.builtin.calculator import CalculatorTool
@@ -106,7 +106,7 @@ async def test_a_retry_while_the_first_still_runs_shares_its_answer_though_the_f
         faulty.gate.clear()
         key = {"idempotency-key": "once"}
         left, waiting = (asyncio.create_task(http.post(path, json=OK, headers=key)) for _ in range(2))
-        await eventually(lambda: faulty.running == 1)
+        await async_until(lambda: faulty.running == 1)
         left.cancel()
         await asyncio.gather(left, return_exceptions=True)
         faulty.gate.set()

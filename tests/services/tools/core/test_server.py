@@ -4,8 +4,9 @@ import logging
 import pytest
 
 from tests.services.tools.faulty_tool import PreparedTool
-from tests.services.tools.tool_harness import Make, ToolHarness, eventually
+from tests.services.tools.tool_harness import Make, ToolHarness
 from tests.time_limits import ENDS_SOON
+from tests.waiting import async_until
 from trackway.tools.base import ToolLimits
 from trackway.tools.core.server import ToolServer
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -76,7 +77,7 @@ async def test_calls_of_several_instances_run_together_up_to_the_tools_limit(mak
     harness.faulty.gate.clear()
 
     calls = [asyncio.create_task(harness.call(instance_id)) for instance_id in ids]
-    await eventually(lambda: harness.faulty.running == 2)
+    await async_until(lambda: harness.faulty.running == 2)
     harness.faulty.gate.set()
 
     assert await asyncio.gather(*calls) == ["ok 1"] * 5
@@ -89,7 +90,7 @@ async def test_a_call_that_finds_no_free_place_in_time_is_told_to_come_back(make
     first, second = await harness.made(), await harness.made()
     harness.faulty.gate.clear()
     running = asyncio.create_task(harness.call(first))
-    await eventually(lambda: harness.faulty.running == 1)
+    await async_until(lambda: harness.faulty.running == 1)
 
     with pytest.raises(TrackwayError, match=r"tool 'faulty': expected a free place within 0\.01 s") as caught:
         await harness.call(second)

@@ -17,7 +17,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
 from tests.services.tools.faulty_tool import FaultyTool
 from tests.services.tools.mcp_servers import serving, yaml_for
-from tests.services.tools.tool_harness import eventually
+from tests.waiting import async_until
 from trackway.clients.tools import ToolsClient
 from trackway.serving import AuthSettings
 from trackway.tools.app import create_app
@@ -68,7 +68,7 @@ async def test_state_lives_as_long_as_the_session_and_is_released_with_it() -> N
         async with client_of(url) as first, client_of(url) as second:
             texts = [shown(await client.call_tool("faulty", {"mode": "ok"}))[0] for client in (first, first, second)]
             assert len(faulty.calls) == 2
-        await eventually(lambda: not faulty.calls)
+        await async_until(lambda: not faulty.calls)
 
     assert texts == ["ok 1", "ok 2", "ok 1"]
 
@@ -111,7 +111,7 @@ async def test_a_session_that_ends_cuts_off_the_call_that_its_client_gave_up() -
     async with serving(create_app(ToolsSettings(), [faulty])) as url:
         async with client_of(url) as client:
             await given_up(client, "sleep")
-        await eventually(lambda: (faulty.running, faulty.calls) == (0, {}))
+        await async_until(lambda: (faulty.running, faulty.calls) == (0, {}))
 
 
 async def test_state_that_is_lost_with_a_call_that_does_not_stop_is_told_once() -> None:
@@ -233,7 +233,7 @@ async def test_the_tools_of_one_tool_server_appear_in_another(tmp_path: Path) ->
             assert len(faulty.calls) == 1
             for instance in (made, second):
                 await client.release(instance.instance_id)
-            await eventually(lambda: not faulty.calls)
+            await async_until(lambda: not faulty.calls)
 
     assert [result.reward for result in results] == [0.0, -0.05]
     assert (reward, caught.value.code) == (1.0, ErrorCode.TOOL_FAILED)

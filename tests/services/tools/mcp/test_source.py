@@ -11,8 +11,8 @@ import pytest
 
 from tests.services.tools.mcp_servers import STDIO, port_of, serving_notes, yaml_for
 from tests.services.tools.notes_server import NOTE_SCHEMA, NotesServer
-from tests.services.tools.tool_harness import eventually
 from tests.time_limits import ENDS_SOON
+from tests.waiting import async_until
 from trackway.tools.base import ToolLimits
 from trackway.tools.core.instances import InstanceTable
 from trackway.tools.core.server import ToolServer
@@ -293,9 +293,9 @@ def children() -> list[int]:
 async def no_process_awaited() -> AsyncIterator[None]:
     """A test ends once asyncio knows the end of each command that it started; the MCP client does not wait for it."""
     yield
-    await eventually(lambda: not any("waitpid" in thread.name for thread in threading.enumerate()))
+    await async_until(lambda: not any("waitpid" in thread.name for thread in threading.enumerate()))
     await asyncio.sleep(0)  # asyncio's thread has scheduled the callback
 
 
 async def eventually_dead(pid: int) -> None:
-    await eventually(lambda: not Path(f"/proc/{pid}").exists())
+    await async_until(lambda: not Path(f"/proc/{pid}").exists())

@@ -12,7 +12,7 @@ from pydantic import JsonValue
 
 from tests.services.tools.faulty_tool import FaultyTool
 from tests.services.tools.mcp_servers import serving
-from tests.services.tools.tool_harness import eventually
+from tests.waiting import async_until
 from trackway.tools.app import create_app
 from trackway.tools.base import BaseTool
 from trackway.tools.builtin.calculator import CalculatorTool
@@ -154,7 +154,7 @@ async def test_trajectories_of_a_batch_run_side_by_side_and_one_trajectorys_acti
     faulty.gate.clear()
     ids = ["a", "b", "a", "c"]
     asking = asyncio.create_task(client.batch(ids, [hermes("faulty", mode="ok")] * 4))
-    await eventually(lambda: faulty.running == 3)
+    await async_until(lambda: faulty.running == 3)
     faulty.gate.set()
 
     answers = await asking
@@ -197,7 +197,7 @@ async def test_several_calls_of_one_action_are_answered_together(client: Client)
 async def test_an_abandoned_trajectory_expires_which_its_model_is_told_once(faulty: FaultyTool) -> None:
     async with serving(app_of(faulty, instance_ttl_s=0.5, reap_interval_s=0.01)) as url:
         await Client(url).one("t", hermes("faulty", mode="ok"))
-        await eventually(lambda: faulty.calls == {})
+        await async_until(lambda: faulty.calls == {})
         told, _, valid = await Client(url).one("t", hermes("faulty", mode="ok"))
         assert (told["invalid_reason"], valid) == (GONE, False)
         anew, _, valid = await Client(url).one("t", hermes("faulty", mode="ok"))

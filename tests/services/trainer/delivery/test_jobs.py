@@ -2,11 +2,11 @@
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.waiting import until
 from trackway.system import Backoff
 from trackway.trainer.delivery import jobs
 from trackway.trainer.delivery.jobs import DeliveryThread, Later, only_sender
@@ -43,13 +43,6 @@ class Counted:
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "BACKOFF", Backoff(0.05, 0.4, spread=(1.0, 1.0)))
     monkeypatch.setattr(jobs, "CLOSING_RETRY_S", 0.3)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true in time"
-        time.sleep(0.005)
 
 
 def test_what_waits_is_sent_at_once_and_what_is_new_when_it_is_said():

@@ -1,7 +1,7 @@
 import threading
-import time
 from pathlib import Path
 
+from tests.waiting import until
 from trackway.tracing import TracingSettings
 from trackway.trainer.config import RunConfig
 from trackway.trainer.delivery import Leftovers
@@ -19,9 +19,7 @@ def test_its_thread_ends_when_the_service_stops_and_nothing_is_left_to_check(tmp
 
     leftovers.offer([folder.info()])
     [thread] = set(threading.enumerate()) - set(before)
-    end = time.monotonic() + 10
-    while leftovers._offered and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: not leftovers._offered)
     leftovers.stop()
     thread.join(10)
 

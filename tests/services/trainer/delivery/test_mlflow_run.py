@@ -7,15 +7,15 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
 from tests.services.trainer.mlflow_proxy import Proxy
+from tests.waiting import until
 from trackway.system import Backoff
 from trackway.tracing import TracingSettings
 from trackway.trainer.app import create_app
@@ -103,13 +103,6 @@ def send_leftovers(folder: RunFolder, uri: str) -> None:
         while left.advance():
             pass
         left.close()
-
-
-def until(condition: Callable[[], bool], deadline_s: float = 30.0) -> None:
-    end_at = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end_at, "the condition did not come true in time"
-        time.sleep(0.02)
 
 
 def runs_of(client: MlflowClient, config: RunConfig) -> list:

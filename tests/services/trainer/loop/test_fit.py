@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.services.trainer.learner_settings import logprobs_of
+from tests.waiting import async_until
 from trackway.clients import AgentClient
 from trackway.clients.weights import WeightStore
 from trackway.deploy.bundled import TINY_MODEL
@@ -196,9 +197,7 @@ async def test_a_run_over_sessions_trains_each_once_and_keeps_no_file_of_them(ne
     for session in sessions[:4]:
         inbox.put(session)
     fitting = asyncio.create_task(fit(first))
-    async with asyncio.timeout(60):
-        while first.step < 1 or first.saved_step != 1:
-            await asyncio.sleep(0.01)
+    await async_until(lambda: first.step >= 1 and first.saved_step == 1)
     fitting.cancel()
     await asyncio.gather(fitting, return_exceptions=True)
     for session in sessions:  # the first four come again
@@ -423,9 +422,7 @@ async def test_generation_goes_on_while_the_learner_computes(new_run: NewRun, ag
     agent.holding_at = 2
     run = new_run("run", *AHEAD)
     fitting = asyncio.create_task(fit(run))
-    async with asyncio.timeout(60):
-        while not any(request.step == 3 for request in agent.requests):
-            await asyncio.sleep(0.02)
+    await async_until(lambda: any(request.step == 3 for request in agent.requests))
     hanging = run.step
     agent.released.set()
 
@@ -589,9 +586,9 @@ def held(run: Training, step: int) -> asyncio.Event:
 async def waiting_for_validation(run: Training) -> "asyncio.Task[RunState]":
     """The run, when in step 4 it can do nothing more before the validation of step 2 is complete."""
     fitting = asyncio.create_task(fit(run))
-    async with asyncio.timeout(60):
-        while run.step < 4 or not any("validation of the newest" in wait.waits_for for wait in run.waits.current()):
-            await asyncio.sleep(0.02)
+    await async_until(
+        lambda: run.step >= 4 and any("validation of the newest" in wait.waits_for for wait in run.waits.current())
+    )
     return fitting
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import async_until
 from trackway.trainer.config import compose
 from trackway.trainer.data.parquet import write_rows
 from trackway.trainer.loop.build import build
@@ -71,9 +72,7 @@ async def test_a_run_stopped_before_the_incomplete_batch_goes_on_with_it(folder:
     stop = asyncio.Event()
     agent.holding_at = 3
     stopping = asyncio.create_task(train(folder, stop))
-    async with asyncio.timeout(60):
-        while not any(request.step == 3 for request in agent.requests):
-            await asyncio.sleep(0.02)
+    await async_until(lambda: any(request.step == 3 for request in agent.requests))
     stop.set()
     first = await stopping
     agent.released.set()

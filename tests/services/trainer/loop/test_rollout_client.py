@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.time_limits import ENDS_SOON
+from tests.waiting import async_until
 from trackway.clients import AgentClient
 from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy, Rollouts, checked
 from trackway.wire.agent import Limits, Sample
@@ -73,9 +74,8 @@ async def test_a_group_that_is_waited_for_says_what_is_missing_and_why(agent, ag
     agent.breaks = [1]
     asking = rollouts(agent_url, http, backoff_s=60.0)
     collecting = asyncio.create_task(asking.collect([sample(1)], 1, 0))
-    async with asyncio.timeout(30):
-        while not (current := asking.waits.current()) or "asked again" not in current[0].progress:
-            await asyncio.sleep(0.01)
+    await async_until(lambda: any("asked again" in wait.progress for wait in asking.waits.current()))
+    current = asking.waits.current()
     collecting.cancel()
     await asyncio.gather(collecting, return_exceptions=True)
 
@@ -88,9 +88,8 @@ async def test_what_the_rollouts_of_a_group_wait_for_is_below_its_own_wait(agent
     agent.waits, agent.holding_at = [Wait(who="rollout 1/1/0", waits_for="tool python", since=1_000)], 1
     asking = rollouts(agent_url, http)
     collecting = asyncio.create_task(asking.collect([sample(1)], 1, 0))
-    async with asyncio.timeout(30):
-        while not (current := asking.waits.current()) or not current[0].because:
-            await asyncio.sleep(0.01)
+    await async_until(lambda: any(wait.because for wait in asking.waits.current()))
+    current = asking.waits.current()
     agent.released.set()
     got = await collecting
 
@@ -105,9 +104,8 @@ async def test_waits_are_told_by_this_machines_clock(agent, agent_url, http, sam
     agent.waits, agent.clock_ahead_s, agent.holding_at = [wait], 3600.0, 1
     asking = rollouts(agent_url, http)
     collecting = asyncio.create_task(asking.collect([sample(1)], 1, 0))
-    async with asyncio.timeout(30):
-        while not (current := asking.waits.current()) or not current[0].because:
-            await asyncio.sleep(0.01)
+    await async_until(lambda: any(wait.because for wait in asking.waits.current()))
+    current = asking.waits.current()
     agent.released.set()
     await collecting
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.services.trainer.run_state.test_session_inbox import RUN, Finished, finished
+from tests.waiting import async_until
 from trackway.trainer.config import RunConfig
 from trackway.trainer.data.dataset import Position
 from trackway.trainer.loop import session_groups
@@ -147,9 +148,8 @@ async def test_a_run_that_waits_says_for_what(tmp_path: Path, finished: Finished
     groups = groups_of(tmp_path)
     put(tmp_path, finished(0, "a"))
     waiting = asyncio.create_task(drawn(groups, step=4))
-    async with asyncio.timeout(5):
-        while not (waits := groups.waits.current()) or not waits[0].progress.startswith("1"):
-            await asyncio.sleep(0.001)
+    await async_until(lambda: any(wait.progress.startswith("1") for wait in groups.waits.current()))
+    waits = groups.waits.current()
     put(tmp_path, finished(1, "a"))
     await waiting
 

@@ -12,6 +12,7 @@ import pytest
 from torch import Tensor
 
 from tests.services.trainer.learner_settings import learner_config, logprobs_of
+from tests.waiting import async_until
 from trackway.clients import AgentClient
 from trackway.clients.weights import WeightStore
 from trackway.tracing import Tracing, TracingSettings
@@ -389,9 +390,7 @@ async def test_a_row_says_how_long_the_learner_and_the_engines_were_idle(
 async def test_a_step_names_the_groups_that_it_waits_for(training: Training, agent):
     agent.holding_at = 1
     waiting = asyncio.create_task(training.rollout(0))
-    async with asyncio.timeout(30):
-        while len(agent.requests) < 2:
-            await asyncio.sleep(0.01)
+    await async_until(lambda: len(agent.requests) >= 2)
 
     [wait] = training.waits.current()
     agent.released.set()

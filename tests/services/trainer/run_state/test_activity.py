@@ -1,9 +1,8 @@
 """What a run's process waits for, named while it lasts and in its folder once it has lasted, and its rollouts."""
 
-import asyncio
-
 import pytest
 
+from tests.waiting import async_until
 from trackway.system.waits import MOST, Waits
 from trackway.trainer.run_state import activity as module
 from trackway.trainer.run_state.activity import reported
@@ -72,9 +71,7 @@ async def test_the_folder_has_the_waits_that_last_and_none_once_the_run_has_ende
     run = Waits(time)
 
     async def written(count: int) -> list[Wait]:
-        async with asyncio.timeout(10):
-            while len(folder.activity().waits) != count:
-                await asyncio.sleep(0.01)
+        await async_until(lambda: len(folder.activity().waits) == count)
         return folder.activity().waits
 
     async with reported(folder) as report:
@@ -100,9 +97,7 @@ async def test_the_folder_has_the_rollouts_by_state_and_keeps_them_when_the_run_
 
     async with reported(folder) as report:
         report.account = account.copy
-        async with asyncio.timeout(10):
-            while not folder.activity().rollouts:
-                await asyncio.sleep(0.01)
+        await async_until(lambda: folder.activity().rollouts)
         during = folder.activity().rollouts
         account |= {"running": 0, "cancelled": 4}
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import until
 from trackway.system import StorageError
 from trackway.trainer.run_state.checkpoint import (
     find_all,
@@ -250,9 +251,7 @@ def test_damaged_checkpoints_are_kept_under_names_of_their_own(tmp_path: Path):
 @pytest.mark.parametrize("moment", [0.0, 0.013, 0.029, 0.051])
 def test_a_killed_run_always_leaves_a_complete_checkpoint(tmp_path: Path, moment: float):
     run = subprocess.Popen([sys.executable, "-c", ENDLESS_RUN, str(tmp_path)])
-    end = time.monotonic() + 60
-    while find_latest(tmp_path) is None and time.monotonic() < end:
-        time.sleep(0.005)
+    until(lambda: find_latest(tmp_path) is not None)
     time.sleep(moment)
     run.send_signal(signal.SIGKILL)
     run.wait(10)

@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.services.trainer.real_runs import beat_of
+from tests.waiting import until
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S, EXIT_LOST, Heartbeat, LivenessMonitor
 from trackway.trainer.run_state.ownership import Beat, Machine, OutputsLock, Owner, this_machine
@@ -59,13 +59,6 @@ def beating(folder: RunFolder) -> Iterator[subprocess.Popen[bytes]]:
         until(lambda: beat_of(folder) > 0)
         yield process
         process.kill()
-
-
-def until(condition: Callable[[], bool], deadline_s: float = 120.0) -> None:
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_a_process_of_this_machine_lives_until_it_is_gone_though_nobody_has_reaped_it(folder: RunFolder, beating):

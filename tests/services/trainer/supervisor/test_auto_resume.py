@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.services.trainer.real_runs import Pod, beat_of, held_at, on_disk, pid_of, run_request, until
+from tests.services.trainer.real_runs import Pod, beat_of, held_at, on_disk, pid_of, run_request
+from tests.waiting import async_until
 from trackway.clients import TrainerClient
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S
@@ -138,7 +139,7 @@ async def test_a_run_whose_service_closes_is_interrupted_and_one_of_two_others_g
 ):
     agent.holding_at = 3
     await runs.start(request_of("moved", "trainer.save_freq=-1"))
-    await until(lambda: runs.registry.info("moved").step == 2)
+    await async_until(lambda: runs.registry.info("moved").step == 2)
     await runs.close()
     closed = runs.registry.info("moved")
 
@@ -147,7 +148,7 @@ async def test_a_run_whose_service_closes_is_interrupted_and_one_of_two_others_g
     [resumed] = [result for result in results if isinstance(result, RunInfo)]
     [refused] = [result for result in results if isinstance(result, TrackwayError)]
     agent.released.set()
-    await until(lambda: RunFolder(Path(closed.folder)).ended())
+    await async_until(lambda: RunFolder(Path(closed.folder)).ended())
     await third.close()
 
     assert (closed.state, closed.interrupted) == (RunState.STOPPED, True)
@@ -165,7 +166,7 @@ async def test_another_pod_leaves_a_run_alone_as_long_as_its_process_beats(
 ):
     agent.holding_at = 0
     await runs.start(request_of("live"))
-    await until(lambda: held_at(agent, 0))
+    await async_until(lambda: held_at(agent, 0))
     folder = RunFolder(Path(runs.registry.info("live").folder))
     standing = (
         f"running in another trainer service, on {this_machine().host} (stop it there; if that host is lost, try again "
@@ -179,7 +180,7 @@ async def test_another_pod_leaves_a_run_alone_as_long_as_its_process_beats(
     with pytest.raises(TrackwayError) as not_here:
         await pod.runs.stop("live")
     beat = beat_of(folder)
-    await until(lambda: beat_of(folder) > beat)
+    await async_until(lambda: beat_of(folder) > beat)
     pod.now += 10 * DEAD_AFTER_S
     waits = await resume_interrupted(pod.runs)
 
@@ -196,15 +197,15 @@ async def test_a_killed_service_and_a_lost_machine_interrupt_a_run_that_then_goe
     folder, log = RunFolder(tmp_path / "outputs" / "killed"), tmp_path / "service.log"
 
     with service(unused_port, services, folder.path.parent, log) as first:
-        await until(lambda: "Uvicorn running" in log.read_text())
+        await async_until(lambda: "Uvicorn running" in log.read_text())
         await TrainerClient(f"http://127.0.0.1:{unused_port}").start(request_of("killed"))
-        await until(lambda: held_at(agent, 2))
+        await async_until(lambda: held_at(agent, 2))
         first.kill()
-        await until(folder.ended)
+        await async_until(folder.ended)
     orphaned = folder.info()
     asked = len(agent.requests)
     with service(unused_port, services, folder.path.parent, log) as second:
-        await until(lambda: len(agent.requests) > asked)
+        await async_until(lambda: len(agent.requests) > asked)
         resumed = folder.info()
         learner = pid_of(pod.runs, "killed")
         try:
@@ -220,7 +221,7 @@ async def test_a_killed_service_and_a_lost_machine_interrupt_a_run_that_then_goe
     agent.released.set()
     await resume_interrupted(pod.runs)
     command = Path(f"/proc/{pid_of(pod.runs, 'killed')}/cmdline").read_text()
-    await until(folder.ended)
+    await async_until(folder.ended)
 
     assert (orphaned.state, orphaned.interrupted, orphaned.step) == (RunState.STOPPED, True, 1)
     assert (resumed.state, resumed.restarts, resumed.interrupted) == (RunState.RUNNING, 1, False)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.services.trainer.real_runs import STEPS, ended, held_at, pid_of, run_request, until, urls
+from tests.services.trainer.real_runs import STEPS, ended, held_at, pid_of, run_request, urls
+from tests.waiting import async_until
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.supervisor.manager import RunManager
 from trackway.wire.errors import TrackwayError
@@ -47,15 +48,15 @@ async def test_a_run_whose_rank_was_killed_goes_on_from_its_checkpoint_and_leave
 ):
     agent.holding_at = 3
     await runs.start(run_request(tiny_model, tmp_path, sample, "sharded", "trackway.learner_ranks=2"))
-    await until(lambda: held_at(agent, 3))
+    await async_until(lambda: held_at(agent, 3))
     first = pid_of(runs, "sharded")
     (rank,) = ranks_of(first)
 
     os.kill(first if victim == "its own process" else rank, signal.SIGKILL)
     if victim == "its own process":
-        await until(lambda: ranks_left_by({first}) == [])
+        await async_until(lambda: ranks_left_by({first}) == [])
     agent.released.set()
-    await until(lambda: runs.registry.info("sharded").restarts == 1)
+    await async_until(lambda: runs.registry.info("sharded").restarts == 1)
     info = await ended(runs, "sharded")
 
     assert (info.state, info.step, info.restarts) == (RunState.FINISHED, STEPS, 1)
@@ -76,7 +77,7 @@ async def test_a_stopped_run_of_two_ranks_is_resumed_with_one_and_with_no_other_
     agent.holding_at = 3
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "s3cret")
     await runs.start(run_request(tiny_model, tmp_path, sample, "narrower", "trackway.learner_ranks=2"))
-    await until(lambda: held_at(agent, 3))
+    await async_until(lambda: held_at(agent, 3))
     leader = pid_of(runs, "narrower")
     (rank,) = ranks_of(leader)
     assert [b"s3cret" in Path(f"/proc/{pid}/environ").read_bytes() for pid in (leader, rank)] == [False, False]
@@ -89,7 +90,7 @@ async def test_a_stopped_run_of_two_ranks_is_resumed_with_one_and_with_no_other_
         await runs.resume("narrower", changes={"trackway.learner_ranks": 3, "trainer.nnodes": 2})
     changes = {"trackway.learner_ranks": 1, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 2}
     await runs.resume("narrower", changes=changes)
-    await until(lambda: runs.registry.info("narrower").state is RunState.RUNNING)
+    await async_until(lambda: runs.registry.info("narrower").state is RunState.RUNNING)
     alone = ranks_of(pid_of(runs, "narrower"))
     agent.released.set()
     info = await ended(runs, "narrower")

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.services.trainer.real_runs import STEPS, ended, held_at, pid_of, run_request, until, urls
+from tests.services.trainer.real_runs import STEPS, ended, held_at, pid_of, run_request, urls
+from tests.waiting import async_until
 from trackway.clients.weights import WeightStore
 from trackway.tracing import Tracing, TracingSettings
 from trackway.trainer.config import compose
@@ -125,10 +126,10 @@ async def test_a_killed_worker_goes_on_from_its_checkpoint_and_learns_the_same(
 ):
     agent.holding_at = 3
     await runs.start(request_of("killed"))
-    await until(lambda: runs.registry.info("killed").step == 2 and held_at(agent, 3))
+    await async_until(lambda: runs.registry.info("killed").step == 2 and held_at(agent, 3))
 
     os.kill(pid_of(runs, "killed"), signal.SIGKILL)
-    await until(lambda: runs.registry.info("killed").restarts == 1)
+    await async_until(lambda: runs.registry.info("killed").restarts == 1)
     restarting = runs.registry.info("killed")
     agent.released.set()
     info = await ended(runs, "killed")
@@ -158,11 +159,13 @@ async def test_a_killed_worker_goes_back_past_a_damaged_checkpoint_and_learns_th
 ):
     agent.holding_at = 3
     await runs.start(request_of("damaged"))
-    await until(lambda: runs.registry.info("damaged").step == 2 and held_at(agent, 3) and saved(runs, "damaged", 2))
+    await async_until(
+        lambda: runs.registry.info("damaged").step == 2 and held_at(agent, 3) and saved(runs, "damaged", 2)
+    )
     damage(runs, "damaged", 2)
 
     os.kill(pid_of(runs, "damaged"), signal.SIGKILL)
-    await until(lambda: runs.registry.info("damaged").message.startswith("went back to step 1: "))
+    await async_until(lambda: runs.registry.info("damaged").message.startswith("went back to step 1: "))
     told = runs.registry.info("damaged")
     agent.released.set()
     info = await ended(runs, "damaged")
@@ -178,7 +181,9 @@ async def test_a_person_is_offered_the_checkpoint_before_a_damaged_one_and_may_t
 ):
     agent.holding_at = 3
     await runs.start(request_of("offered"))
-    await until(lambda: runs.registry.info("offered").step == 2 and held_at(agent, 3) and saved(runs, "offered", 2))
+    await async_until(
+        lambda: runs.registry.info("offered").step == 2 and held_at(agent, 3) and saved(runs, "offered", 2)
+    )
     await runs.stop("offered")
     await ended(runs, "offered")
     damage(runs, "offered", 2)
@@ -199,7 +204,7 @@ async def test_a_person_is_offered_the_checkpoint_before_a_damaged_one_and_may_t
 async def test_a_stopped_run_resumes_and_learns_the_same(baseline, runs: RunManager, agent, request_of):
     agent.holding_at = 3
     await runs.start(request_of("stopped", "trainer.save_freq=-1"))
-    await until(lambda: runs.registry.info("stopped").step == 2)
+    await async_until(lambda: runs.registry.info("stopped").step == 2)
 
     asked = await runs.stop("stopped")
     stopped = await ended(runs, "stopped")
@@ -285,7 +290,7 @@ async def test_a_worker_that_keeps_dying_fails_after_its_restarts(runs: RunManag
     await runs.start(request_of("dying", "trackway.max_restarts=1"))
     killed = 0
     for _ in range(2):
-        await until(lambda killed=killed: pid_of(runs, "dying") != killed)
+        await async_until(lambda killed=killed: pid_of(runs, "dying") != killed)
         killed = pid_of(runs, "dying")
         os.kill(killed, signal.SIGKILL)
 
@@ -320,12 +325,12 @@ async def test_a_worker_ends_by_itself_when_its_service_is_gone(
     assert worker.stdin is not None
     worker.stdin.write(b'{"TRACKWAY_TOKEN": "s3cret"}\n')
     worker.stdin.flush()
-    await until(lambda: held_at(agent, 1))
+    await async_until(lambda: held_at(agent, 1))
     with suppress(PermissionError) if os.geteuid() == 0 else pytest.raises(PermissionError):  # it refuses inspection
         assert b"s3cret" not in Path(f"/proc/{worker.pid}/environ").read_bytes()
 
     worker.stdin.close()
-    await until(lambda: worker.poll() is not None)
+    await async_until(lambda: worker.poll() is not None)
 
     assert (worker.returncode, folder.info().state) == (0, RunState.STOPPED)
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from fastapi import FastAPI
 
-from tests.services.trainer.real_runs import Pod, beat_of, ended, held_at, on_disk, pid_of, run_request, until
+from tests.services.trainer.real_runs import Pod, beat_of, ended, held_at, on_disk, pid_of, run_request
+from tests.waiting import async_until
 from trackway.clients.weights import WeightStore
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S
@@ -58,7 +59,7 @@ def request_of(tiny_model: Path, sample, tmp_path: Path) -> Callable[..., RunReq
 async def test_a_run_that_waits_says_for_what_until_it_goes_on(runs: RunManager, agent, request_of):
     agent.holding_at = 2
     await runs.start(request_of("waiting"))
-    await until(lambda: bool(runs.registry.info("waiting").waits))
+    await async_until(lambda: bool(runs.registry.info("waiting").waits))
     waiting = runs.registry.info("waiting")
     [wait] = waiting.waits
     agent.released.set()
@@ -77,10 +78,10 @@ async def frozen(runs: RunManager, agent, request_of, services: ServiceUrls, out
     """The learner of `frozen`, which stands still in step 2 just after a beat, and was given up by another service."""
     agent.holding_at = 2
     await runs.start(request_of("frozen"))
-    await until(lambda: runs.registry.info("frozen").step == 1 and held_at(agent, 2))
+    await async_until(lambda: runs.registry.info("frozen").step == 1 and held_at(agent, 2))
     folder, learner = RunFolder(outputs / "frozen"), pid_of(runs, "frozen")
     beat = beat_of(folder)
-    await until(lambda: beat_of(folder) > beat)
+    await async_until(lambda: beat_of(folder) > beat)
     os.kill(learner, signal.SIGSTOP)
     pod = Pod(outputs, services)
     pod.runs.registry.info("frozen")
@@ -122,7 +123,7 @@ async def test_a_learner_that_wakes_up_after_its_run_was_given_up_writes_nothing
     agent.released.set()
 
     os.kill(frozen, signal.SIGCONT)
-    await until(lambda: not lives(frozen), 30)
+    await async_until(lambda: not lives(frozen), 30)
     after, rows = folder.info(), [row.step for row in folder.rows()]
     await resume_interrupted(runs)
     info = await ended(runs, "frozen")
@@ -143,7 +144,7 @@ async def test_a_resume_waits_for_a_learner_that_stands_still_only_so_long_and_t
     monkeypatch.setattr("trackway.trainer.supervisor.manager.EXIT_WAIT_S", 0.2)
     with pytest.raises(TrackwayError, match="the last process of run 'frozen' has not exited yet; try again") as caught:
         await runs.resume("frozen")
-    await until(lambda: not lives(frozen), 30)
+    await async_until(lambda: not lives(frozen), 30)
     agent.released.set()
     await runs.resume("frozen")
 
@@ -154,7 +155,7 @@ async def test_a_resume_waits_for_a_learner_that_stands_still_only_so_long_and_t
 @pytest.mark.extended
 async def test_a_stop_of_a_run_that_was_given_up_ends_its_learner_too(runs: RunManager, frozen: int):
     stopped = await runs.stop("frozen")
-    await until(lambda: not lives(frozen), 30)
+    await async_until(lambda: not lives(frozen), 30)
 
     assert (stopped.state, stopped.interrupted, runs.interrupted()) == (RunState.FAILED, False, [])
 
@@ -170,7 +171,7 @@ async def test_a_run_that_another_service_trains_by_now_is_left_to_it(
     agent.released.set()
 
     os.kill(frozen, signal.SIGCONT)
-    await until(lambda: not lives(frozen), 30)
+    await async_until(lambda: not lives(frozen), 30)
     await asyncio.wait_for(runs.close(), 60)
 
     assert folder.info() == taken
@@ -205,7 +206,7 @@ async def test_a_run_that_somebody_stops_while_its_services_are_asked_does_not_g
     with serving(app) as url:
         runs = RunManager(outputs, ServiceUrls(agent_url=url, tools_url=url, weights_url=str(tmp_path)))
         going_on = asyncio.create_task(resume_interrupted(runs))
-        await until(asked.is_set)
+        await async_until(asked.is_set)
         await runs.stop("old")
         answer.set()
         with pytest.raises(TrackwayError, match="expected an interrupted run to resume") as caught:
@@ -236,8 +237,7 @@ async def test_a_start_that_is_given_up_leaves_no_run_starting(
 ):
     folder = on_disk(outputs, "old", state="stopped")
     resuming = asyncio.create_task(runs.resume("old"))
-    while folder.info().state is not RunState.STARTING:
-        await asyncio.sleep(0)
+    await async_until(lambda: folder.info().state is RunState.STARTING)
     with monkeypatch.context() as disk:
         if not is_writable:
             disk.setattr(RunFolder, "move", full)
@@ -258,7 +258,7 @@ async def test_a_learner_that_cannot_be_started_again_fails_the_run_with_the_rea
 ):
     agent.holding_at = 0
     await runs.start(request_of("dying"))
-    await until(lambda: held_at(agent, 0))
+    await async_until(lambda: held_at(agent, 0))
     folder = RunFolder(outputs / "dying")
     if is_started:
         monkeypatch.setattr(RunFolder, "write_owner", full)
@@ -268,7 +268,7 @@ async def test_a_learner_that_cannot_be_started_again_fails_the_run_with_the_rea
 
     os.kill(pid_of(runs, "dying"), signal.SIGKILL)
     info = await ended(runs, "dying")
-    await until(lambda: learners(folder) == [])
+    await async_until(lambda: learners(folder) == [])
 
     assert (info.state, info.interrupted) == (RunState.FAILED, False)
     said = "[Errno 28] No space left on device" if is_started else "[Errno 21] Is a directory"
@@ -405,7 +405,7 @@ async def test_a_run_whose_files_are_damaged_while_it_trains_goes_on_to_its_end(
 ):
     agent.holding_at = 2
     await runs.start(request_of("damaged"))
-    await until(lambda: runs.registry.info("damaged").step == 1 and held_at(agent, 2))
+    await async_until(lambda: runs.registry.info("damaged").step == 1 and held_at(agent, 2))
     folder, uid = RunFolder(Path(runs.registry.info("damaged").folder)), runs.registry.info("damaged").uid
     learner = pid_of(runs, "damaged")
 

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from tests.waiting import async_until
 from trackway.rollout.engines.remote.http import EngineHttp
 from trackway.system import free_port
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -195,9 +196,7 @@ async def test_six_hundred_calls_are_in_flight_at_once() -> None:
     server = RawServer()
     async with calling(server) as http:
         calls = [asyncio.create_task(http.post("/x", {}, timeout_s=30)) for _ in range(600)]
-        async with asyncio.timeout(20):
-            while len(server.requests) < 600:
-                await asyncio.sleep(0.02)
+        await async_until(lambda: len(server.requests) >= 600)
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)

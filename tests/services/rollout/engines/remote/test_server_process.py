@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.services.rollout.engine_runs import until
+from tests.waiting import async_until
 from trackway.rollout.engines.remote.server_process import SideProcess
 from trackway.system import free_port
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -193,9 +193,7 @@ async def test_stop_may_be_called_twice_and_before_the_start(log: Path) -> None:
 async def test_a_cancelled_start_leaves_no_process(log: Path) -> None:
     process = python(f"print('child', __import__('os').getpid(), flush=True); {SLEEP}", log)
     start = asyncio.create_task(process.start(says(log, "never"), deadline_s=20))
-    async with asyncio.timeout(20):
-        while not log.exists() or "child " not in log.read_text():
-            await asyncio.sleep(0.02)
+    await async_until(lambda: log.exists() and "child " in log.read_text())
     start.cancel()
     with pytest.raises(asyncio.CancelledError):
         await start
@@ -234,7 +232,7 @@ async def test_a_stubborn_server_its_child_and_its_folder_end_when_their_owner_i
         owner.kill()
     assert await gone(server, within_s=15)
     assert await gone(child)
-    await until(lambda: not folder.exists(), within_s=5)
+    await async_until(lambda: not folder.exists(), within_s=5)
 
 
 async def test_a_server_ends_when_its_guard_is_killed(log: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.services.rollout.engine_runs import LONG, PROMPT, running
 from tests.services.rollout.rollout_models import EOS
+from tests.waiting import async_until
 from tests.weight_proofs import ANY_PROOF
 from trackway.rollout.engines.protocol import Piece
 from trackway.rollout.engines.torch.engine import TorchEngine
@@ -41,9 +42,7 @@ async def test_a_piece_comes_while_the_request_runs(engine: TorchEngine) -> None
 async def test_closing_the_iterator_aborts_the_request(engine: TorchEngine) -> None:
     async with aclosing(engine.stream(PROMPT, LONG, "a")) as stream:
         await anext(stream)
-    async with asyncio.timeout(10):
-        while engine.stats().running:
-            await asyncio.sleep(0)
+    await async_until(lambda: not engine.stats().running)
     assert engine.stats().generated_tokens < 300
 
 

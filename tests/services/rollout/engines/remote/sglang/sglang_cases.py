@@ -3,9 +3,9 @@
 import asyncio
 from typing import Any
 
-from tests.services.rollout.engine_runs import until
 from tests.services.rollout.engines.remote.sglang import sglang_fake as fakes
 from tests.services.rollout.engines.remote.sglang.sglang_fake import Fake
+from tests.waiting import async_until
 from trackway.rollout.engines.protocol import Generation
 from trackway.rollout.engines.remote.sglang import SglangEngine
 from trackway.wire.rollout import SamplingParams
@@ -39,7 +39,7 @@ async def in_flight(engine: SglangEngine, fake: Fake, request_id: str = "long") 
     """A long request that has got some tokens."""
     before = len(fake.requests)
     task = asyncio.create_task(engine.generate(PROMPT, LONG, request_id))
-    await until(lambda: len(fake.requests) > before and len(fake.requests[-1].output) >= 5)
+    await async_until(lambda: len(fake.requests) > before and len(fake.requests[-1].output) >= 5)
     return task
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.services.rollout.engine_runs import until
 from tests.services.rollout.engines.remote.sglang import sglang_fake as fakes
 from tests.services.rollout.engines.remote.sglang.sglang_cases import (
     LONG,
@@ -20,6 +19,7 @@ from tests.services.rollout.engines.remote.sglang.sglang_cases import (
     sent,
 )
 from tests.services.rollout.engines.remote.sglang.sglang_fake import Fake
+from tests.waiting import async_until
 from trackway.rollout.engines.remote.sglang import SglangEngine
 from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.rollout.settings import RolloutSettings
@@ -52,7 +52,7 @@ async def test_a_request_in_flight_keeps_its_adapter_and_only_the_last_few_stay_
     made = await task
 
     assert (made.token_ids, made.spans) == (answer(1, 200), [WeightSpan(version=1, start=0, end=200)])
-    await until(lambda: sorted(fake.adapters.values()) == [3, 4, 5, 6])
+    await async_until(lambda: sorted(fake.adapters.values()) == [3, 4, 5, 6])
 
 
 async def test_a_replica_that_stops_takes_its_adapters_with_it(

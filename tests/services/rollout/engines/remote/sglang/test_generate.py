@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.services.rollout.engine_runs import until
 from tests.services.rollout.engines.remote.sglang import sglang_fake as fakes
 from tests.services.rollout.engines.remote.sglang.sglang_cases import LONG, PROMPT, answer, in_flight, params, sent
 from tests.services.rollout.engines.remote.sglang.sglang_fake import Fake
+from tests.waiting import async_until
 from trackway.rollout.engines.protocol import Capability
 from trackway.rollout.engines.remote.requests import TokenChunk
 from trackway.rollout.engines.remote.sglang import SglangEngine, _Meta, _tops
@@ -91,7 +91,7 @@ async def test_logprobs_that_are_no_numbers_fail_the_request(engine: SglangEngin
     with pytest.raises(TrackwayError, match="expected finite logprobs") as raised:
         await engine.generate(PROMPT, LONG, "r")
     assert raised.value.code is ErrorCode.ENGINE_FAILED
-    await until(lambda: not fake.requests, within_s=1)
+    await async_until(lambda: not fake.requests, within_s=1)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tests.services.rollout.engine_runs import started, until
+from tests.services.rollout.engine_runs import started
 from tests.services.rollout.engines.remote.sglang import sglang_fake as fakes
 from tests.services.rollout.engines.remote.sglang.sglang_cases import PROMPT, answer, in_flight, params, proof, sent
 from tests.services.rollout.engines.remote.sglang.sglang_fake import Fake
+from tests.waiting import async_until
 from trackway.rollout.engines.remote.sglang import SglangEngine
 from trackway.rollout.settings import RolloutSettings
 from trackway.system import free_port
@@ -98,7 +99,7 @@ async def test_a_replica_keeps_the_adapter_that_serves_and_the_one_before(
     async with runs("a") as first:
         for seed in (4, 5, 6):
             await first.load_weights(adapter(seed), seed, proof(seed))
-        await until(lambda: sorted(fake.adapters.values()) == [5, 6])
+        await async_until(lambda: sorted(fake.adapters.values()) == [5, 6])
 
 
 async def test_whole_weights_and_frozen_servers_are_refused_beside_other_runs(

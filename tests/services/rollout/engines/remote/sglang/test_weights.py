@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.services.rollout.engine_runs import until
 from tests.services.rollout.engines.remote.sglang.sglang_cases import (
     LONG,
     PROMPT,
@@ -22,6 +21,7 @@ from tests.services.rollout.engines.remote.sglang.sglang_cases import (
     sent,
 )
 from tests.services.rollout.engines.remote.sglang.sglang_fake import Fake
+from tests.waiting import async_until
 from trackway.rollout.engines.protocol import Generation, Piece
 from trackway.rollout.engines.remote.sglang import SglangEngine
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -36,7 +36,7 @@ async def test_an_aborted_stream_says_which_tokens_are_new(engine: SglangEngine,
     task = await in_flight(engine, fake)
     await engine.load_weights(folder(4), 1, proof(4))
     met = len(fake.requests[0].output)
-    await until(lambda: len(fake.requests[0].output) > met)
+    await async_until(lambda: len(fake.requests[0].output) > met)
     await engine.abort("long")
     made = await task
     old, new = made.spans
@@ -64,7 +64,7 @@ async def test_a_server_that_falls_silent_leaves_the_oldest_version(
     task = await in_flight(engine, fake)
     await engine.load_weights(folder(4), 1, proof(4))
     met = len(fake.requests[0].output)
-    await until(lambda: engine.calls.generated > met)
+    await async_until(lambda: engine.calls.generated > met)
     engine.calls.end_all(0.0)
     made = await task
     assert made.finish_reason == "abort" and len(made.token_ids) > met
@@ -91,7 +91,7 @@ async def test_weights_whose_proof_is_wrong_never_show_a_token(
         pieces.extend([piece async for piece in engine.stream(PROMPT, LONG, "streamed")])
 
     reading = asyncio.create_task(read())
-    await until(lambda: len(fake.requests) == 2)
+    await async_until(lambda: len(fake.requests) == 2)
     with pytest.raises(TrackwayError, match="got other weights") as raised:
         await engine.load_weights(folder(4), 2, proof(5))
     assert raised.value.code is ErrorCode.WEIGHTS_CORRUPT
@@ -112,7 +112,7 @@ async def test_a_request_that_comes_during_a_load_waits_and_meets_only_proved_we
 ) -> None:
     fake.hang.add("/update_weights_from_disk")
     load = asyncio.create_task(engine.load_weights(folder(4), 1, proof(4)))
-    await until(lambda: sent(fake, "/update_weights_from_disk"))
+    await async_until(lambda: sent(fake, "/update_weights_from_disk"))
     late = asyncio.create_task(engine.generate(PROMPT, params(5), "late"))
     gone = asyncio.create_task(engine.generate(PROMPT, params(5), "gone"))
     await asyncio.sleep(0.05)
@@ -134,7 +134,7 @@ async def test_a_load_that_is_cancelled_leaves_nothing_to_serve_until_a_load_suc
     running = await in_flight(engine, fake)
     fake.hang.add("/update_weights_from_disk")
     load = asyncio.create_task(engine.load_weights(folder(4), 1, proof(4)))
-    await until(lambda: sent(fake, "/update_weights_from_disk"))
+    await async_until(lambda: sent(fake, "/update_weights_from_disk"))
     late = asyncio.create_task(engine.generate(PROMPT, params(5), "late"))
     await asyncio.sleep(0.02)
     load.cancel()
