@@ -18,6 +18,9 @@ WEAVE_MAPPING := 0.53.12
 VLLM := .venv-vllm
 # SGLang on the CPU in an environment of its own, with stand-ins for what needs CUDA (tests/sglang/stand_ins).
 SGLANG := .venv-sglang
+# The package as an installation has it, in one folder: import-linter reads one of a regular package.
+ONE := build/one-package
+PACKAGES := $(filter-out %__pycache__ services/trackway/__init__.py clients/trackway/__init__.py,$(wildcard services/trackway/* clients/trackway/* deploy/trackway/*))
 CODE := services clients deploy tests examples benchmarks docs typings
 PYTEST := $(BIN)/python -m pytest
 # The files that have the mark alone, since others beside them import every service.
@@ -111,7 +114,8 @@ test-all: test test-vllm-core test-sglang-core ## Run all three, as CI does.
 check: $(VENV)/.dev ## Check format, lint, types, the floors of the house, and what check-manifests does.
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/ruff check $(CODE)
-	$(BIN)/lint-imports --no-cache
+	@rm -rf $(ONE) && mkdir -p $(ONE)/trackway && ln -s $(addprefix $(CURDIR)/,$(PACKAGES)) $(ONE)/trackway
+	PYTHONPATH=$(ONE) $(BIN)/lint-imports --no-cache
 	$(BIN)/pyright
 	@$(MAKE) --no-print-directory check-manifests
 

@@ -22,7 +22,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
 
-from trackway import traces
+import trackway.traces as traces
 from trackway.deploy.commands.traces import store_uri
 from trackway.deploy.deployment import processes
 from trackway.deploy.local import mlflow_server

@@ -6,6 +6,7 @@ import inspect
 from generators.markdown import code, page, table
 
 PACKAGES = {
+    "trackway": ("Train and evaluate", "trackway"),
     "clients": ("Clients", "trackway.clients"),
     "agent": ("Agent loops", "trackway.agent"),
     "tools": ("Tools", "trackway.tools"),
@@ -28,7 +29,9 @@ def overview() -> str:
 
 def python_api(package: str, title: str) -> str:
     """The package's docstring and everything in its `__all__`."""
-    summary = f"::: {package}\n    options:\n      members: false\n      show_root_heading: false"
+    options = "    options:\n      members: false\n      show_root_heading: false"
+    has_parts = "." in package  # mkdocstrings reads none of the package above, which is in three folders
+    summary = f"::: {package}\n{options}" if has_parts else inspect.getdoc(importlib.import_module(package)) or ""
     source = f"Import everything on this page from `{package}`."
     exports = importlib.import_module(package).__all__
     return page(title, summary, source, *(f"::: {_defined(package, name)}" for name in exports))

@@ -11,10 +11,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
+import trackway.wire as wire
 from generators.docstrings import field_docstrings
 from generators.json_schema import type_of
 from generators.markdown import code, page, sentence, table
-from trackway import wire
 from trackway.wire.base import WireReply, WireRequest
 from trackway.wire.errors import ErrorCode
 

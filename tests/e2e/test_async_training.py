@@ -9,10 +9,10 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Span, Trace
 
+import trackway.traces as traces
 from tests.e2e.small_runs import small_run
 from tests.e2e.test_training import quiet, whole
 from tests.waiting import until
-from trackway import traces
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs.session import RunSession
 from trackway.trainer.config import compose

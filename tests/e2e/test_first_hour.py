@@ -18,6 +18,7 @@ from trackway.wire.trainer import RunState
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 PAGE = Path(__file__).parents[2] / "docs" / "start" / "your-own-agent.md"
+README = Path(__file__).parents[2] / "README.md"
 SHELL = {name: value for name, value in os.environ.items() if not name.startswith(("TRACKWAY_", "PYTHON", "VIRTUAL_"))}
 
 
@@ -70,3 +71,20 @@ def test_the_tutorial_trains_ones_own_agent_from_an_empty_folder(tmp_path: Path,
     )
     assert json.loads((run.path / "config.json").read_text())["trackway"]["modules"] == ["my_agent"]
     assert Deployment.load(outputs) is None  # the services that the run started are down again
+
+
+@pytest.mark.extended
+def test_the_readmes_lines_of_python_train_and_evaluate_from_the_wheel(tmp_path: Path, wheel: Path) -> None:
+    [code] = re.findall(r"^```python\n(.*?)^```$", README.read_text(), flags=re.MULTILINE | re.DOTALL)
+    python = Installed(tmp_path, sys.executable, wheel, "cpu").bin / "python"
+    folder = tmp_path / "work"
+    folder.mkdir()
+
+    done = subprocess.run(
+        [python, "-c", code], cwd=folder, env=SHELL, capture_output=True, text=True, timeout=500, check=False
+    )
+
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    [low] = re.findall(r"interval=\((-?\d\.\d+),", done.stdout)
+    assert float(low) > 0, done.stdout
+    assert "pass@4" in done.stdout and Deployment.load(folder / "outputs") is None

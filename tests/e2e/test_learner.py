@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+import trackway.traces as traces
 from tests.e2e.test_training import quiet, trajectories_of
 from tests.waiting import until
-from trackway import traces
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs.session import RunSession
 from trackway.system.user_error import UserError

@@ -11,10 +11,10 @@ import pytest
 from mlflow import MlflowClient
 from transformers import AutoTokenizer
 
+import trackway.traces as traces
 from tests.e2e.classified import CLASSIFIED
 from tests.services.rollout.tiny_classifier import logit_of
 from tests.waiting import until
-from trackway import traces
 from trackway.clients import AgentClient, run
 from trackway.clients.token import authorization, resolve_token
 from trackway.deploy.bundled import TINY_MODEL

@@ -12,6 +12,7 @@ from fastapi.testclient import TestClient
 from mlflow import MlflowClient
 from mlflow.entities import Trace
 
+import trackway.traces as traces
 from tests.console.browser import Browser
 from tests.console.conftest import Serve
 from tests.console.conftest import browser as browser
@@ -21,7 +22,6 @@ from tests.console.walk import walk
 from tests.e2e.access_tokens import OPERATOR
 from tests.e2e.small_runs import small_run
 from tests.waiting import until
-from trackway import traces
 from trackway.clients import TrainerClient, run
 from trackway.console.app import create_app
 from trackway.deploy.deployment import status

@@ -15,8 +15,8 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_s
 from opentelemetry.util.types import Attributes
 from pydantic import JsonValue
 
+import trackway.traces as traces
 from tests.traces.example_trace import CALL, turn
-from trackway import traces
 from trackway.traces.store import TraceFilter
 from trackway.tracing import (
     SpanHandle,

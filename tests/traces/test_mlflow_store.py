@@ -11,9 +11,9 @@ import pytest
 from mlflow import MlflowClient
 from typer.testing import CliRunner
 
+import trackway.traces as traces
 from tests.traces.exported import EXPERIMENT, ExportedTraces, Services, tags
 from tests.traces.framework_spans import GEN_AI_TOOL, OPENINFERENCE
-from trackway import traces
 from trackway.deploy.commands.traces import app
 from trackway.deploy.runs import demo
 from trackway.system.user_error import UserError

@@ -6,9 +6,11 @@ import socket
 import ssl
 import weakref
 from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import httpx
 
@@ -215,7 +217,10 @@ async def close_shared_http() -> None:
 
 
 def run(work: Coroutine[object, object, T]) -> T:
-    """Do `asyncio.run`, and close the shared HTTP client at the end."""
+    """Do `asyncio.run`, and close the shared HTTP client at the end.
+
+    In a thread with a running event loop, such as a notebook's, another thread does it.
+    """
 
     async def main() -> T:
         try:
@@ -223,4 +228,26 @@ def run(work: Coroutine[object, object, T]) -> T:
         finally:
             await close_shared_http()
 
-    return asyncio.run(main())
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(main())
+    return _run_beside(main())
+
+
+def _run_beside(work: Coroutine[object, object, T]) -> T:
+    """Do `asyncio.run` in a thread with this context. Ctrl-C cancels the work, and is raised once that has ended."""
+    started: Future[asyncio.Task[T]] = Future()
+
+    async def main() -> T:
+        started.set_result(cast("asyncio.Task[T]", asyncio.current_task()))
+        return await work
+
+    with ThreadPoolExecutor(1, "trackway-run") as thread:
+        result = thread.submit(copy_context().run, asyncio.run, main())
+        try:
+            return result.result()
+        except KeyboardInterrupt:
+            running = started.result()
+            running.get_loop().call_soon_threadsafe(running.cancel)
+            raise

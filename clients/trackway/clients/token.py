@@ -1,7 +1,10 @@
-"""The bearer token of calls: an explicit one, else TRACKWAY_TOKEN, else the content of TRACKWAY_TOKEN_FILE."""
+"""The bearer token of calls: an explicit one, else that of `using_token`, TRACKWAY_TOKEN or TRACKWAY_TOKEN_FILE."""
 
 import os
 import re
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 from pydantic import SecretStr
@@ -15,8 +18,22 @@ TOKEN_FILE = "TRACKWAY_TOKEN_FILE"
 """Environment variable with the path of a file that has the token."""
 
 
+_given: ContextVar[SecretStr | None] = ContextVar("trackway_token", default=None)
+
+
+@contextmanager
+def using_token(token: SecretStr | None) -> Generator[None]:
+    """Send this token in calls of the block's context. None leaves the environment's."""
+    before = _given.set(token or _given.get())
+    try:
+        yield
+    finally:
+        _given.reset(before)
+
+
 def resolve_token(explicit: SecretStr | None = None) -> SecretStr | None:
     """The token to send, or None. An empty explicit token means none. Raises TrackwayError for an invalid token."""
+    explicit = _given.get() if explicit is None else explicit
     token = (os.environ.get(TOKEN, "") if explicit is None else explicit.get_secret_value()).strip()
     path = os.environ.get(TOKEN_FILE)
     if path and not token and explicit is None:

@@ -7,10 +7,11 @@ from trackway.reward.functions import scorer_of_file, scorers_of_modules
 from trackway.reward.gsm8k import Gsm8kScorer
 from trackway.reward.judge import JudgeScorer
 from trackway.reward.protocol import Scorer
+from trackway.reward.remote import RemoteScorer
 from trackway.reward.reward_model import RewardModelAccess, RewardModelScorer
 from trackway.reward.settings import RewardSettings
 from trackway.reward.weighted import combined
-from trackway.serving.own_code import import_modules
+from trackway.serving.own_code import FunctionServer, import_modules
 from trackway.serving.user_code import importing, user_code
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.reward import ANY_DATA_SOURCE, ScorerInfo
@@ -74,9 +75,11 @@ def scorers_of(settings: RewardSettings) -> list[Scorer]:
     import_modules(settings.modules, settings.code_path)
     function, model = settings.custom_reward_function, settings.reward_model
     access = RewardModelAccess(model, settings.base_url) if model else None
+    server = FunctionServer.read(settings.functions_file) if settings.functions_file else None
     own = [
         *([scorer_of_file(function, access)] if function else []),
         *([RewardModelScorer(model, settings)] if model and not function else []),
+        *([RemoteScorer(server, settings.score_timeout_s)] if server and server.has_reward else []),
         *(_imported(path) for path in settings.extra_scorers),
         *scorers_of_modules(settings.modules),
         *(JudgeScorer(judge) for judge in settings.judges),

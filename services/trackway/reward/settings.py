@@ -18,6 +18,9 @@ class RewardSettings(OwnCodeSettings):
     """Additional scorers by import path `pkg.mod:Class`: classes with `info` and `score` as in scorers.Scorer."""
     custom_reward_function: RewardFunction | None = None
     """A function of a Python file that scores every data source, as verl's `custom_reward_function`."""
+    functions_file: Path | None = None
+    """The file of a process that serves a reward function, which scores every data source; `trackway.train` writes
+    it."""
     reward_model: RewardModelSettings | None = None
     """verl's reward model, which `custom_reward_function` asks; without one, a classifier that scores every data
     source: the fields of reward_model.RewardModelSettings."""
@@ -34,4 +37,5 @@ class RewardSettings(OwnCodeSettings):
     @property
     def own_files(self) -> list[Path]:
         """Files of own code that the settings name."""
-        return [self.custom_reward_function.path] if self.custom_reward_function else []
+        function = self.custom_reward_function
+        return [path for path in (function and function.path, self.functions_file) if path is not None]

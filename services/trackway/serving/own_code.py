@@ -1,4 +1,4 @@
-"""User code: the settings that name it, and the import of its modules and files.
+"""User code: the settings that name it, the import of its modules and files, and functions of another process.
 
 An import error becomes OwnCodeError, which names the setting, the error and the line of the user's file.
 """
@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_serializer
 
 from trackway.serving.code_version import version_of
 from trackway.serving.settings import ServiceSettings
 from trackway.serving.stand_ins import offer_stand_ins
 from trackway.serving.user_code import UserCodeExit, described, importing
+from trackway.system import atomic_write, read_secret
 from trackway.wire.health import OwnCode
 
 P = TypeVar("P")
@@ -100,6 +101,39 @@ def loading(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise OwnCodeError(f"{what}: {described(error)}{_place(error)}") from error
+
+
+class FunctionServer(BaseModel):
+    """A process that serves functions: tools at `/tools/mcp`, a scorer at `/reward`. Its file is for this machine."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    url: str
+    token: SecretStr
+    process: str
+    """The process in words, for messages: `process 4711 on host`."""
+    has_tools: bool
+    has_reward: bool
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read the file. Raises ValueError, with the remedy, if it is missing or not readable."""
+        try:
+            return cls.model_validate_json(read_secret(path, "functions_file"))
+        except (OSError, ValidationError) as error:
+            raise ValueError(
+                f"functions_file: expected the file of a process that serves functions, got {path} "
+                f"({type(error).__name__}); start the run from Python with its functions: tools=..., reward=..."
+            ) from error
+
+    def write(self, path: Path) -> None:
+        """Write the file with access for its owner only."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, self.model_dump_json(), what="the address of functions", mode=0o600)
+
+    @field_serializer("token")
+    def _shown(self, token: SecretStr) -> str:
+        return token.get_secret_value()
 
 
 class Declared(Generic[P]):

@@ -7,6 +7,7 @@ neither them nor other BaseExceptions. Code that ends the process without raisin
 
 import asyncio
 import os
+import sys
 import sysconfig
 import traceback
 import types
@@ -15,15 +16,13 @@ from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeVar, cast
 
-import trackway
-
 T = TypeVar("T")
 
 Steps = Coroutine[Any, Any, T] | Generator[Any, Any, T]
 
 _inside: ContextVar[bool] = ContextVar("trackway_user_code", default=False)
 _LIBRARIES = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
-_NOT_OWN = tuple(f"{folder}{os.sep}" for folder in (*trackway.__path__, *_LIBRARIES))
+_NOT_OWN = tuple(f"{folder}{os.sep}" for folder in (*sys.modules["trackway"].__path__, *_LIBRARIES))
 """Folders of code that is not the user's."""
 _LEAVE_THE_LOOP = (SystemExit, KeyboardInterrupt)
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from trackway.serving.own_code import import_modules
+from trackway.serving.own_code import FunctionServer, import_modules
 from trackway.serving.user_code import failure_of, importing
 from trackway.tools.base import BaseTool, ToolConfig, ToolSource
 from trackway.tools.builtin.calculator import CalculatorTool
@@ -17,6 +17,7 @@ from trackway.tools.builtin.python import PythonTool
 from trackway.tools.builtin.search.tool import SearchTool
 from trackway.tools.core.registry import ToolRegistry
 from trackway.tools.functions.tool import FunctionTool, functions_of_file, functions_of_modules, is_function_tool
+from trackway.tools.mcp.servers_file import McpServer
 from trackway.tools.mcp.source import McpSource
 from trackway.tools.settings import ToolsSettings
 from trackway.tools.verl.adapter import MCP_CLASSES, named_tool
@@ -42,8 +43,10 @@ class _Planned(NamedTuple):
 def tools_of(settings: ToolsSettings) -> list[BaseTool | ToolSource]:
     """The tools that the settings name; imports their `modules`. Errors as in `load_tools`, and OwnCodeError."""
     import_modules(settings.modules, settings.code_path)
-    return load_tools(
-        settings.built_in(own_tools=bool(functions_of_modules(settings.modules) or _classes_of(settings.modules))),
+    served = _served(settings.functions_file) if settings.functions_file else []
+    own_tools = bool(functions_of_modules(settings.modules) or _classes_of(settings.modules) or served)
+    return served + load_tools(
+        settings.built_in(own_tools),
         settings.extra_tools,
         settings.tool_config,
         settings.tool_config_path,
@@ -89,6 +92,15 @@ def load_tools(
             "(an MCP server's tools take their config from its entry in tool_config_path)"
         )
     return tools
+
+
+def _served(path: Path) -> list[BaseTool | ToolSource]:
+    """The tools of the process that wrote the file."""
+    server = FunctionServer.read(path)
+    if not server.has_tools:
+        return []
+    servers = {server.process: McpServer(url=f"{server.url}/tools/mcp", auth_token=server.token)}
+    return [McpSource(f"functions_file {path}", servers, {"sessions": "shared", "connect_timeout_s": 10.0})]
 
 
 def _build(planned: _Planned, configs: Mapping[str, ToolConfig]) -> BaseTool:
@@ -159,7 +171,7 @@ def _entry(origin: str, entry: ToolEntry, folder: Path) -> _Planned | McpSource:
             f"{origin}: expected class_name to be one of {', '.join(filter(None, MCP_CLASSES))} or left out beside "
             f"'mcp', got {entry.class_name!r}; results are text, to change them wrap the server"
         )
-    return McpSource(origin, entry.mcp, entry.own_config, folder)
+    return McpSource.of_entry(origin, entry.mcp, entry.own_config, folder)
 
 
 def _name_of(tool_class: type[BaseTool]) -> str | None:

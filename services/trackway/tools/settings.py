@@ -15,8 +15,8 @@ class ToolsSettings(ToolLimits, OwnCodeSettings):
     model_config = SettingsConfigDict(frozen=False)
 
     tools: list[str] = Field(default_factory=lambda: ["calculator", "calc_gsm8k_reward"])
-    """Built-in tools to offer, by name; none by default when `modules` define tools, or tool_config_path or
-    function_tool_path is given."""
+    """Built-in tools to offer, by name; none by default when `modules` or functions_file define tools, or
+    tool_config_path or function_tool_path is given."""
     extra_tools: list[str] = Field(default_factory=list)
     """Additional tools by import path `pkg.mod:name`: subclasses of BaseTool, or functions with `@function_tool`.
     Those that `modules` define are offered without it."""
@@ -24,6 +24,8 @@ class ToolsSettings(ToolLimits, OwnCodeSettings):
     """verl's tool_config YAML: classes and MCP servers."""
     function_tool_path: Path | None = None
     """A Python file. Its functions with `@function_tool` are offered."""
+    functions_file: Path | None = None
+    """The file of a process that serves functions as tools; `trackway.train` writes it."""
     tool_config: dict[str, ToolConfig] = Field(default_factory=dict)
     """Config by tool name, merged over the tool's own. It may lower the limits of a call for that tool."""
     max_instances: int = Field(default=16384, ge=1)
@@ -47,7 +49,7 @@ class ToolsSettings(ToolLimits, OwnCodeSettings):
     agents call them at the root of a port, so run such a tool server by itself, with uvicorn."""
 
     def built_in(self, own_tools: bool) -> list[str]:
-        """The built-in tools to offer. `own_tools` says whether `modules` define tools."""
+        """The built-in tools to offer. `own_tools` says whether `modules` or functions_file define tools."""
         own_alone = "tools" not in self.model_fields_set
         return [] if own_alone and (own_tools or self.tool_config_path or self.function_tool_path) else self.tools
 
@@ -59,4 +61,5 @@ class ToolsSettings(ToolLimits, OwnCodeSettings):
     @property
     def own_files(self) -> list[Path]:
         """Files of own code that the settings name."""
-        return [path for path in (self.tool_config_path, self.function_tool_path) if path is not None]
+        paths = (self.tool_config_path, self.function_tool_path, self.functions_file)
+        return [path for path in paths if path is not None]

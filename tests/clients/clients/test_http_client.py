@@ -4,17 +4,21 @@ import asyncio
 import gzip
 import socket
 import ssl
+import subprocess
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 
 import httpx
 import pytest
+from pydantic import SecretStr
 
-from trackway.clients import CallPolicy, close_shared_http, shared_http
+from trackway.clients import CallPolicy, close_shared_http, run, shared_http
 from trackway.clients.base import ServiceClient
 from trackway.clients.failures import incident_of, unsent
 from trackway.clients.http_client import WholeResponse, fetch
-from trackway.wire.errors import TrackwayError
+from trackway.clients.token import resolve_token, using_token
+from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tracing import Incident
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
@@ -124,3 +128,48 @@ async def test_certificates_are_loaded_once(monkeypatch: pytest.MonkeyPatch) -> 
         await shared_http().get("https://127.0.0.1:1")
     await close_shared_http()
     assert len(loaded) == 1
+
+
+async def test_run_works_beside_a_running_loop_and_keeps_the_context() -> None:
+    async def token() -> str:
+        found = resolve_token()
+        return "none" if found is None else found.get_secret_value()
+
+    with using_token(SecretStr("of-this-context")):
+        assert run(token()) == "of-this-context"
+    assert run(token()) == "none"
+
+
+async def test_an_error_beside_a_running_loop_is_raised_as_it_is() -> None:
+    async def fails() -> None:
+        raise TrackwayError(ErrorCode.CONFLICT, "taken")
+
+    with pytest.raises(TrackwayError, match="taken"):
+        run(fails())
+
+
+def test_an_interrupt_beside_a_running_loop_cancels_the_work() -> None:
+    code = """
+import asyncio, signal, sys, threading
+from trackway.clients import run
+
+async def work():
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        print("cancelled")
+        raise
+
+async def notebook():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        run(work())
+    except KeyboardInterrupt:
+        print("interrupted")
+
+asyncio.run(notebook())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+
+    assert done.stdout.split() == ["cancelled", "interrupted"]

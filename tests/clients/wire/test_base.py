@@ -9,7 +9,7 @@ from typing import Annotated, Union, get_args, get_origin
 import pytest
 from pydantic import BeforeValidator, Strict, ValidationError
 
-from trackway import wire
+import trackway.wire as wire
 from trackway.wire.agent import GroupRequest
 from trackway.wire.base import WireRequest
 from trackway.wire.openai.requests import CompletionRequest

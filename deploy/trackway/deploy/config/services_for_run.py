@@ -3,6 +3,7 @@
 rollout.name, tensor_model_parallel_size, ...     ->  the rollout service's engine, replicas and GPUs
 multi_turn.tool_config_path, function_tool_path   ->  the tool server's tools
 trackway.modules, code_path                       ->  what the agent, tools and reward services import
+trackway.functions_file                           ->  functions of another process as tools and scorer
 agent.agent_loop_config_path, multi_turn.format   ->  the agent service's loops and tool format
 data.apply_chat_template_kwargs                   ->  the agent service's chat template
 custom_reward_function                            ->  the reward service's scorer
@@ -361,10 +362,11 @@ def _set_own_parts(config: RunConfig, services: RunServices) -> None:
     loops = {"agent_loop_config_path": rollout.agent.agent_loop_config_path}
     scorer = None if function.path is None else function.model_dump(mode="json")
     code = {"modules": own.modules, "code_path": own.code_path}
+    served = {"functions_file": own.functions_file}
     for service, args in {
-        "tools": {**tools, **code},
+        "tools": {**tools, **served, **code},
         "agent": {**loops, "tool_parser": parser, "chat_template_kwargs": template, **code},
-        "reward": {"custom_reward_function": scorer, **code},
+        "reward": {"custom_reward_function": scorer, **served, **code},
         "rollout": {"tool_parser": parser if parser in BUILT_IN else None},  # it loads no code of a project
     }.items():
         services.give(service, {name: value for name, value in args.items() if value is not None})

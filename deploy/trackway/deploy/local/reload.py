@@ -42,13 +42,15 @@ def changes(config: dict[str, Any], stop: Event | None = None) -> Iterator[None]
         is_first = False
 
 
-def reload(deployment: Deployment, report: Report) -> list[str]:
+def reload(deployment: Deployment, report: Report, config: dict[str, Any] | None = None) -> list[str]:
     """Restart the services whose own code changed, and wait until they are ready; returns their names.
+
+    config: replaces the deployment's Serve config; own code may differ, and nothing else.
 
     Raises:
         UserError: a service does not start with its new code, or not in time.
     """
-    before, after = deployment.serve_config, with_versions(deployment.serve_config)
+    before, after = deployment.serve_config, with_versions(config or deployment.serve_config)
     names = [name for name in own_code(after) if _version(before, name) != _version(after, name)]
     if not names:
         return []

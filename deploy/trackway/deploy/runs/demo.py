@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from trackway import traces
+import trackway.traces as traces
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs import plot
 from trackway.deploy.runs.losses import trace_losses, tracking_losses

@@ -43,6 +43,7 @@ _PATHS = (
     "global_profiler.save_path",
     "custom_reward_function.path",
     "trackway.code_path",
+    "trackway.functions_file",
 )
 """Keys of one path each, besides the models'."""
 _TRAIN_FILES = "data.train_files"

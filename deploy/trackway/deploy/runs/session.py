@@ -27,7 +27,7 @@ from trackway.deploy.runs.prepare import goes_on, to_start
 from trackway.system.user_error import UserError
 from trackway.trainer.config import RunConfig
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.trainer import ENDED, RunInfo, RunRequest, RunState
+from trackway.wire.trainer import ENDED, MetricsRow, RunInfo, RunRequest, RunState
 
 Show = Callable[[RunInfo], None]
 
@@ -86,6 +86,14 @@ class RunSession:
     def info(self, name: str) -> RunInfo:
         """The status of a run. Raises TrackwayError for an unknown one."""
         return run(self._trainer.run(name))
+
+    def metrics(self, name: str) -> list[MetricsRow]:
+        """The metrics of a run's steps so far."""
+
+        async def rows() -> list[MetricsRow]:
+            return [row async for row in self._trainer.metrics(name)]
+
+        return run(rows())
 
     def resume(
         self,

@@ -3,8 +3,10 @@
 import asyncio
 import logging
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from mcp import MCPError
 from mcp.types import INVALID_PARAMS, Tool
@@ -73,17 +75,25 @@ class McpTool(BaseTool):
 
 
 class McpSource(ToolSource):
-    """The servers of a YAML entry. ValueError when its config or its servers file is invalid."""
+    """Servers by name, and their selected tools; None is all. ValueError when the config is invalid."""
 
-    def __init__(self, origin: str, entry: McpEntry, config: ToolConfig, folder: Path) -> None:
+    def __init__(
+        self, origin: str, servers: Mapping[str, McpServer], config: ToolConfig, selected: Sequence[str] | None = None
+    ) -> None:
         super().__init__(origin)
-        self._selected = entry.tool_selected_list
+        self._selected = selected
         self._config, self._limits = _split(origin, config)
+        self._servers = servers
+        self._sessions: list[McpSessions] = []
+
+    @classmethod
+    def of_entry(cls, origin: str, entry: McpEntry, config: ToolConfig, folder: Path) -> Self:
+        """The servers of a YAML entry. ValueError when its config or its servers file is invalid."""
         try:
-            self._servers = read_servers(entry.mcp_servers_config_path, folder)
+            servers = read_servers(entry.mcp_servers_config_path, folder)
         except ValueError as error:
             raise ValueError(f"{origin}, mcp_servers_config_path: {error}") from error
-        self._sessions: list[McpSessions] = []
+        return cls(origin, servers, config, entry.tool_selected_list)
 
     async def open(self) -> list[BaseTool]:
         """Every selected tool of every server. ValueError when a server cannot be reached or lacks a selected tool."""

@@ -284,6 +284,8 @@ class TrackwayConfig(Section):
     with `@function_tool` and scorers with `@scorer` are served. Null leaves it to the deployment."""
     code_path: str | None = None
     """Folder in which `modules` are found. null takes the folder of `trackway.yaml`, or only PYTHONPATH without one."""
+    functions_file: str | None = None
+    """The file of a process that serves functions as tools and as the scorer; `trackway.train` in Python writes it."""
     seed: Seed = 42
     """Seed of the learner, the row order, the choice of traced prompts, and, with its position, of each generation."""
     device: str = Field(default="auto", pattern="^(auto|cpu|cuda(:[0-9]+)?)$")

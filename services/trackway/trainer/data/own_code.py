@@ -46,10 +46,12 @@ async def loaded_code(urls: Mapping[str, str], token: SecretStr | None = None) -
 def not_loaded(config: RunConfig, code: Mapping[str, OwnCode | None]) -> list[str]:
     """A sentence for each module, scorer and file of agent loops of the run that a service has not loaded."""
     rollout = config.actor_rollout_ref.rollout
-    files = {
-        "custom_reward_function.path": ("reward", config.custom_reward_function.path),
-        "actor_rollout_ref.rollout.agent.agent_loop_config_path": ("agent", rollout.agent.agent_loop_config_path),
-    }
+    files = [
+        ("custom_reward_function.path", "reward", config.custom_reward_function.path),
+        ("actor_rollout_ref.rollout.agent.agent_loop_config_path", "agent", rollout.agent.agent_loop_config_path),
+        ("trackway.functions_file", "tools", config.trackway.functions_file),
+        ("trackway.functions_file", "reward", config.trackway.functions_file),
+    ]
     problems = []
     for service, own in code.items():
         modules = own.modules if own else []
@@ -60,7 +62,7 @@ def not_loaded(config: RunConfig, code: Mapping[str, OwnCode | None]) -> list[st
                 f"trackway.modules: expected the {service} service to have loaded {', '.join(missing)}, it has loaded "
                 f"{got}; {REMEDY}"
             )
-    for key, (service, path) in files.items():
+    for key, service, path in files:
         own = code.get(service)
         if path is not None and service in code and Path(path).name not in (own.files if own else []):
             problems.append(f"{key}: expected the {service} service to have loaded {path}, it has not; {REMEDY}")

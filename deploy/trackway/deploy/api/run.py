@@ -1,0 +1,132 @@
+"""A run of `trackway.train`."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from trackway.deploy.api.evaluated import Evaluated, frame_of
+from trackway.deploy.runs.session import RunSession
+from trackway.deploy.terminal.progress import delivery_bar, run_bar
+from trackway.system.user_error import UserError
+from trackway.trainer.run_state.export import Export, export_checkpoint
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.trajectory_dump import read_trajectories
+from trackway.wire.trainer import RunInfo
+
+if TYPE_CHECKING:
+    import pandas
+
+    from trackway.deploy.api.functions import Function
+    from trackway.deploy.api.given import RowsGiven
+    from trackway.deploy.api.services import Services
+
+
+class Run:
+    """A run, in progress or ended. It goes on by itself; `wait` follows it."""
+
+    def __init__(self, services: "Services", session: RunSession, info: RunInfo, at_end: Callable[[], None]) -> None:
+        self._services = services
+        self._session = session
+        self._info = info
+        self._at_end = [at_end]
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self._info.run
+
+    def then(self, at_end: Callable[[], None]) -> Self:
+        """Call this as well when `wait` or `stop` ends."""
+        self._at_end.append(at_end)
+        return self
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self._info.folder)
+
+    @property
+    def info(self) -> RunInfo:
+        """The run's status: state, step, newest metrics. Raises TrackwayError when its services do not answer."""
+        with self._services.authorised():
+            folder = RunFolder(self.folder)
+            self._info = folder.info() if folder.exists else self._session.info(self.name)
+        return self._info
+
+    def wait(self) -> Self:
+        """Follow the run to its end, then wait until backends have what it recorded.
+
+        An interrupt makes it save a checkpoint and stop, and is raised again; the same call of `train` resumes it.
+        Raises UserError when the run fails.
+        """
+        with self._until_end():
+            with run_bar(False) as bar:
+                self._info = self._session.follow(self.name, bar.show)
+            with delivery_bar(False) as sent:
+                self._info = self._session.deliver(self._info, lambda unsent: sent.show(unsent.total, str(unsent)))
+        return self
+
+    def stop(self) -> RunInfo:
+        """Save a checkpoint, stop, and wait until that is done."""
+        with self._until_end(), run_bar(False) as bar:
+            self._info = self._session.stop(self.name, bar.show)
+        return self._info
+
+    def metrics(self) -> "pandas.DataFrame":
+        """The metrics of the steps so far: a line per step, indexed by it, with verl's names as columns."""
+        import pandas
+
+        with self._services.authorised():
+            folder = RunFolder(self.folder)
+            rows = folder.rows() if folder.exists else self._session.metrics(self.name)
+        steps = pandas.Index([row.step for row in rows], name="step")
+        return pandas.DataFrame([row.data for row in rows], index=steps)
+
+    def trajectories(self, step: int | None = None, validation: bool = False) -> "pandas.DataFrame":
+        """The trajectories that were trained on, or those of validations; of one step, or of all.
+
+        Columns are `score`, `prompt_ids`, `response_ids`, `turns` and the others of the run's parquet files.
+        Raises UserError when there are none, or when this machine lacks the run's folder.
+        """
+        name = f"{'val_' if validation else ''}step_{'*' if step is None else step}.parquet"
+        files = sorted((self.folder / "trajectories").glob(name), key=_step)
+        if not files:
+            where = self.folder / "trajectories"
+            raise UserError(f"expected {name} in {where}, got none; it is written at the end of its step")
+        return frame_of([trajectory for file in files for trajectory in read_trajectories(file)])
+
+    def evaluate(
+        self,
+        rows: "RowsGiven | None" = None,
+        *,
+        tools: "Sequence[Function]" = (),
+        reward: "Function | None" = None,
+        **options: Any,
+    ) -> Evaluated:
+        """Evaluate the run's newest checkpoint. For the parameters, see `Services.evaluate`."""
+        return self._services.evaluate(self, rows, tools=tools, reward=reward, **options)
+
+    def export(self, target: str | Path, step: int | None = None, merge: bool = False) -> Export:
+        """Write the newest checkpoint, or a step's, as a Hugging Face folder.
+
+        merge: put a LoRA adapter into the model's weights; without it the adapter alone is written, as PEFT does.
+        Raises TrackwayError for a missing checkpoint or an existing folder.
+        """
+        return export_checkpoint(RunFolder(self.folder), Path(target), step, merge=merge)
+
+    @contextmanager
+    def _until_end(self) -> Iterator[None]:
+        """Call the services with their token, and at the end what waits for it."""
+        with self._services.authorised(), ExitStack() as stack:
+            while self._at_end:
+                stack.callback(self._at_end.pop())
+            yield
+
+    def __repr__(self) -> str:
+        info = self._info
+        return f"<run {info.run}: {info.state.value}, step {info.step} of {info.total_steps}, {info.folder}>"
+
+
+def _step(file: Path) -> int:
+    return int(file.stem.rpartition("_")[2])

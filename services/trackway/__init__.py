@@ -1,0 +1,1 @@
+../../deploy/trackway/__init__.py

@@ -1,0 +1,91 @@
+"""`import trackway`: its names, and an evaluation with functions of this process."""
+
+import asyncio
+import operator
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trackway
+from trackway.deploy.bundled import TINY_MODEL
+from trackway.deploy.deployment.record import Deployment
+from trackway.evaluation.store import EvaluationStore
+from trackway.system.user_error import UserError
+
+ROWS = [
+    {"prompt": f"Ben has {a} boxes with {b} cards in each box. How many cards does Ben have?", "answer": a * b}
+    for a, b in ((10, 11), (3, 8), (7, 6), (12, 4))
+]
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
+
+
+def calculator(expression: str) -> str:
+    """Calculate with two whole numbers.
+
+    Args:
+        expression: A number, one of + - * /, and a number, such as 12-5.
+    """
+    match = re.fullmatch(r"\s*(\d+)\s*([-+*/])\s*(\d+)\s*", expression)
+    if match is None:
+        raise ValueError(f"expected two whole numbers and one of + - * /, got {expression!r}")
+    return str(OPERATIONS[match[2]](int(match[1]), int(match[3])))
+
+
+def score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
+    return float(solution_str.rpartition("####")[2].strip() == ground_truth)
+
+
+def test_the_package_offers_its_names_and_imports_neither_torch_nor_ray():
+    code = "import sys, trackway; print(*dir(trackway)); print({'torch', 'ray', 'pydantic'} & {*sys.modules})"
+
+    names, heavy = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    ).stdout.splitlines()
+
+    assert set(trackway.__all__) <= {*names.split()}
+    assert heavy == "set()"
+
+
+def test_every_name_is_there_and_another_is_an_attribute_error():
+    for name in trackway.__all__:
+        assert callable(getattr(trackway, name))
+    with pytest.raises(AttributeError, match="module 'trackway' has no attribute 'trian'"):
+        trackway.trian  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.slow
+def test_functions_of_this_process_are_the_tools_and_the_reward_of_an_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+
+    async def notebook() -> trackway.Evaluated:  # whose cells have a running event loop
+        return trackway.evaluate(
+            TINY_MODEL, ROWS, tools=[calculator], reward=score, n=4, config="tiny_demo", run="mine"
+        )
+
+    result = asyncio.run(notebook())
+
+    trajectories = EvaluationStore(tmp_path / "outputs" / "mine").trajectories()
+    calls = [call for trajectory in trajectories for turn in trajectory.turns for call in turn.calls]
+    assert {call.tool for call in calls if call.error is None} == {"calculator"}
+    frame = result.trajectories()
+    assert len(frame) == 16
+    assert result.score == pytest.approx(frame.score.mean())
+    assert result.summary.failed == 0 and "pass@4" in repr(result)
+    compared = result.against(result)
+    assert compared is not None and compared.score.value == 0.0
+    assert [*(tmp_path / "outputs" / ".deployment").iterdir()] == []
+
+
+def test_services_elsewhere_get_neither_functions_nor_rows(tmp_path: Path):
+    Deployment(base_url="http://127.0.0.1:9", dashboard_url="", mlflow_uri="", outputs=tmp_path, attached=True).save()
+    services = trackway.local(tmp_path)
+
+    with pytest.raises(UserError, match=r"expected no functions, since the services run elsewhere .* trackway.modules"):
+        services.evaluate("running", "/data/rows.jsonl", tools=[calculator])
+    with pytest.raises(UserError, match="rows: expected a path on the services' volume"):
+        services.train(ROWS)
