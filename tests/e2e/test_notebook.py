@@ -2,13 +2,13 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.waiting import until
 from trackway.clients import ToolsClient, run
 from trackway.deploy.deployment.record import Deployment
 from trackway.trainer.run_state.folder import RunFolder
@@ -80,10 +80,3 @@ def test_a_killed_notebook_ends_its_run_by_name_and_the_same_cell_resumes_it(dep
     assert done.returncode == 0, done.stderr[-2000:]
     assert (killed.info().state, killed.info().step) == (RunState.FINISHED, 6)
     assert [row.step for row in killed.rows()] == [1, 2, 3, 4, 5, 6]
-
-
-def until(condition, deadline_s: float = 120.0) -> None:
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true"
-        time.sleep(0.1)
