@@ -10,12 +10,12 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-import uvicorn
 from fastapi import APIRouter, FastAPI
 from starlette.types import ASGIApp
 from uvicorn.config import HTTP_PROTOCOLS
 
 from tests.attacks.service_process import service_process
+from tests.serving import port_of, served
 from tests.waiting import async_until
 from trackway.deploy.http_proxy import bound_connections
 from trackway.deploy.serve.direct_port import DirectPort
@@ -59,27 +59,9 @@ def asking(port: int) -> httpx.AsyncClient:
 @asynccontextmanager
 async def serving(app: ASGIApp, http: str = "auto") -> AsyncIterator[int]:
     """Its port while it runs under uvicorn."""
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            port=0,
-            http=http,
-            timeout_keep_alive=600,  # only our own limits end a connection
-            log_level="error",
-            lifespan="on" if isinstance(app, FastAPI) else "off",
-        )
-    )
-    task = asyncio.create_task(server.serve())
-    async with asyncio.timeout(ENDS_WITHIN_S):
-        while not server.started:
-            assert not task.done()
-            await asyncio.sleep(0.01)
-    try:
-        yield server.servers[0].sockets[0].getsockname()[1]
-    finally:
-        server.should_exit = True
-        async with asyncio.timeout(ENDS_WITHIN_S):
-            await task
+    # Only our own limits end a connection.
+    async with served(app, http=http, timeout_keep_alive=600, log_level="error") as url:
+        yield port_of(url)
 
 
 class Raw:

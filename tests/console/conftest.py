@@ -1,17 +1,16 @@
 """A console that is served, and one Chromium for all tests."""
 
-import threading
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 
 from tests.console.browser import Browser
 from tests.console.example_run import HOSTILE, rollout, write_run, write_values
+from tests.serving import served_in_thread
 from trackway.console.app import create_app
-from trackway.system import free_port
 from trackway.trainer.run_state.trajectory_dump import write_trajectories
 
 Serve = Callable[..., str]
@@ -20,22 +19,12 @@ Serve = Callable[..., str]
 @pytest.fixture(scope="session")
 def serve() -> Iterator[Serve]:
     """Serves `create_app` of these arguments until the session ends; returns its URL."""
-    started: list[tuple[uvicorn.Server, threading.Thread]] = []
+    with contextlib.ExitStack() as started:
 
-    def serve(outputs: Path, **options: Any) -> str:
-        port = free_port()
-        app = create_app(outputs, **options)
-        server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", lifespan="on"))
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        started.append((server, thread))
-        return f"http://127.0.0.1:{port}/"
+        def serve(outputs: Path, **options: Any) -> str:
+            return started.enter_context(served_in_thread(create_app(outputs, **options), lifespan="on")) + "/"
 
-    yield serve
-    for server, _ in started:
-        server.should_exit = True
-    for _, thread in started:
-        thread.join(30)
+        yield serve
 
 
 @pytest.fixture(scope="session")

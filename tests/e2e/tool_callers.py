@@ -2,15 +2,12 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
-import uvicorn
 from benchmarks.sim_engine import SIM
-from fastapi import FastAPI
 from transformers import AutoTokenizer
 
+from tests.serving import served
 from tests.waiting import until
 from trackway.agent.app import create_app as create_agent
 from trackway.agent.settings import AgentSettings
@@ -85,21 +82,6 @@ def rows() -> list[Sample]:
     kwargs = {TOOL: {"create_kwargs": {"ground_truth": "72"}}}
     change = {"agent_name": "tool_agent", "extra_info": {"tools_kwargs": kwargs}}
     return [row.model_copy(update=change) for row in make_tiny_rows("train", GROUPS, seed=1)]
-
-
-@asynccontextmanager
-async def served(app: FastAPI) -> AsyncIterator[str]:
-    """Its URL on this machine."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None))
-    task = asyncio.create_task(server.serve())
-    while not server.started:
-        assert not task.done()
-        await asyncio.sleep(0.02)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await task
 
 
 class Sessions:

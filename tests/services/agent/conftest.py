@@ -1,16 +1,14 @@
 """Fixtures of the agent's tests; what they are made of is in agent_services.py."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import uvicorn
 from transformers import PreTrainedTokenizerFast
 
 from tests.services.agent.agent_services import AgentServices, open_services
 from tests.services.agent.scripted_model import CHATML, QWEN, byte_tokenizer
-from tests.waiting import async_until
+from tests.serving import served
 from trackway.agent.settings import AgentSettings
 from trackway.agent.tokens import ChatTokens
 from trackway.clients import AgentClient, CallPolicy, shared_http
@@ -64,11 +62,6 @@ async def services(
 @pytest.fixture
 async def agent(services: AgentServices) -> AsyncIterator[AgentClient]:
     """A client of the agent app behind a real socket."""
-    server = uvicorn.Server(uvicorn.Config(services.agent, port=0, log_level="warning", ws="none", lifespan="off"))
-    serving = asyncio.create_task(server.serve())
-    await async_until(lambda: server.started)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    yield AgentClient(f"http://127.0.0.1:{port}")
-    await shared_http().aclose()
-    server.should_exit = True
-    await serving
+    async with served(services.agent, lifespan="off") as url:
+        yield AgentClient(url)
+        await shared_http().aclose()

@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI, Request, Response
 from pydantic import ValidationError
 
-from tests.services.tools.mcp_servers import serving
+from tests.serving import served
 from tests.time_limits import ENDS_SOON
 from trackway.clients import close_shared_http
 from trackway.reward.app import create_app
@@ -80,7 +80,7 @@ async def failure(scorer: JudgeScorer) -> TrackwayError:
 async def test_the_last_number_of_the_pattern_is_scaled_to_0_to_1(
     answer: str, settings: dict[str, object], score: float
 ) -> None:
-    async with serving(ModelServer(answer).app) as url:
+    async with served(ModelServer(answer).app) as url:
         reward = await judge(url, **settings).score(solution(), "default")
 
     assert (reward.score, reward.components) == (score, {})
@@ -92,7 +92,7 @@ async def test_the_judge_is_asked_with_the_prompt_filled_in_once_and_only_its_ow
     monkeypatch.setenv("TRACKWAY_TOKEN", "ours")
     server = ModelServer("Score: 1")
     prompt = "{data_source}: {extra_info.question} {ground_truth}? {solution_str} {other}"
-    async with serving(server.app) as url:
+    async with served(server.app) as url:
         await judge(url, prompt=prompt, max_tokens=5, temperature=0.5).score(solution(), "default")
         await judge(url, token="theirs").score(solution(), "default")
 
@@ -114,7 +114,7 @@ async def test_the_judge_is_asked_with_the_prompt_filled_in_once_and_only_its_ow
 async def test_an_answer_without_a_number_in_the_range_is_an_error_and_no_score(
     answer: str, settings: dict[str, object]
 ) -> None:
-    async with serving(ModelServer(answer).app) as url:
+    async with served(ModelServer(answer).app) as url:
         error = await failure(judge(url, **settings))
 
     assert (error.code, error.retryable) == (ErrorCode.INTERNAL, False)
@@ -128,7 +128,7 @@ async def test_an_answer_without_a_number_in_the_range_is_an_error_and_no_score(
 async def test_an_answer_without_text_has_no_number_and_of_a_long_one_the_end_is_shown(
     choices: list[object], shown: str
 ) -> None:
-    async with serving(ModelServer(Response(json.dumps({"choices": choices}))).app) as url:
+    async with served(ModelServer(Response(json.dumps({"choices": choices}))).app) as url:
         error = await failure(judge(url))
 
     assert f"got {shown};" in error.message
@@ -136,7 +136,7 @@ async def test_an_answer_without_text_has_no_number_and_of_a_long_one_the_end_is
 
 async def test_the_first_choice_counts() -> None:
     choices = [{"message": {"content": f"Score: {number}"}} for number in (3, 9, 6)]
-    async with serving(ModelServer(Response(json.dumps({"choices": choices}))).app) as url:
+    async with served(ModelServer(Response(json.dumps({"choices": choices}))).app) as url:
         assert (await judge(url).score(solution(), "default")).score == 0.3
 
 
@@ -168,7 +168,7 @@ async def test_a_row_without_a_key_of_the_prompt_is_told() -> None:
 
 async def test_a_failing_or_full_server_is_asked_again() -> None:
     server = ModelServer(Response("down", 500), Response("full", 429), "Score: 10")
-    async with serving(server.app) as url:
+    async with served(server.app) as url:
         reward = await judge(url, attempts=2).score(solution(), "default")
 
     assert (len(server.requests), reward.score) == (3, 1.0)
@@ -182,7 +182,7 @@ async def test_a_failure_of_the_server_is_an_error_and_no_score(
     answer: Response, code: ErrorCode, requests: int
 ) -> None:
     server = ModelServer(answer)
-    async with serving(server.app) as url:
+    async with served(server.app) as url:
         error = await failure(judge(url, name="taste", attempts=2))
 
     assert (error.code, len(server.requests)) == (code, requests)
@@ -192,7 +192,7 @@ async def test_a_failure_of_the_server_is_an_error_and_no_score(
 @ENDS_SOON
 async def test_the_limit_of_a_score_includes_the_wait_for_a_place() -> None:
     server = ModelServer(Response("full", 429))
-    async with serving(server.app) as url:
+    async with served(server.app) as url:
         error = await failure(judge(url, timeout_s=0.2, max_in_flight=1))
 
     assert error.code in (ErrorCode.DEADLINE_EXCEEDED, ErrorCode.OVERLOADED)
@@ -213,7 +213,7 @@ async def test_settings_that_cannot_work_are_refused(settings: dict[str, object]
 
 
 async def test_a_judge_and_the_built_in_scorer_are_weighed(running) -> None:
-    async with serving(ModelServer("Score: 5").app) as url:
+    async with served(ModelServer("Score: 5").app) as url:
         settings = RewardSettings.model_validate(
             {
                 "judges": [{"base_url": f"{url}/v1", "model": "big"}],

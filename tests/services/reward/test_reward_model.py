@@ -6,7 +6,7 @@ import pytest
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from tests.services.tools.mcp_servers import serving
+from tests.serving import served
 from trackway.clients import close_shared_http
 from trackway.reward.scorers import Scorer, scorers_of
 from trackway.reward.settings import RewardSettings
@@ -74,9 +74,9 @@ async def test_a_servers_logit_is_the_score_and_only_our_own_service_gets_our_to
 ) -> None:
     monkeypatch.setenv("TRACKWAY_TOKEN", "ours")
     foreign, own = ClassifierServer(scores(-2.5)), ClassifierServer(scores(7.0), path="/reward_model/classify")
-    async with serving(foreign.app) as url:
+    async with served(foreign.app) as url:
         reward = await scorer_of({"base_url": url}).score(ASKED, "default")
-    async with serving(own.app) as url:
+    async with served(own.app) as url:
         other = await scorer_of({}, base_url=url).score(ASKED, "default")
 
     assert [(reward.score, reward.components), (other.score, other.components)] == [(-2.5, {}), (7.0, {})]
@@ -107,9 +107,9 @@ async def test_a_servers_logit_is_the_score_and_only_our_own_service_gets_our_to
 
 async def test_a_server_that_fails_is_asked_again_with_the_same_key_and_no_score_is_made_up() -> None:
     recovering, down = ClassifierServer(BROKEN, BROKEN, scores(1.5)), ClassifierServer(BROKEN)
-    async with serving(recovering.app) as url:
+    async with served(recovering.app) as url:
         reward = await scorer_of({"base_url": url}).score(ASKED, "default")
-    async with serving(down.app) as url:
+    async with served(down.app) as url:
         error = await failure(scorer_of({"base_url": url, "attempts": 2}))
 
     keys = [request.headers["idempotency-key"] for request in recovering.requests]
@@ -118,7 +118,7 @@ async def test_a_server_that_fails_is_asked_again_with_the_same_key_and_no_score
 
 
 async def test_a_reply_of_several_scores_is_an_error() -> None:
-    async with serving(ClassifierServer(scores(0.25, 0.75)).app) as url:
+    async with served(ClassifierServer(scores(0.25, 0.75)).app) as url:
         error = await failure(scorer_of({"base_url": url}))
 
     assert error.code is ErrorCode.INTERNAL

@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-import uvicorn
 from benchmarks.sim_engine import SimEngine
 
+from tests.serving import served
 from tests.waiting import async_until
 from trackway.clients import CallPolicy, RolloutClient, close_shared_http
 from trackway.rollout.app import create_app
@@ -33,14 +33,9 @@ async def engine(step_s: float) -> SimEngine:
 
 @pytest.fixture
 async def url(engine: SimEngine) -> AsyncIterator[str]:
-    config = uvicorn.Config(create_app(engine=engine), port=0, log_level="warning", ws="none")
-    server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve())
-    await async_until(lambda: server.started)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    await close_shared_http()
-    server.should_exit = True
-    await serving
+    async with served(create_app(engine=engine)) as url:
+        yield url
+        await close_shared_http()
 
 
 @pytest.mark.parametrize("step_s", [0.002])

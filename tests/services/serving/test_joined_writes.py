@@ -5,10 +5,9 @@ from typing import cast
 
 import httpx
 import pytest
-import uvicorn
 from starlette.responses import PlainTextResponse
 
-from tests.waiting import async_until
+from tests.serving import served
 from trackway.serving.connections import JoinedWrites, bounded_protocol
 from trackway.serving.settings import ConnectionSettings
 
@@ -80,21 +79,12 @@ async def test_a_service_writes_through_it(monkeypatch: pytest.MonkeyPatch) -> N
         write(self, data)
 
     monkeypatch.setattr(JoinedWrites, "write", noted)
-    config = uvicorn.Config(
-        PlainTextResponse("body"),
-        http=bounded_protocol(ConnectionSettings()),
-        port=0,
-        lifespan="off",
-        log_level="warning",
-    )
-    server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve())
-    async with asyncio.timeout(30), httpx.AsyncClient(trust_env=False) as client:
-        await async_until(lambda: server.started)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        assert (await client.get(f"http://127.0.0.1:{port}")).text == "body"
-        server.should_exit = True
-        await serving
+    app = PlainTextResponse("body")
+    async with (
+        served(app, http=bounded_protocol(ConnectionSettings()), lifespan="off") as url,
+        httpx.AsyncClient(trust_env=False) as client,
+    ):
+        assert (await client.get(url)).text == "body"
 
     head, body = sent
     assert head.startswith(b"HTTP/1.1 200 OK\r\n") and body == b"body"

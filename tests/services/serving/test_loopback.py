@@ -1,16 +1,14 @@
 """Without tokens only callers on this machine are answered, and no browser page or proxy passes for one."""
 
-import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import pytest
-import uvicorn
 from starlette.testclient import TestClient
 
 from tests.services.serving.service_with_tokens import AGENT, NEEDS_TOKEN, TOKENS, app_with, bearer, client_from
-from tests.waiting import async_until
+from tests.serving import port_of, served
 
 pytestmark = pytest.mark.anyio
 
@@ -115,13 +113,8 @@ def own_address() -> Iterator[str]:
 @pytest.fixture
 async def server(request: pytest.FixtureRequest) -> AsyncIterator[int]:
     """Port of a real server on every address of this machine."""
-    config = uvicorn.Config(app_with(request.param), host="0.0.0.0", port=0, log_level="warning", ws="none")
-    server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve())
-    await async_until(lambda: server.started)
-    yield server.servers[0].sockets[0].getsockname()[1]
-    server.should_exit = True
-    await serving
+    async with served(app_with(request.param), host="0.0.0.0") as url:
+        yield port_of(url)
 
 
 @pytest.mark.parametrize("server", [{}], indirect=True)

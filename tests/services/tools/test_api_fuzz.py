@@ -1,19 +1,17 @@
 """schemathesis calls every documented route with what its schema allows, and with what it does not."""
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import schemathesis
-import uvicorn
 from fastapi import FastAPI
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 from schemathesis import Case, Response
 from schemathesis.config import SchemathesisConfig
 
-from tests.waiting import until
+from tests.serving import served_in_thread
 from trackway.tools.app import create_app
 from trackway.tools.builtin.calculator import CalculatorTool
 from trackway.tools.builtin.gsm8k import Gsm8kTool
@@ -49,13 +47,8 @@ schema = schemathesis.openapi.from_dict(app_over(Path("documents")).openapi(), c
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("documents")
     (folder / "paris.md").write_text("# Paris\n\nParis is the capital of France.\n")
-    server = uvicorn.Server(uvicorn.Config(app_over(folder), port=0, log_level="critical"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    until(lambda: server.started)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    thread.join(10)
+    with served_in_thread(app_over(folder), log_level="critical") as url:
+        yield url
 
 
 @schema.parametrize()

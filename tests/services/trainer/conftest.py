@@ -4,17 +4,16 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import pytest
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
-from tests.waiting import until
+from tests.serving import served_in_thread
 from trackway.clients import close_shared_http
 from trackway.serving.app import process_health
 from trackway.tracing import (
@@ -229,17 +228,7 @@ def agent_url(agent: ScriptedAgent, serving: Serving) -> Iterator[str]:
 def serving() -> Serving:
     """`with serving(app) as url`: the app on a free port, in a thread."""
 
-    @contextmanager
-    def serve(app: FastAPI, port: int = 0) -> Iterator[str]:
-        server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="critical"))
-        thread = threading.Thread(target=server.run, daemon=True)
-        thread.start()
-        until(lambda: server.started)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-        server.should_exit = True
-        thread.join(10)
-
-    return serve
+    return served_in_thread
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-import uvicorn
 from pydantic import JsonValue
 from starlette.types import ASGIApp, Receive, Scope, Send
 from transformers import PreTrainedTokenizerFast
@@ -17,7 +16,7 @@ from tests.interpreters import python_of
 from tests.services.agent.agent_services import call, open_services
 from tests.services.agent.environments.test_nemo_gym import ADD, ANSWER, ASKED, READ, playing
 from tests.services.agent.scripted_model import END
-from tests.waiting import async_until
+from tests.serving import served
 from trackway.agent.settings import AgentSettings
 from trackway.reward.app import create_app as create_reward
 from trackway.system.ports import free_port
@@ -69,14 +68,8 @@ async def _answers(http: httpx.AsyncClient, url: str) -> bool:
 async def at_a_port(app: ASGIApp) -> AsyncIterator[int]:
     """The port of an app in this process, in its event loop."""
     port = free_port()
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", lifespan="off"))
-    running = asyncio.create_task(server.serve())
-    await async_until(lambda: server.started)
-    try:
+    async with served(app, port, lifespan="off"):
         yield port
-    finally:
-        server.should_exit = True
-        await running
 
 
 async def test_its_stateful_counter_is_an_environment(

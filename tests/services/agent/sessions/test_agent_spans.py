@@ -8,7 +8,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from tests.services.agent.sessions.external_services import Serve
 from tests.services.agent.sessions.test_examples import LIMITS, installed
 from tests.services.agent.sessions.test_session import ANSWER
-from tests.services.rollout.model_routes.openai_server import serving as server
+from tests.serving import served_in_thread
 
 pytestmark = [pytest.mark.anyio, pytest.mark.agents, pytest.mark.timeout(900)]
 
@@ -28,7 +28,7 @@ def receiver(spans: list[Span]) -> FastAPI:
 
 async def test_spans_of_pydantic_ai_are_below_the_sessions_root(serving: Serve) -> None:
     spans: list[Span] = []
-    with server(receiver(spans)) as url:
+    with served_in_thread(receiver(spans)) as url:
         external = installed("pydantic_ai_traced.py")
         external.environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = url
         async with serving(external) as services:

@@ -22,8 +22,8 @@ from tests.services.agent.scripted_model import END, Words
 from tests.services.agent.sessions import own_function
 from tests.services.agent.sessions.external_services import Serve
 from tests.services.agent.sessions.test_session import ANSWER, COUNT, opened, row_of
-from tests.services.rollout.model_routes.openai_server import serving as server
 from tests.services.trainer.learner_settings import learner_config
+from tests.serving import served_in_thread
 from tests.waiting import async_until
 from trackway.agent.sessions import external as external_agents
 from trackway.agent.sessions.external import Program, guarded, run_program
@@ -385,7 +385,7 @@ class Webhook:
 
 async def test_a_url_runs_the_agent_and_may_score(serving: Serve) -> None:
     webhook = Webhook()
-    with server(webhook.app) as url:
+    with served_in_thread(webhook.app) as url:
         external = ExternalSettings.model_validate({"url": f"{url}/run", "headers": {"authorization": "Bearer ours"}})
         async with serving(external) as services:
             trajectory = await services.say("I do not know" + END, agent_name="external", trace=True)
@@ -400,7 +400,7 @@ async def test_a_url_runs_the_agent_and_may_score(serving: Serve) -> None:
 
 
 async def test_a_url_that_fails_leaves_its_trajectory_out_and_says_why(serving: Serve) -> None:
-    with server(Webhook(status=500).app) as url:
+    with served_in_thread(Webhook(status=500).app) as url:
         async with serving(ExternalSettings(url=f"{url}/run")) as services:
             trajectory = await services.say("18" + END, agent_name="external")
 
@@ -411,7 +411,7 @@ async def test_a_url_that_fails_leaves_its_trajectory_out_and_says_why(serving: 
 async def test_the_answer_of_a_url_is_read_up_to_a_bound(serving: Serve) -> None:
     app = FastAPI()
     app.post("/run")(lambda: {"log": "x" * 70_000})
-    with server(app) as url:
+    with served_in_thread(app) as url:
         async with serving(ExternalSettings(url=f"{url}/run", max_output_bytes=10)) as services:
             trajectory = await services.say(agent_name="external")
 

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tests.services.rollout.model_routes.openai_server import serving
 from tests.services.rollout.tiny_classifier import MARK, logit_of, write_classifier
+from tests.serving import served_in_thread
 from trackway.clients import close_shared_http
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.reward.scorers import scorers_of
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def url(folder: Path) -> Iterator[str]:
     settings = RolloutSettings(model_path=folder, model_name="rm", device="cpu", max_model_len=128)
-    with serving(create_app(settings)) as url:
+    with served_in_thread(create_app(settings)) as url:
         yield url
 
 
@@ -93,7 +93,7 @@ def test_scores_pass_a_sigmoid_unless_the_request_or_the_model_says_no(url: str,
     assert probs(url, input=[MARK, 5, 5], use_activation=None) == pytest.approx([squashed], abs=1e-5)
     assert probs(url, input=[MARK, 5, 5], use_activation=True) == pytest.approx([squashed], abs=1e-5)
     regression = create_app(RolloutSettings(model_path=write_classifier(tmp_path, regression=True), model_name="rm"))
-    with serving(regression) as other:
+    with served_in_thread(regression) as other:
         assert probs(other, input=[MARK], use_activation=True) == pytest.approx([sure], abs=1e-4)
 
 
@@ -137,7 +137,9 @@ def test_a_request_has_a_deadline(folder: Path, monkeypatch: pytest.MonkeyPatch)
         raise AssertionError
 
     monkeypatch.setattr("trackway.rollout.classifiers.embedded.TorchClassifier.classify", never)
-    with serving(create_app(RolloutSettings(model_path=folder, model_name="rm", classify_timeout_s=0.05))) as other:
+    with served_in_thread(
+        create_app(RolloutSettings(model_path=folder, model_name="rm", classify_timeout_s=0.05))
+    ) as other:
         reply = post(other, input="7")
 
     assert reply.status_code == 504

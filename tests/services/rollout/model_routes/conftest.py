@@ -6,8 +6,8 @@ import pytest
 from openai import OpenAI
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tests.services.rollout.model_routes.openai_server import serving
 from tests.services.rollout.model_routes.scripted_engine import ScriptedEngine
+from tests.serving import served_in_thread
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.rollout.app import create_app
 from trackway.rollout.settings import RolloutSettings
@@ -22,7 +22,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 @pytest.fixture(scope="session")
 def torch_url() -> Iterator[str]:
     """The tiny model on the torch engine, served as `tiny`."""
-    with serving(create_app(RolloutSettings(model_path=TINY_MODEL, model_name="tiny", device="cpu"))) as url:
+    with served_in_thread(create_app(RolloutSettings(model_path=TINY_MODEL, model_name="tiny", device="cpu"))) as url:
         yield url
 
 
@@ -37,7 +37,7 @@ def client(torch_url: str) -> Iterator[OpenAI]:
 def scripted_server() -> Iterator[tuple[str, ScriptedEngine]]:
     """A scripted engine with the tiny model's tokenizer, served as `tiny`."""
     engine = ScriptedEngine()
-    with serving(create_app(RolloutSettings(model_path=TINY_MODEL, model_name="tiny"), engine)) as url:
+    with served_in_thread(create_app(RolloutSettings(model_path=TINY_MODEL, model_name="tiny"), engine)) as url:
         yield url, engine
 
 

@@ -9,8 +9,9 @@ import pytest
 from openai import OpenAI
 from transformers import PreTrainedTokenizerBase
 
-from tests.services.rollout.model_routes.openai_server import CHAT, serving
+from tests.services.rollout.model_routes.openai_server import CHAT
 from tests.services.rollout.model_routes.scripted_engine import ScriptedEngine
+from tests.serving import served_in_thread
 from trackway.rollout.app import create_app
 from trackway.rollout.engines.protocol import Capability
 from trackway.rollout.settings import RolloutSettings
@@ -228,7 +229,7 @@ def test_a_body_that_is_no_json_is_a_bad_request(scripted_url: str) -> None:
 def bare(tmp_path: Path, engine: ScriptedEngine) -> Iterator[OpenAI]:
     """A model folder without a tokenizer."""
     settings = RolloutSettings(model_path=tmp_path, model_name="tiny")
-    with serving(create_app(settings, engine)) as url, OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+    with served_in_thread(create_app(settings, engine)) as url, OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         yield client
 
 

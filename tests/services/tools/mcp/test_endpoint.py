@@ -16,7 +16,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
 from tests.services.tools.faulty_tool import FaultyTool
-from tests.services.tools.mcp_servers import serving, yaml_for
+from tests.services.tools.mcp_servers import yaml_for
+from tests.serving import served
 from tests.waiting import async_until
 from trackway.clients.tools import ToolsClient
 from trackway.serving import AuthSettings
@@ -54,7 +55,7 @@ def shown(result: CallToolResult) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("mode", ["auto", "legacy"])
 async def test_every_tool_is_listed_with_its_parameters(mode: Mode) -> None:
-    async with serving(create_app(ToolsSettings())) as url, client_of(url, mode) as client:
+    async with served(create_app(ToolsSettings())) as url, client_of(url, mode) as client:
         listed = (await client.list_tools()).tools
 
     schema = CalculatorTool.default().tool_schema.function
@@ -64,7 +65,7 @@ async def test_every_tool_is_listed_with_its_parameters(mode: Mode) -> None:
 
 async def test_state_lives_as_long_as_the_session_and_is_released_with_it() -> None:
     faulty, other_tool = FaultyTool.default(), Gsm8kTool.default()
-    async with serving(create_app(ToolsSettings(), [faulty, other_tool])) as url:
+    async with served(create_app(ToolsSettings(), [faulty, other_tool])) as url:
         async with client_of(url) as first, client_of(url) as second:
             texts = [shown(await client.call_tool("faulty", {"mode": "ok"}))[0] for client in (first, first, second)]
             assert len(faulty.calls) == 2
@@ -80,7 +81,7 @@ async def given_up(client: Client, mode: str) -> None:
 
 async def test_a_call_that_its_client_gives_up_runs_to_its_end_and_the_state_stays() -> None:
     faulty = FaultyTool.default()
-    async with serving(create_app(ToolsSettings(), [faulty])) as url, client_of(url) as client:
+    async with served(create_app(ToolsSettings(), [faulty])) as url, client_of(url) as client:
         first = shown(await client.call_tool("faulty", {"mode": "ok"}))
         faulty.gate.clear()
         await given_up(client, "ok")
@@ -94,7 +95,7 @@ async def test_a_call_that_its_client_gives_up_runs_to_its_end_and_the_state_sta
 
 async def test_a_call_that_its_client_gives_up_before_it_begins_never_runs() -> None:
     faulty = FaultyTool.default()
-    async with serving(create_app(ToolsSettings(), [faulty])) as url, client_of(url) as client:
+    async with served(create_app(ToolsSettings(), [faulty])) as url, client_of(url) as client:
         faulty.gate.clear()
         await given_up(client, "ok")
         await given_up(client, "ok")
@@ -108,7 +109,7 @@ async def test_a_call_that_its_client_gives_up_before_it_begins_never_runs() -> 
 
 async def test_a_session_that_ends_cuts_off_the_call_that_its_client_gave_up() -> None:
     faulty = FaultyTool.default()
-    async with serving(create_app(ToolsSettings(), [faulty])) as url:
+    async with served(create_app(ToolsSettings(), [faulty])) as url:
         async with client_of(url) as client:
             await given_up(client, "sleep")
         await async_until(lambda: (faulty.running, faulty.calls) == (0, {}))
@@ -117,7 +118,7 @@ async def test_a_session_that_ends_cuts_off_the_call_that_its_client_gave_up() -
 async def test_state_that_is_lost_with_a_call_that_does_not_stop_is_told_once() -> None:
     faulty = FaultyTool.default()
     settings = ToolsSettings(call_timeout_s=0.05, stop_timeout_s=0.05)
-    async with serving(create_app(settings, [faulty])) as url, client_of(url) as client:
+    async with served(create_app(settings, [faulty])) as url, client_of(url) as client:
         texts = [shown(await client.call_tool("faulty", {"mode": mode})) for mode in ("ok", "block", "ok", "ok")]
         faulty.unblock.set()
 
@@ -130,7 +131,7 @@ async def test_state_that_is_lost_with_a_call_that_does_not_stop_is_told_once() 
 
 
 async def test_create_kwargs_come_by_meta_and_rewards_go_back_by_it() -> None:
-    async with serving(create_app(ToolsSettings())) as url, client_of(url) as client:
+    async with served(create_app(ToolsSettings())) as url, client_of(url) as client:
         meta: RequestParamsMeta = {**TRUTH, "trackway/want_reward": True}  # pyright: ignore[reportAssignmentType]
         right = await client.call_tool("calc_gsm8k_reward", {"answer": "72"}, meta=meta)
         again = await client.call_tool("calc_gsm8k_reward", {"answer": "72"})
@@ -147,7 +148,7 @@ async def test_create_kwargs_come_by_meta_and_rewards_go_back_by_it() -> None:
 
 async def test_the_protocol_without_sessions_keeps_state_by_x_session_id() -> None:
     faulty = FaultyTool.default()
-    async with serving(create_app(ToolsSettings(), [faulty])) as url:
+    async with served(create_app(ToolsSettings(), [faulty])) as url:
         async with client_of(url, "auto", x_session_id="run/1") as stateful, client_of(url, "auto") as stateless:
             texts = [
                 shown(await client.call_tool("faulty", {"mode": "ok"}))[0]
@@ -161,7 +162,7 @@ async def test_the_protocol_without_sessions_keeps_state_by_x_session_id() -> No
 
 
 async def test_what_the_call_did_wrong_is_told_in_the_result_and_an_unknown_tool_is_an_error() -> None:
-    async with serving(create_app(ToolsSettings(tools=["calculator"]))) as url, client_of(url) as client:
+    async with served(create_app(ToolsSettings(tools=["calculator"]))) as url, client_of(url) as client:
         wrong = await client.call_tool("calculator", {"expr": "1"})
         with pytest.raises(MCPError, match="expected one of the tools calculator, got 'abacus'"):
             await client.call_tool("abacus", {})
@@ -179,7 +180,7 @@ async def test_an_expired_instance_is_told_once_and_then_made_anew() -> None:
     faulty, gsm8k = FaultyTool.default(), Gsm8kTool.default()
     settings = ToolsSettings(instance_ttl_s=0.5, reap_interval_s=0.05)
     async with (
-        serving(create_app(settings, [faulty, gsm8k])) as url,
+        served(create_app(settings, [faulty, gsm8k])) as url,
         client_of(url, "auto", x_session_id="a") as client,
     ):
         await client.call_tool("faulty", {"mode": "ok"})
@@ -197,7 +198,7 @@ async def test_the_callers_trace_goes_on_in_the_tools_span(mode: Mode) -> None:
     exporter = InMemorySpanExporter()
     tracing = Tracing("tools", TracingSettings(), exporter=exporter)
     caller = SpanContext(0xABC << 64 | 1, 5, is_remote=True, trace_flags=TraceFlags(1))
-    async with serving(create_app(ToolsSettings(), tracing=tracing)) as url, client_of(url, mode) as client:
+    async with served(create_app(ToolsSettings(), tracing=tracing)) as url, client_of(url, mode) as client:
         token = context.attach(trace.set_span_in_context(NonRecordingSpan(caller)))
         await client.call_tool("calculator", {"expression": "1 + 1"})
         context.detach(token)
@@ -209,7 +210,7 @@ async def test_the_callers_trace_goes_on_in_the_tools_span(mode: Mode) -> None:
 
 async def test_without_a_token_there_is_no_mcp() -> None:
     auth = AuthSettings.model_validate({"tokens": {"agents": {"secret": "0123456789abcdef"}}})
-    async with serving(create_app(ToolsSettings(auth=auth))) as url:
+    async with served(create_app(ToolsSettings(auth=auth))) as url:
         async with httpx2.AsyncClient() as http:
             assert (await http.post(f"{url}/mcp", json={})).status_code == 401
         async with client_of(url, authorization="Bearer 0123456789abcdef") as client:
@@ -218,9 +219,9 @@ async def test_without_a_token_there_is_no_mcp() -> None:
 
 async def test_the_tools_of_one_tool_server_appear_in_another(tmp_path: Path) -> None:
     faulty = FaultyTool.default()
-    async with serving(create_app(ToolsSettings(), [Gsm8kTool.default(), faulty])) as url:
+    async with served(create_app(ToolsSettings(), [Gsm8kTool.default(), faulty])) as url:
         path = yaml_for(tmp_path, {"other": {"url": f"{url}/mcp"}})
-        async with serving(create_app(ToolsSettings(tool_config_path=path))) as here:
+        async with served(create_app(ToolsSettings(tool_config_path=path))) as here:
             client = ToolsClient(here)
             made = await client.create("calc_gsm8k_reward", "run/1/0/0", {"ground_truth": "72"})
             request = ExecuteRequest(arguments={"answer": "72"})
@@ -240,14 +241,14 @@ async def test_the_tools_of_one_tool_server_appear_in_another(tmp_path: Path) ->
 
 
 async def test_there_is_no_stream_to_listen_on() -> None:
-    async with serving(create_app(ToolsSettings())) as url, httpx2.AsyncClient() as http:
+    async with served(create_app(ToolsSettings())) as url, httpx2.AsyncClient() as http:
         answer = await http.get(f"{url}/mcp", headers={"accept": "text/event-stream"})
 
     assert answer.status_code == 405
 
 
 async def test_a_server_that_is_told_to_stop_does_not_wait_for_open_sessions() -> None:
-    async with serving(create_app(ToolsSettings(tools=["calculator"]))) as url:
+    async with served(create_app(ToolsSettings(tools=["calculator"]))) as url:
         connection = McpConnection(McpServer(url=f"{url}/mcp"), "ours", None, "legacy")
         await connection.open(timeout_s=5.0)
         await connection.call("calculator", {"expression": "1"}, {})

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.services.tools.mcp_servers import STDIO, port_of, serving_notes, yaml_for
+from tests.services.tools.mcp_servers import STDIO, serving_notes, yaml_for
 from tests.services.tools.notes_server import NOTE_SCHEMA, NotesServer
+from tests.serving import port_of
 from tests.time_limits import ENDS_SOON
 from tests.waiting import async_until
 from trackway.tools.base import ToolLimits

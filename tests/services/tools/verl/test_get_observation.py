@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from pydantic import JsonValue
 
 from tests.services.tools.faulty_tool import FaultyTool
-from tests.services.tools.mcp_servers import serving
+from tests.serving import served
 from tests.waiting import async_until
 from trackway.tools.app import create_app
 from trackway.tools.base import BaseTool
@@ -82,7 +82,7 @@ def faulty() -> FaultyTool:
 
 @pytest.fixture
 async def client(faulty: FaultyTool) -> AsyncIterator[Client]:
-    async with serving(app_of(faulty, CalculatorTool.default(), Gsm8kTool.default(), call_timeout_s=0.1)) as url:
+    async with served(app_of(faulty, CalculatorTool.default(), Gsm8kTool.default(), call_timeout_s=0.1)) as url:
         yield Client(url)
 
 
@@ -139,7 +139,7 @@ async def test_a_batch_keeps_its_order_and_a_bad_action_fails_alone(client: Clie
 
 
 async def test_what_is_the_servers_fault_ends_that_trajectory_only() -> None:
-    async with serving(app_of(Crowded.default(), FaultyTool.default())) as url:
+    async with served(app_of(Crowded.default(), FaultyTool.default())) as url:
         crowded, fine = await Client(url).batch(
             ["a", "b"], [hermes("calculator", expression="1"), hermes("faulty", mode="ok")]
         )
@@ -195,7 +195,7 @@ async def test_several_calls_of_one_action_are_answered_together(client: Client)
 
 
 async def test_an_abandoned_trajectory_expires_which_its_model_is_told_once(faulty: FaultyTool) -> None:
-    async with serving(app_of(faulty, instance_ttl_s=0.5, reap_interval_s=0.01)) as url:
+    async with served(app_of(faulty, instance_ttl_s=0.5, reap_interval_s=0.01)) as url:
         await Client(url).one("t", hermes("faulty", mode="ok"))
         await async_until(lambda: faulty.calls == {})
         told, _, valid = await Client(url).one("t", hermes("faulty", mode="ok"))
@@ -250,7 +250,7 @@ async def test_unknown_fields_are_ignored(client: Client) -> None:
 @pytest.mark.program("bwrap")
 @pytest.mark.usefixtures("isolation")
 async def test_python_runs_as_verl_tools_models_write_it_and_keeps_its_variables() -> None:
-    async with serving(app_of(PythonTool.default())) as url:
+    async with served(app_of(PythonTool.default())) as url:
         client = Client(url)
         answers = [
             await client.one("t", "<python>x = 20\nprint('Hello')</python> ..."),

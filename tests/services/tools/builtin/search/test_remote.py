@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI, Request, Response
 from pydantic import JsonValue
 
-from tests.services.tools.mcp_servers import serving
+from tests.serving import served
 from tests.time_limits import ENDS_SOON
 from trackway.clients import close_shared_http
 from trackway.tools.app import create_app
@@ -76,7 +76,7 @@ def documents(tmp_path: Path) -> Path:
 async def test_our_own_server_is_a_retriever_and_says_what_the_embedded_search_says(documents: Path) -> None:
     embedded = SearchTool.default({"documents": str(documents)})
     await embedded.start()
-    async with serving(our_server(documents)) as url:
+    async with served(our_server(documents)) as url:
         remote = await tool_for(url).execute("id", QUERIES)
 
     assert remote == await embedded.execute("id", QUERIES)
@@ -106,7 +106,7 @@ async def test_there_is_no_retriever_route_without_documents_here(running) -> No
 async def test_verls_request_is_sent_and_no_token_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKWAY_TOKEN", "our-token-0123456789")
     stranger = Stranger(json_answer({"result": [[{"document": {"id": 5, "contents": PARIS}, "score": 0.5}]]}))
-    async with serving(stranger.app) as url:
+    async with served(stranger.app) as url:
         result = await tool_for(url, topk=7).execute("id", QUERIES)
         await tool_for(url, token="its-own-token").execute("id", QUERIES)
 
@@ -117,7 +117,7 @@ async def test_verls_request_is_sent_and_no_token_of_ours(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("item", [{"contents": PARIS}, {"document": {"title": "Paris", "text": PARIS[8:]}}])
 async def test_other_shapes_of_a_document_are_read_too(item: object) -> None:
-    async with serving(Stranger(json_answer({"result": [[item]]})).app) as url:
+    async with served(Stranger(json_answer({"result": [[item]]})).app) as url:
         result = await tool_for(url).execute("id", QUERIES)
 
     assert json.loads(result.text) == {"result": 'Doc 1 (Title: "Paris")\nParis is the capital of France.'}
@@ -126,7 +126,7 @@ async def test_other_shapes_of_a_document_are_read_too(item: object) -> None:
 async def test_a_busy_or_failing_retriever_is_asked_again() -> None:
     good = json_answer({"result": [[{"contents": PARIS}]]})
     stranger = Stranger(Response("busy", 503), Response("slow down", 429), good)
-    async with serving(stranger.app) as url:
+    async with served(stranger.app) as url:
         result = await tool_for(url).execute("id", QUERIES)
 
     assert (len(stranger.asked), result.metrics["total_results"]) == (3, 1.0)
@@ -150,7 +150,7 @@ async def test_a_silent_retriever_is_given_up_in_time() -> None:
 
     app = FastAPI()
     app.post("/retrieve")(silent)
-    async with serving(app) as url:
+    async with served(app) as url:
         error = await failure(tool_for(url, timeout=0.5))
         over.set()
 
@@ -171,7 +171,7 @@ async def test_a_silent_retriever_is_given_up_in_time() -> None:
 )
 async def test_what_is_no_retriever_is_said_once_and_is_the_tools_failure(answer: Response) -> None:
     stranger = Stranger(answer)
-    async with serving(stranger.app) as url:
+    async with served(stranger.app) as url:
         error = await failure(tool_for(url))
 
     assert (error.code, len(stranger.asked)) == (ErrorCode.TOOL_FAILED, 1)
@@ -191,7 +191,7 @@ async def test_only_so_many_requests_are_out_at_once() -> None:
 
     app = FastAPI()
     app.post("/retrieve")(answer)
-    async with serving(app) as url:
+    async with served(app) as url:
         tool = tool_for(url, rate_limit=2)
         await asyncio.gather(*(tool.execute("id", QUERIES) for _ in range(8)))
 
