@@ -287,24 +287,11 @@ def folder(tmp_path: Path, urls: ServiceUrls) -> RunFolder:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3 of 2 layers, vocabulary 64, tied, with weights large enough to prefer some tokens clearly."""
-    import torch  # here, as the other tests of this folder need no torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from tests.tiny_models import tiny_qwen3  # here, as the other tests of this folder need no torch
 
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "head_dim": 16, "intermediate_size": 64}
     folder = tmp_path_factory.mktemp("tiny_model")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        intermediate_size=64,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        initializer_range=0.5,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tiny_qwen3(folder, **sizes, max_position_embeddings=128, initializer_range=0.5)
     (folder / "tokenizer_config.json").write_text('{"model_max_length": 128}')
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder

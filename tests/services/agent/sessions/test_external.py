@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionUserMessageParam
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 from tests.services.agent.agent_services import call, group, open_services
 from tests.services.agent.scripted_model import END, Words
@@ -24,6 +24,7 @@ from tests.services.agent.sessions.external_services import Serve
 from tests.services.agent.sessions.test_session import ANSWER, COUNT, opened, row_of
 from tests.services.trainer.learner_settings import learner_config
 from tests.serving import served_in_thread
+from tests.tiny_models import tiny_qwen3
 from tests.waiting import async_until
 from trackway.agent.sessions import external as external_agents
 from trackway.agent.sessions.external import Program, guarded, run_program
@@ -79,16 +80,7 @@ async def test_an_example_script_gives_the_rows_of_the_tool_agent(serving: Serve
 async def test_the_learner_trains_on_the_rollouts_of_the_example_script(
     serving: Serve, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    tiny_qwen3(tmp_path, vocab_size=len(tokenizer))
     async with serving(ExternalSettings(command=[sys.executable, str(SCRIPT)])) as services:
         services.model.scripts = {0: [COUNT, ANSWER], 1: [COUNT, "#### 17" + END]}
         trajectories = await services.run(group("external", n=2))

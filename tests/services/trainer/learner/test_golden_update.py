@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.services.trainer.learner_settings import learner_config
+from tests.tiny_models import tiny_qwen3
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.policy import Policy
 from trackway.wire.trajectory import Trajectory, WeightSpan
@@ -143,21 +143,8 @@ def written_out(model: Model, reference: Model, rows: list[int], mode: str, kind
 
 
 def save_model(folder: Path) -> Path:
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        num_hidden_layers=0,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=4,
-        intermediate_size=4,
-        rms_norm_eps=NORM_EPS,
-        tie_word_embeddings=False,
-        initializer_range=0.7,
-    )
-    torch.manual_seed(3)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "num_hidden_layers": 0}
+    return tiny_qwen3(folder, 3, **sizes, rms_norm_eps=NORM_EPS, tie_word_embeddings=False, initializer_range=0.7)
 
 
 @pytest.fixture

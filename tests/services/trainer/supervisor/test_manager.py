@@ -30,28 +30,6 @@ from trackway.wire.trainer import MetricsRow, RunInfo, RunRequest, RunState
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.usefixtures("shared_http")]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3 with 32 tokens."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        tie_word_embeddings=True,
-    )
-    folder = tmp_path_factory.mktemp("model")
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
 class Baseline(NamedTuple):
     """A run that nobody disturbed."""
 
@@ -62,12 +40,12 @@ class Baseline(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def baseline(model: Path, sample, serving, new_agent, tmp_path_factory: pytest.TempPathFactory) -> Baseline:
+def baseline(tiny_model: Path, sample, serving, new_agent, tmp_path_factory: pytest.TempPathFactory) -> Baseline:
     folder = tmp_path_factory.mktemp("baseline")
 
     async def train(url: str) -> Baseline:
         runs = RunManager(folder / "outputs", urls(url, folder))
-        started = await runs.start(run_request(model, folder, sample, "plain"))
+        started = await runs.start(run_request(tiny_model, folder, sample, "plain"))
         info = await ended(runs, "plain")
         rows = [row async for row in runs.registry.rows("plain", follow=False)]
         await runs.close()
@@ -78,8 +56,8 @@ def baseline(model: Path, sample, serving, new_agent, tmp_path_factory: pytest.T
 
 
 @pytest.fixture
-def request_of(model: Path, sample, tmp_path: Path) -> Callable[..., RunRequest]:
-    return functools.partial(run_request, model, tmp_path, sample)
+def request_of(tiny_model: Path, sample, tmp_path: Path) -> Callable[..., RunRequest]:
+    return functools.partial(run_request, tiny_model, tmp_path, sample)
 
 
 @pytest.fixture

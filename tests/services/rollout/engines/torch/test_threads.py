@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
+from tests.tiny_models import tiny_qwen3
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.settings import RolloutSettings
@@ -29,19 +30,9 @@ def same_threads() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """2.6 million parameters in an embedding that the output layer shares; 2.7 million in all."""
-    folder = tmp_path_factory.mktemp("model")
-    tied = Qwen3Config(
-        vocab_size=20_000,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=64,
-        tie_word_embeddings=True,
+    return tiny_qwen3(
+        tmp_path_factory.mktemp("model"), vocab_size=20_000, hidden_size=128, intermediate_size=128, head_dim=64
     )
-    Qwen3ForCausalLM(tied).save_pretrained(folder)
-    return folder
 
 
 async def threads_of(settings: RolloutSettings) -> int | None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.services.trainer.learner.test_learner_resume import ragged
 from tests.services.trainer.learner_settings import learner_config, logprobs_of
+from tests.tiny_models import tiny_qwen3
 from trackway.trainer.learner.batch import TrainingBatch
 from trackway.trainer.learner.critic.value_model import WEIGHT, exchange_head
 from trackway.trainer.learner.learner import Learner
@@ -241,17 +241,7 @@ def test_an_update_whose_tokens_are_all_rejected_trains_no_value_model(tiny_mode
 
 @pytest.fixture
 def small_vocabulary(tmp_path: Path) -> Path:
-    config = Qwen3Config(
-        vocab_size=60,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=8,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "small")
-    return tmp_path / "small"
+    return tiny_qwen3(tmp_path / "small", vocab_size=60, hidden_size=8)
 
 
 def test_a_value_model_of_a_smaller_vocabulary_is_refused(tiny_model: Path, small_vocabulary: Path):

@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.services.trainer.learner_settings import learner_config
 from tests.services.trainer.rank_processes import DEADLINE_S, RankProcesses, led, rank_processes
+from tests.tiny_models import tiny_qwen3
 from trackway.clients.weights import WeightStore
 from trackway.trainer.config import resolve
 from trackway.trainer.learner.batch import TrainingBatch
@@ -726,20 +727,9 @@ def test_every_rank_gives_its_cached_memory_back(ranks: RankProcesses, untied_mo
 @pytest.fixture(scope="module")
 def four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3 of 4 query heads and 2 KV heads."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     folder = tmp_path_factory.mktemp("four_heads")
-    torch.manual_seed(2)
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=48,
-        tie_word_embeddings=True,
-        initializer_range=0.5,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tiny_qwen3(folder, 2, **sizes, intermediate_size=48, initializer_range=0.5)
     (folder / "tokenizer_config.json").write_text("{}")
     return folder
 
