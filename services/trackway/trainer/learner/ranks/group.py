@@ -13,6 +13,7 @@ before.
 """
 
 import atexit
+import gc
 import itertools
 import logging
 import os
@@ -385,6 +386,7 @@ def serve(index: int, host: str, port: int, settings: GroupSettings) -> None:
         try:
             if learner is None:
                 learner = Learner(settings.config, ranks)
+                gc.freeze()  # it collects garbage after every step, and imports are none
             else:
                 getattr(learner, name)(*arguments)
         except SHARED_ERRORS as error:
