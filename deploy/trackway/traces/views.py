@@ -57,7 +57,7 @@ def response_text(span: SpanNode) -> str | None:
 
 def messages_of(value: JsonValue) -> list[Mapping[str, JsonValue]]:
     """The messages in a span's inputs or outputs."""
-    messages = field_of(value, "messages")
+    messages = field_of(value, "messages", names.TEXTS)
     return [message for message in messages if isinstance(message, Mapping)] if isinstance(messages, list) else []
 
 

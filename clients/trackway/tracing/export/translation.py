@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.util.types import AttributeValue
 from pydantic import JsonValue
 
@@ -51,18 +51,22 @@ def translated(span: ReadableSpan, readers: Sequence[TraceBackend]) -> ReadableS
     kind = SpanKind(str(own.pop(names.KIND, SpanKind.OPERATION)))
     resource = span.resource
     if tuple(readers) == (TraceBackend.OTLP,):  # MLflow makes tags of a resource, which each service would overwrite
-        resource = _resource(str(own.pop(names.SERVICE, "")), own.pop(names.PROCESS, 0))
+        resource = _resource(str(own.pop(names.SERVICE, "")), str(own.pop(names.PROCESS, 0)))
     attributes: Attributes = {}
     for reader in readers:
         attributes |= _TRANSLATIONS[reader](own, kind)
     is_agent = kind is SpanKind.TRAJECTORY and TraceBackend.OTLP in readers
+    events = list(span.events)
+    if is_agent and names.EVALUATION_SCORE in attributes:
+        result = {name: attributes.pop(name) for name in (names.EVALUATION_NAME, names.EVALUATION_SCORE)}
+        events.append(Event(names.EVALUATION_RESULT, result, span.end_time))
     return ReadableSpan(
         name=f"invoke_agent {own.get(names.AGENT_NAME)}" if is_agent else span.name,
         context=span.context,
         parent=span.parent,
         resource=resource,
         attributes=attributes,
-        events=span.events,
+        events=events,
         links=span.links,
         kind=span.kind,
         status=span.status,
@@ -73,9 +77,9 @@ def translated(span: ReadableSpan, readers: Sequence[TraceBackend]) -> ReadableS
 
 
 @lru_cache(maxsize=64)
-def _resource(service: str, process: AttributeValue) -> Resource:
+def _resource(service: str, process: str) -> Resource:
     """The service and process of a batch's spans, sent once."""
-    return Resource({"service.namespace": "trackway", "service.name": service, "process.pid": process})
+    return Resource({"service.namespace": "trackway", "service.name": service, "process.pid": int(process)})
 
 
 def _renamed(
@@ -109,11 +113,18 @@ _FOR_WEAVE = {
 }
 
 
+_MESSAGES, _TEXTS = '{"messages": ', f'{{"{names.TEXTS}": '
+"""MLflow draws messages as Markdown, without line breaks and with `####` as a heading. A generation has exact texts."""
+
+
 def _mlflow(own: Attributes, kind: SpanKind) -> Attributes:
     attributes = _renamed(own, kind, _FOR_MLFLOW, names.MLFLOW_TAG, str)
     attributes[names.MLFLOW_SPAN_TYPE] = _KINDS[kind][0]
     if kind is SpanKind.CHAT:
         attributes[names.MLFLOW_COST] = "{}"
+        for key in (names.MLFLOW_INPUTS, names.MLFLOW_OUTPUTS):
+            if key in attributes:
+                attributes[key] = str(attributes[key]).replace(_MESSAGES, _TEXTS, 1)
     return attributes
 
 

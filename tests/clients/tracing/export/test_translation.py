@@ -58,8 +58,8 @@ def test_mlflow_gets_texts_in_its_own_attributes_alone(spans: Mapping[str, Reada
         "gen_ai.usage.input_tokens": 40,
         "gen_ai.usage.output_tokens": 9,
         "mlflow.llm.cost": "{}",
-        "mlflow.spanInputs": '{"messages": [{"role": "user", "content": "<user>6*9?"}]}',
-        "mlflow.spanOutputs": '{"messages": [{"role": "assistant", "content": "#### 54<end>"}]}',
+        "mlflow.spanInputs": '{"texts": [{"role": "user", "content": "<user>6*9?"}]}',
+        "mlflow.spanOutputs": '{"texts": [{"role": "assistant", "content": "#### 54<end>"}]}',
         "mlflow.spanType": "CHAT_MODEL",
     }
 
@@ -106,7 +106,10 @@ def test_the_agent_span_has_the_conversation_and_the_reward(spans: Mapping[str, 
         },
         {"role": "assistant", "parts": [{"type": "text", "content": "#### 54"}], "finish_reason": "stop"},
     ]
-    assert (shown["gen_ai.evaluation.name"], shown["gen_ai.evaluation.score.value"]) == ("reward", 1.0)
+    [evaluation] = span.events
+    result = {"gen_ai.evaluation.name": "reward", "gen_ai.evaluation.score.value": 1.0}
+    assert (evaluation.name, dict(evaluation.attributes or {})) == ("gen_ai.evaluation.result", result)
+    assert evaluation.timestamp == span.end_time and "gen_ai.evaluation.name" not in shown
     assert loaded(shown, "gen_ai.tool.definitions") == [
         {"type": "function", "name": "calculator", "description": "", "parameters": {"type": "object"}},
     ]
