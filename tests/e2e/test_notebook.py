@@ -1,5 +1,6 @@
 """`import trackway` on running services: the example notebook, and a notebook whose process is killed."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,34 @@ def test_the_example_notebook_trains_evaluates_and_uses_a_model(deployment: Depl
     info = RunFolder(deployment.outputs / "run-1").info()
     assert (info.state, info.step) == (RunState.FINISHED, 8)
     assert tools_of(deployment) == before  # the functions were the run's alone
+
+
+GIVEN = """
+import re
+from operator import add, floordiv, mul, sub
+
+dataset = [{"prompt": f"Ben packs {10 * number} eggs into boxes of 10. How many boxes does Ben need?", "answer": number}
+           for number in range(1, 25)]
+
+def calculator(expression: str) -> str:
+    \"\"\"Calculate with two whole numbers, such as 12-5.\"\"\"
+    left, sign, right = re.fullmatch(r"(\\d+)([-+*/])(\\d+)", expression).groups()
+    return str({"+": add, "-": sub, "*": mul, "/": floordiv}[sign](int(left), int(right)))
+"""
+
+
+@pytest.mark.extended  # restarts two services twice
+def test_the_script_of_the_page_for_trls_users_runs(deployment: Deployment):
+    page = (NOTEBOOK.parents[1] / "docs" / "coming-from" / "trl.md").read_text()
+    _, code = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    script = f"{GIVEN}\n{code}\nprint(run.name, run.info.state.value, len(run.metrics()))"
+
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=deployment.outputs.parent, capture_output=True, text=True, timeout=300
+    )
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.fullmatch(r"run-\d+ finished 4", done.stdout.splitlines()[-1]), done.stdout
 
 
 CELL = """
