@@ -318,9 +318,12 @@ class ServiceClient:
                 f"{method} {self.base_url}{path}: refused until the deadline because the service is full ({error})"
             )
             return TrackwayError(ErrorCode.OVERLOADED, f"{message}; allow more time or add replicas")
+        remedy = "check the service with `trackway status`"
+        if isinstance(error, ForeignServerError) and error.status == 404 and self.service is not None:
+            remedy = f"an address ends in its service, such as http://127.0.0.1:8000/{self.service}"
         message = (
             f"{method} {self.base_url}{path}: no answer after {self.policy.attempts} attempts "
-            f"({type(error).__name__}: {error}); check the service with `trackway status`"
+            f"({type(error).__name__}: {error}); {remedy}"
         )
         return TrackwayError(ErrorCode.UNAVAILABLE, message)
 

@@ -9,7 +9,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pydantic import BaseModel, JsonValue
 
 from tests.time_limits import ENDS_SOON
-from trackway.clients import CallPolicy, Deadline, ServiceClient
+from trackway.clients import CallPolicy, Deadline, RewardClient, ServiceClient
 from trackway.system.waits import Waits, noted_in
 from trackway.tracing import Tracing, TracingSettings, collect_trace_stats, trajectory_span
 from trackway.tracing.active import activated
@@ -144,6 +144,14 @@ async def test_a_service_that_comes_back_within_the_outage_of_the_policy_answers
     policy = CallPolicy(attempts=1, backoff_s=0.001, max_backoff_s=0.002, outage_s=60.0)
     answer = await client_of(script, policy).call("POST", "/y", reply=Answer)
     assert (answer.value, len(script.requests)) == (7, 21)
+
+
+async def test_the_address_of_all_services_is_no_address_of_one() -> None:
+    script = Script(*[httpx.Response(404, text="Path '/scorers' not found. Ping http://s/-/routes")] * 3)
+    http = httpx.AsyncClient(transport=httpx.MockTransport(script))
+
+    with pytest.raises(TrackwayError, match=r"an address ends in its service, such as http://127.0.0.1:8000/reward"):
+        await RewardClient("http://s", http, FAST).scorers()
 
 
 @pytest.mark.parametrize(
