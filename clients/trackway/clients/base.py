@@ -190,8 +190,12 @@ class ServiceClient:
             response = await self._exchange(self._fetch, request, headers)
         _take_receipt(response)
         if not response.is_success:
-            raise error_of(response)
+            raise self.error_of(response)
         return response
+
+    def error_of(self, response: WholeResponse) -> Exception:
+        """The error for a non-2xx answer of a call."""
+        return error_of(response)
 
     async def _exchange(
         self, send: Callable[[_Request, str, Headers], Awaitable[R]], request: _Request, headers: Headers

@@ -183,6 +183,17 @@ ACTIVITIES = {name: field.title for name, field in Timings.model_fields.items() 
 """The title of each activity of a trajectory."""
 
 
+class TokenUsage(WireReply):
+    """Token counts of a trajectory without token ids, as another's server reports them."""
+
+    prompt_tokens: int
+    """Tokens of the first turn's prompt."""
+    response_tokens: int
+    """Tokens after that prompt, observations included."""
+    generated_tokens: int
+    """Tokens that the model wrote."""
+
+
 class TokenRow(WireReply):
     """Another row of tokens of a trajectory, with its fields: a session whose calls are no single conversation."""
 
@@ -222,6 +233,8 @@ class Trajectory(WireReply):
     """The row's ground truth, for who looks at the trajectory."""
     is_baseline: bool = False
     """A greedy rollout whose score is the baseline of its group (ReMax). No update trains it."""
+    usage: TokenUsage | None = Field(default=None, exclude_if=_is_none)
+    """Token counts of a model that returns no token ids (`chat_model`); such a trajectory cannot be trained on."""
     tool_rewards: list[float] = Field(default_factory=list[float], fail_fast=True)
     num_turns: int = 0
     """verl's count: user turns + assistant turns + 1 (a plain answer is 2, one tool round is 4)."""
@@ -255,6 +268,15 @@ class Trajectory(WireReply):
             return [self]
         own = self.model_copy(update={"further_rows": []})
         return [own, *(own.model_copy(update=dict(row)) for row in self.further_rows)]
+
+    @property
+    def counts(self) -> TokenUsage:
+        """Token counts of all rows."""
+        return self.usage or TokenUsage(
+            prompt_tokens=sum(len(row.prompt_ids) for row in self.rows),
+            response_tokens=sum(len(row.response_ids) for row in self.rows),
+            generated_tokens=sum(sum(row.response_mask) for row in self.rows),
+        )
 
 
 def _check_lengths(row: TokenRow | Trajectory) -> None:

@@ -77,7 +77,7 @@ def trajectory_page(reader: ParquetReader, folder: RunFolder, address: Trajector
         file,
         sample=address.sample,
     )
-    messages = _Shortener()
+    messages, usage = _Shortener(), trajectory.usage
     return TrajectoryPage(
         id=trajectory.id,
         address=address,
@@ -107,9 +107,9 @@ def trajectory_page(reader: ParquetReader, folder: RunFolder, address: Trajector
         weight_versions=trajectory.weight_versions,
         error=trajectory.error,
         log=messages.text(trajectory.log),
-        prompt_tokens=len(trajectory.prompt_ids),
-        response_tokens=len(trajectory.response_ids),
-        model_tokens=sum(trajectory.response_mask),
+        prompt_tokens=usage.prompt_tokens if usage else len(trajectory.prompt_ids),
+        response_tokens=usage.response_tokens if usage else len(trajectory.response_ids),
+        model_tokens=usage.generated_tokens if usage else sum(trajectory.response_mask),
         rows=1 + len(trajectory.further_rows),
         trace=mlflow_page(folder, trajectory.trace_id) if trajectory.trace_id else None,
         weave=weave_page(folder, trajectory.span_id) if trajectory.span_id else None,

@@ -99,7 +99,9 @@ def _routes(groups: Groups, context: AgentContext) -> ServiceRouter:
     @router.get("/agents")
     async def list_agents() -> AgentList:
         """The agent loops that `agent_name` can select."""
-        return AgentList(agents=agents(), without_tools=context.tokens.support.lacks)
+        return AgentList(
+            agents=agents(), without_tools=context.chat_tokens.support.lacks if context.chat_tokens else ""
+        )
 
     return router
 

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 import httpx
 
 from trackway.agent.catalog import ToolCatalog
+from trackway.agent.chat_model import ChatModel
 from trackway.agent.sessions.store import Sessions
 from trackway.agent.settings import AgentSettings
 from trackway.agent.tokens import ChatTokens
 from trackway.clients import RewardClient, RolloutClient, ToolsClient, TrainerClient
+from trackway.wire.errors import ErrorCode, TrackwayError
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,22 @@ class AgentContext:
     trainer: TrainerClient
     """Gets the sessions that a run trains on."""
     catalog: ToolCatalog
-    tokens: ChatTokens
+    chat_tokens: ChatTokens | None
     sessions: Sessions
+    chat: ChatModel | None = None
+    """Model that speaks messages and answers instead of the rollout service."""
+
+    @property
+    def tokens(self) -> ChatTokens:
+        """The tokenizer. Raises TrackwayError(INVALID_REQUEST) for a model that speaks messages."""
+        if self.chat_tokens is None:
+            assert self.chat is not None
+            message = (
+                f"expected single_turn_agent, tool_agent or an environment for a model that speaks messages "
+                f"({self.chat.base_url}), got an agent or a limit that needs token ids; evaluate a model's folder"
+            )
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
+        return self.chat_tokens
 
     @classmethod
     def connect(cls, settings: AgentSettings, http: httpx.AsyncClient | None = None) -> "AgentContext":
@@ -40,6 +56,9 @@ class AgentContext:
             reward=RewardClient(settings.url("reward"), http, settings.reward_policy, settings.token, direct, batches),
             trainer=TrainerClient(settings.url("trainer"), http, settings.trainer_policy, settings.token),
             catalog=ToolCatalog(tools, settings.tools_refresh_s),
-            tokens=ChatTokens.load(settings.model_path, settings.chat_template_kwargs, settings.tool_parser),
+            chat_tokens=None
+            if settings.chat_model
+            else ChatTokens.load(settings.model_path, settings.chat_template_kwargs, settings.tool_parser),
+            chat=settings.chat_model and ChatModel(settings.chat_model, settings.rollout_policy),
             sessions=Sessions(settings),
         )

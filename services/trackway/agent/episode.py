@@ -12,7 +12,7 @@ from pydantic import JsonValue
 
 from trackway.clients import Deadline
 from trackway.wire.agent import GroupRequest, Limits, Sample
-from trackway.wire.chat import Message
+from trackway.wire.chat import Message, ToolSchema
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
 from trackway.wire.rollout import GenerateChoice, SamplingParams, TopLogprobs
 from trackway.wire.trajectory import (
@@ -20,6 +20,7 @@ from trackway.wire.trajectory import (
     StopReason,
     Tags,
     Timings,
+    TokenUsage,
     Trajectory,
     Turn,
     WeightSpan,
@@ -38,8 +39,8 @@ class Episode:
     tags: Tags
     agent_name: str
     deadline: Deadline
-    parameters: dict[str, JsonValue] = field(default_factory=dict[str, JsonValue])
-    """The JSON schema of each offered tool's parameters, by the tool's name."""
+    tools: Sequence[ToolSchema] = ()
+    """The offered tools."""
     prompt_ids: list[int] = field(default_factory=list)
     response_ids: list[int] = field(default_factory=list)
     response_mask: list[int] = field(default_factory=list)
@@ -47,6 +48,8 @@ class Episode:
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     """The most likely tokens at each generated position, if the sampling parameters ask for them."""
     weight_versions: list[WeightSpan] = field(default_factory=list)
+    usage: TokenUsage | None = None
+    """Token counts of a model that returns no token ids."""
     turns: list[Turn] = field(default_factory=list)
     user_turns: int = 0
     """Turns of observations so far."""
@@ -92,7 +95,13 @@ class Episode:
     @property
     def room(self) -> int:
         """Response tokens left."""
-        return self.limits.max_response_length - len(self.response_ids)
+        used = self.usage.response_tokens if self.usage else len(self.response_ids)
+        return self.limits.max_response_length - used
+
+    @property
+    def parameters(self) -> dict[str, JsonValue]:
+        """The JSON schema of each offered tool's parameters, by the tool's name."""
+        return {schema.function.name: schema.function.parameters for schema in self.tools}
 
     @property
     def context(self) -> list[int]:
@@ -163,6 +172,15 @@ class Episode:
         self.weight_versions += [span.moved(start) if start else span for span in choice.weight_versions]
         self.shown = len(self.prompt_ids) + len(self.response_ids)
 
+    def add_usage(self, prompt_tokens: int, completion_tokens: int) -> None:
+        """Count another turn of a model that returns no token ids. An observation counts from the next turn on."""
+        first, generated = (self.usage.prompt_tokens, self.usage.generated_tokens) if self.usage else (prompt_tokens, 0)
+        self.usage = TokenUsage(
+            prompt_tokens=first,
+            response_tokens=prompt_tokens + completion_tokens - first,
+            generated_tokens=generated + completion_tokens,
+        )
+
     def add_observation(self, ids: Sequence[int], messages: Sequence[Message]) -> bool:
         """Append an observation; False, and nothing appended, if no token would be left for an answer (as verl)."""
         if len(ids) >= self.room:
@@ -218,6 +236,7 @@ class Episode:
             turns=self.turns,
             reward=self.reward,
             ground_truth=self.sample.reward_model.ground_truth,
+            usage=self.usage,
             tool_rewards=self.tool_rewards,
             num_turns=self.num_turns,
             stop_reason=self.stop_reason,

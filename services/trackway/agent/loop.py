@@ -16,13 +16,23 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, aclosing
 from typing import ClassVar, TypeVar
 
+from trackway.agent.chat_model import ChatAnswer, ChatModel
 from trackway.agent.context import AgentContext
 from trackway.agent.episode import Episode
 from trackway.agent.toolbox import Toolbox, tool_facts
 from trackway.agent.waits import waits_for
 from trackway.chat.encoding import TooLong
 from trackway.serving.user_code import located, run_user_code
-from trackway.tracing import SpanHandle, add_incident, reward_span, set_outcome, set_tools, token2text, trajectory_span
+from trackway.tracing import (
+    SpanHandle,
+    add_incident,
+    chat_span,
+    reward_span,
+    set_outcome,
+    set_tools,
+    token2text,
+    trajectory_span,
+)
 from trackway.tracing.attributes import IS_BASELINE, STOP_REASON, group_id
 from trackway.wire.agent import AgentInfo, GroupRequest
 from trackway.wire.chat import Message, ToolSchema
@@ -54,6 +64,8 @@ class AgentLoop(ABC):
     generates_alone: ClassVar[bool] = False
     """Whether its generations do not begin together with those of other rollouts of the group."""
 
+    speaks_messages: ClassVar[bool] = False
+    """Whether it also runs with a model that speaks messages, by `ask`."""
     episode_class: ClassVar[type[Episode]] = Episode
 
     def __init__(self, services: AgentContext) -> None:
@@ -109,12 +121,14 @@ class AgentLoop(ABC):
             TrackwayError: `invalid_request` when it exceeds its limit, or the limit of truncation.
         """
         set_tools(schemas)
+        episode.tools = schemas
+        if self.speaks_messages and self.services.chat is not None:
+            return
         try:
             ids = await self.services.tokens.prompt(episode.sample.prompt, schemas, episode.limits.max_rendered)
         except TooLong as error:
             raise episode.prompt_too_long(error.at_least) from error
         episode.add_prompt(ids)
-        episode.parameters = {schema.function.name: schema.function.parameters for schema in schemas}
         if len(episode.prompt_ids) < len(ids):
             side = episode.limits.prompt_truncation
             add_incident(Incident.PROMPT_CUT, tokens=len(ids), kept=len(episode.prompt_ids), side=side)
@@ -146,6 +160,26 @@ class AgentLoop(ABC):
                 add_incident(Incident.GENERATION_CUT, tokens=len(choice.token_ids))
                 await asyncio.sleep(_PAUSE_S)
         return "length"
+
+    async def ask(self, episode: Episode, chat: ChatModel) -> ChatAnswer:
+        """The answer of a model that speaks messages to the conversation so far. Raises TrackwayError."""
+        if not episode.tags.validation:
+            message = "chat_model: expected an evaluation, got a training rollout; its server returns no token ids"
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
+        params, turn = episode.sampling_params, episode.turn
+        seed, max_tokens = request_seed(params.seed, episode.tags, turn), min(params.max_tokens, episode.room)
+        params = params.model_copy(update={"max_tokens": max_tokens, "seed": seed})
+        with (
+            Stopwatch(episode.timings, "generate_sequences"),
+            waits_for(f"the model at {chat.base_url}, turn {turn}", episode.deadline),
+            chat_span(chat.model, params) as span,
+        ):
+            deadline = episode.deadline.earlier(chat.policy.total_s)
+            answer = await chat.answer(episode.conversation, episode.tools, params, deadline)
+            span.usage(answer.prompt_tokens, answer.completion_tokens)
+            span.finish_reasons([answer.finish_reason])
+        episode.add_usage(answer.prompt_tokens, answer.completion_tokens)
+        return answer
 
     async def _generate_part(
         self, episode: Episode, max_tokens: int, part: int, told: Callable[[GeneratePiece], None] | None
@@ -186,7 +220,11 @@ class AgentLoop(ABC):
         """The reward service's score of the generated text; tool rewards are its components."""
         with Stopwatch(episode.timings, "compute_score"), waits_for("the reward service", episode.deadline):
             rewards = await toolbox.rewards()
-            turns = [await self.services.tokens.plain_text(ids) for ids in episode.written()]
+            turns = (
+                [turn.messages[0].content for turn in episode.turns]
+                if episode.usage
+                else [await self.services.tokens.plain_text(ids) for ids in episode.written()]
+            )
             sample = episode.sample
             request = ScoreRequest(
                 data_source=sample.data_source,
@@ -308,8 +346,8 @@ def _ending(episode: Episode, stop_reason: str) -> dict[str, float | str | None]
         "reward": episode.reward.score if episode.reward else None,
         "num_turns": episode.num_turns,
         "stop_reason": stop_reason,
-        "prompt_tokens": len(episode.prompt_ids),
-        "response_tokens": len(episode.response_ids),
+        "prompt_tokens": episode.usage.prompt_tokens if episode.usage else len(episode.prompt_ids),
+        "response_tokens": episode.usage.response_tokens if episode.usage else len(episode.response_ids),
     }
 
 

@@ -116,6 +116,19 @@ class EnvironmentSettings(BaseModel):
     """Bytes of one answer. A longer one ends the trajectory with an error."""
 
 
+class ChatModelSettings(BaseModel):
+    """A model behind a server with OpenAI's chat completions."""
+
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+
+    base_url: str = Field(pattern=r"^https?://[^@]+$")
+    """URL of the API to its version, `https://host/v1`."""
+    model: str = Field(min_length=1)
+    """Name of the model, as the server knows it."""
+    api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_]\w*$")
+    """Name of the environment variable with the API key."""
+
+
 AgentName = Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
 
 
@@ -152,6 +165,9 @@ class AgentSettings(OwnCodeSettings):
     """Further ones by name, each for `agent_name: external:NAME`."""
     environments: dict[AgentName, EnvironmentSettings] = Field(default_factory=dict[str, EnvironmentSettings])
     """Environments of other projects by name, each for `agent_name: environment:NAME`."""
+    chat_model: ChatModelSettings | None = None
+    """Instead of the rollout service: a model that speaks messages, for evaluations by `single_turn_agent`,
+    `tool_agent` and environments."""
     rollout_policy: CallPolicy = CallPolicy(
         read_s=600.0, total_s=1800.0, attempts=8, outage_s=_OUTAGE_S, max_in_flight=512
     )

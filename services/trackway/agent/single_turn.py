@@ -12,12 +12,18 @@ from trackway.wire.trajectory import StopReason, Turn
 class SingleTurnAgent(AgentLoop):
     """Single-turn: answers the prompt once, without tools."""
 
+    speaks_messages = True
+
     async def converse(self, episode: Episode, toolbox: Toolbox) -> StopReason:
         """Generate once."""
         await self.begin(episode)
         with turn_span(0):
-            finish_reason = await self.generate(episode)
-        answer = await self.services.tokens.turn_text(episode.response_ids)
+            if self.services.chat is not None:
+                parsed, finish_reason, *_ = await self.ask(episode, self.services.chat)
+                answer = parsed.content
+            else:
+                finish_reason = await self.generate(episode)
+                answer = await self.services.tokens.turn_text(episode.response_ids)
         episode.turns.append(
             Turn(
                 index=0,

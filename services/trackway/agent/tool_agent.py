@@ -26,6 +26,7 @@ class ToolAgent(AgentLoop):
     """Multi-turn: calls tools until the model answers without a call or a limit is reached."""
 
     offers_tools = True
+    speaks_messages = True
 
     async def converse(self, episode: Episode, toolbox: Toolbox) -> StopReason:
         """Offer the tool server's tools, and take turns."""
@@ -51,12 +52,15 @@ class ToolAgent(AgentLoop):
     async def take_turn(self, episode: Episode) -> Parsed:
         """Generate one assistant turn, append it to `episode.turns`, and return its text and tool calls."""
         start, spent = len(episode.response_ids), episode.timings.generate_sequences
-        finish_reason = await self.generate(episode)
-        tokens = self.services.tokens
-        text = await tokens.turn_text(episode.response_ids[start:])
-        parsed = tokens.tool_format.parse(text, episode.parameters)
-        if parsed.unclosed is not None:
-            parsed = _with_unclosed(parsed, parsed.unclosed, is_cut=finish_reason == "length")
+        if self.services.chat is not None:
+            parsed, finish_reason, *_ = await self.ask(episode, self.services.chat)
+        else:
+            finish_reason = await self.generate(episode)
+            tokens = self.services.tokens
+            text = await tokens.turn_text(episode.response_ids[start:])
+            parsed = tokens.tool_format.parse(text, episode.parameters)
+            if parsed.unclosed is not None:
+                parsed = _with_unclosed(parsed, parsed.unclosed, is_cut=finish_reason == "length")
         index = len(episode.turns)
         episode.turns.append(
             Turn(
@@ -86,7 +90,7 @@ class ToolAgent(AgentLoop):
         shown = message.model_copy(
             update={"tool_call_id": call_id(episode.turns[-1].index, 0)}
         )  # some templates want one
-        ids = await self.services.tokens.observation([shown], episode.response_ids)
+        ids = await self._ids(episode, [shown])
         return episode.add_observation(ids, [message])
 
     async def _run_tools(
@@ -111,8 +115,13 @@ class ToolAgent(AgentLoop):
             Message(role="tool", content=text, tool_call_id=named, name=call.name or None)
             for text, (named, call) in zip(texts, calls.items(), strict=True)
         ]
-        ids = await self.services.tokens.observation(messages, episode.response_ids)
-        return episode.add_observation(ids, messages)
+        return episode.add_observation(await self._ids(episode, messages), messages)
+
+    async def _ids(self, episode: Episode, messages: Sequence[Message]) -> list[int]:
+        """The observation's ids; none for a model that speaks messages."""
+        if self.services.chat is not None:
+            return []
+        return await self.services.tokens.observation(messages, episode.response_ids)
 
     async def _shown(self, seen: Observation, limits: Limits) -> str:
         """The observation, truncated to the limits."""

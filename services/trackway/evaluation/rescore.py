@@ -10,11 +10,17 @@ from trackway.wire.trajectory import Trajectory
 TextOf = Callable[[list[int]], Awaitable[str]]
 
 
-async def score_request(trajectory: Trajectory, sample: Sample, text_of: TextOf) -> ScoreRequest:
-    """The request that the agent service sent for a rollout of this row; `text_of` leaves special tokens out."""
+async def score_request(trajectory: Trajectory, sample: Sample, text_of: TextOf | None) -> ScoreRequest:
+    """The request that the agent service sent for a rollout of this row; `text_of` leaves special tokens out.
+
+    It may be None for a model that returned no token ids.
+    """
     rows = trajectory.rows
     written = [row.response_ids[turn.response_start : turn.response_end] for row in rows for turn in row.turns]
-    turns = [await text_of(ids) for ids in written]
+    if text_of is None:
+        turns = [turn.messages[0].content for turn in trajectory.turns]
+    else:
+        turns = [await text_of(ids) for ids in written]
     components = {} if trajectory.reward is None else trajectory.reward.components
     tool_rewards = {name.removeprefix("tool/"): value for name, value in components.items() if name.startswith("tool/")}
     records = [call for row in rows for turn in row.turns for call in turn.calls]

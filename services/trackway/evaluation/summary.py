@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field
 
+from trackway.agent.settings import ChatModelSettings
 from trackway.trainer.metrics.pass_rates import Mean, draws, majority_at, mean_of, pass_all, pass_at
 from trackway.trainer.metrics.validation import accuracy, best_of
 from trackway.wire.trajectory import StopReason, Trajectory
@@ -84,6 +85,8 @@ class Evaluation(BaseModel):
     """A run with its step, or a model as it was given."""
     checkpoint: Path | None = None
     """The evaluated checkpoint of a run; null when the configuration names the model."""
+    endpoint: ChatModelSettings | None = None
+    """The server and the model that were asked; null for a model whose tokens are read."""
     files: list[str]
     rows: int
     n: int
@@ -127,12 +130,12 @@ def summary(trajectories: Sequence[Trajectory], pass_above: float = 0.0) -> Roll
         no_answer=_share(ended, lambda rollout: rollout.reward is None or rollout.reward.answer is None)
         if answers
         else None,
-        response_tokens=_share(ended, lambda rollout: sum(sum(row.response_mask) for row in rollout.rows)),
+        response_tokens=_share(ended, lambda rollout: rollout.counts.generated_tokens),
         turns=_share(ended, lambda rollout: len(_turns(rollout))),
         tool_calls=len(calls) / len(ended),
         failed_calls=sum(call.error is not None for call in calls) / len(ended),
         cut=_share(ended, lambda rollout: rollout.stop_reason in _CUT),
-        tokens=sum(len(row.prompt_ids) + len(row.response_ids) for rollout in ended for row in rollout.rows),
+        tokens=sum(rollout.counts.prompt_tokens + rollout.counts.response_tokens for rollout in ended),
     )
 
 

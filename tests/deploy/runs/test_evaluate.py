@@ -194,7 +194,7 @@ def test_mlflow_has_the_evaluation_as_a_run(project: Path, mlflow_server: str):
         (
             "nothing",
             {},
-            r"expected a run \(none\), a checkpoint, a model's folder or Hub id, or 'running', got 'nothing'",
+            r"expected a run \(none\), a checkpoint, a model's folder or Hub id, a URL, or 'running', got 'nothing'",
         ),
         ("running", {}, "expected running services for outputs, got none; start them with `trackway up`"),
         (".", {"rows": None}, "expected a file of rows, got none; name one: --data rows.jsonl"),

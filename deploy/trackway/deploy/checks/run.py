@@ -251,7 +251,9 @@ class RunCheck:
 
     def tokenizer(self) -> "PreTrainedTokenizerBase | None":
         """The model's tokenizer; None when this machine does not have it."""
-        path = self._subject.config.actor_rollout_ref.model.path
+        path, services = self._subject.config.actor_rollout_ref.model.path, self._subject.services
+        if services and serve_config.args_of(services.serve_config, "agent").get("chat_model"):
+            return None
         if path and self._subject.elsewhere:
             self.findings.not_checked.append(f"actor_rollout_ref.model.path: {path} is on the services' machines")
         if not path or self._subject.elsewhere:

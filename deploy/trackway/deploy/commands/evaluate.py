@@ -19,7 +19,9 @@ app = typer.Typer()
 def evaluate(
     what: Annotated[
         str | None,
-        typer.Argument(help="A run, a checkpoint, a model's folder or Hub id, `running`, or an evaluation to show."),
+        typer.Argument(
+            help="A run, a checkpoint, a model's folder or Hub id, `running`, a URL, or an evaluation to show."
+        ),
     ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="verl's keys in Hydra's grammar: key=value.")] = None,
     data: Annotated[Path | None, typer.Option(help="File of rows; default data.val_files.")] = None,
@@ -31,6 +33,10 @@ def evaluate(
     ] = None,
     pass_above: Annotated[float, typer.Option(help="A rollout passes with a score over it.")] = 0.0,
     step: Annotated[int | None, typer.Option(min=0, help="Step of the run's checkpoint; default the newest.")] = None,
+    model: Annotated[str | None, typer.Option(help="Name of the model at a URL; default its only one.")] = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Environment variable with the API key for a URL.")
+    ] = None,
     run: Annotated[str | None, typer.Option(metavar="RUN", help="Name of the evaluation.")] = None,
     resume: Annotated[str | None, typer.Option(metavar="RUN", help="Continue an evaluation that was cut off.")] = None,
     rescore: Annotated[
@@ -47,6 +53,8 @@ def evaluate(
     A run is evaluated with its own settings and val_files. Without running services it starts what it needs in this
     process, in seconds and without Ray. Ctrl-C keeps what has ended; --resume continues. The result is a run in the
     outputs folder, so the console shows its rollouts. Exit status 1 if a rollout failed.
+
+    A URL is any server with OpenAI's chat completions, https://host/v1; it needs no rollout service.
 
     Example: trackway evaluate tiny-demo --data test.jsonl --n 4
     """
@@ -77,7 +85,7 @@ def evaluate(
     else:
         from trackway.deploy.runs import evaluate as evaluations
 
-        options = evaluations.Options(data, n, limit, temperature, pass_above, step, run)
+        options = evaluations.Options(data, n, limit, temperature, pass_above, step, run, model, api_key_env)
         prepared = (
             evaluations.resumed(resume, outputs)
             if resume

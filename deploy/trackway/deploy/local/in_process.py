@@ -27,26 +27,31 @@ _POLL_S = 0.1
 
 
 @asynccontextmanager
-async def services_here(config: dict[str, Any], model: Path, start_s: float) -> AsyncIterator[AgentClient]:
+async def services_here(config: dict[str, Any], model: Path | None, start_s: float) -> AsyncIterator[AgentClient]:
     """A client of the agent service; all services have the settings of the Serve config and this model.
+
+    None for the agent's `chat_model`, which needs no rollout service.
 
     Errors of the services' own start are raised. UserError when the model is not loaded after `start_s` seconds.
     """
     args = {service: serve_config.args_of(config, service) for service in ("rollout", "agent", "tools", "reward")}
     apps = {
-        "rollout": create_rollout(RolloutSettings(**{**args["rollout"], "model_path": model, "weights_url": None})),
         "tools": create_tools(ToolsSettings(**args["tools"])),
         "reward": create_reward(RewardSettings(**args["reward"])),
     }
+    if model is not None:
+        rollout = {**args["rollout"], "model_path": model, "weights_url": None}
+        apps["rollout"] = create_rollout(RolloutSettings(**rollout))
     async with AsyncExitStack() as stack:
         # The agent's requests reach the apps without a port.
         mounts = {f"http://{name}": httpx.ASGITransport(app) for name, app in apps.items()}
         http = await stack.enter_async_context(httpx.AsyncClient(mounts=mounts, trust_env=False))
         urls = {f"{name}_url": f"http://{name}" for name in apps}
-        agent = create_agent(AgentSettings(**{**args["agent"], "model_path": str(model), **urls}), http)
+        agent = create_agent(AgentSettings(**{**args["agent"], "model_path": str(model or ""), **urls}), http)
         for app in (*apps.values(), agent):
             await stack.enter_async_context(app.router.lifespan_context(app))
-        await _until_ready(http, start_s)
+        if model is not None:
+            await _until_ready(http, start_s)
         transport = httpx.ASGITransport(agent)
         yield AgentClient(
             "http://agent", await stack.enter_async_context(httpx.AsyncClient(transport=transport, trust_env=False))

@@ -15,8 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from pydantic import ValidationError
+
+from trackway.agent.chat_model import ChatModel
+from trackway.agent.settings import ChatModelSettings
 from trackway.agent.tokens import ChatTokens
-from trackway.clients import Deadline, RewardClient, run
+from trackway.clients import CallPolicy, Deadline, RewardClient, run
 from trackway.deploy.checks.findings import Findings
 from trackway.deploy.checks.run import Subject, check_parts
 from trackway.deploy.config import serve_config
@@ -52,6 +56,8 @@ SCORES_AT_ONCE = 64
 MLFLOW_S = 60.0
 """Longest wait until MLflow has the result."""
 _MODEL = "actor_rollout_ref.model"
+_QUESTION = CallPolicy.question(20.0, attempts=2)
+_SHOWN_MODELS = 20
 _WHOLE_MODEL: dict[str, object] = {f"{_MODEL}.lora_rank": 0, f"{_MODEL}.lora_adapter_path": None}
 _ONE_ENGINE: dict[str, object] = {"trainer.n_gpus_per_node": None, "trainer.nnodes": None, "data.val_files": []}
 
@@ -70,6 +76,10 @@ class Options:
     pass_above: float = 0.0
     step: int | None = None
     name: str | None = None
+    model: str | None = None
+    """Name of the model at a URL."""
+    api_key_env: str | None = None
+    """Environment variable with the key of the server at a URL."""
 
 
 @dataclass(frozen=True)
@@ -157,33 +167,39 @@ def prepare(
 ) -> EvaluationRun:
     """The evaluation of a command line; starts nothing.
 
-    what: a run, a checkpoint, a folder of a model, an id on the Hugging Face Hub, or `running`. The evaluation of a run
-    is written to the same outputs folder.
+    what: a run, a checkpoint, a folder of a model, an id on the Hugging Face Hub, `running`, or the URL of a server
+    with OpenAI's chat completions, whose models are read. The evaluation of a run is written to the
+    same outputs folder.
     Raises TrackwayError and UserError for an invalid command line.
     """
     running = recorded(outputs) if what == RUNNING else None
     if what == RUNNING and running is None:
         raise UserError(f"expected running services for {outputs}, got none; start them with `trackway up`")
-    source = _source(what, options.step, outputs)
-    if source is not None:
+    endpoint = _endpoint(what, options)
+    source = None if endpoint else _source(what, options.step, outputs)
+    if endpoint is not None:
+        used = configured(overrides, config, config_name).with_values({f"{_MODEL}.path": endpoint.model})
+    elif source is not None:
         own = source.run.config()
         used = resolve({**leaves(own.model_dump(mode="json")), **given(overrides)}) if overrides else own
         outputs = source.run.path.parent
     else:
         _require_model(what, outputs)
-        model = [] if what == RUNNING else [f"{_MODEL}.path={what}"]
+        path = [] if what == RUNNING else [f"{_MODEL}.path={what}"]
         elsewhere = running is not None and running.attached  # the rows are read here
-        used = configured([*overrides, *model], config, config_name, running, trial=elsewhere)
+        used = configured([*overrides, *path], config, config_name, running, trial=elsewhere)
         if used.actor_rollout_ref.model.path is None:
             used = used.with_values({f"{_MODEL}.path": RUNNING})
     files = [str(options.rows.absolute())] if options.rows else [*used.data.val_files]
     if not files:
         raise UserError("expected a file of rows, got none; name one: --data rows.jsonl")
-    name = options.name or _numbered(f"eval-{source.name if source else Path(what).name}", outputs)
+    model = endpoint.model if endpoint else what
+    name = options.name or _numbered(f"eval-{source.name if source else Path(model).name}", outputs)
     evaluation = Evaluation(
         name=checked_run_name(name),
-        model=source.name if source else what,
+        model=source.name if source else model,
         checkpoint=source and source.checkpoint,
+        endpoint=endpoint,
         files=files,
         rows=options.limit or 0,
         n=options.n,
@@ -199,6 +215,8 @@ def resumed(name: str, outputs: Path) -> EvaluationRun:
     evaluation, outputs = store.evaluation(), store.path.parent
     if store.finished:
         raise UserError(f"expected an evaluation that was cut off, got {name!r}, which is finished; give another --run")
+    if evaluation.endpoint is not None:
+        _endpoint(evaluation.endpoint.base_url, Options(**evaluation.endpoint.model_dump(exclude={"base_url"})))
     running = recorded(outputs) if evaluation.model == RUNNING else None
     return _prepared(evaluation, store.config(), running, outputs)
 
@@ -217,19 +235,25 @@ def rescored(name: str, overrides: list[str], target: str | None, outputs: Path,
     assert rows is not None
     samples = {sample.index: sample for sample in rows.samples}
     assert prepared.subject.services is not None
-    scores = run(_scored(store.trajectories(), samples, prepared.subject.services.serve_config, config))
+    served, messages = prepared.subject.services.serve_config, before.endpoint is not None
+    scores = run(_scored(store.trajectories(), samples, served, config, messages=messages))
     prepared.store.begin(named, config)
     prepared.store.add(scores)
     return prepared.store.finish()
 
 
 async def _scored(
-    trajectories: Sequence[Trajectory], samples: dict[int | str, Sample], services: dict, config: RunConfig
+    trajectories: Sequence[Trajectory],
+    samples: dict[int | str, Sample],
+    services: dict,
+    config: RunConfig,
+    *,
+    messages: bool,
 ) -> list[Trajectory]:
     path = config.actor_rollout_ref.model.path
-    if path is None or path == RUNNING:
+    if not messages and (path is None or path == RUNNING):
         raise UserError(f"{_MODEL}.path: expected the model, for its tokenizer, got none; add {_MODEL}.path=FOLDER")
-    tokens = ChatTokens.load(path)
+    text_of = None if messages else ChatTokens.load(str(path)).plain_text
     slots = asyncio.Semaphore(SCORES_AT_ONCE)
 
     async def scored(trajectory: Trajectory, client: RewardClient) -> Trajectory:
@@ -237,7 +261,7 @@ async def _scored(
         if trajectory.error is not None or sample is None:
             return trajectory
         async with slots:
-            request = await score_request(trajectory, sample, tokens.plain_text)
+            request = await score_request(trajectory, sample, text_of)
             reward = await client.score(request, deadline=Deadline.after(config.trackway.group_timeout_s))
         old = {} if trajectory.reward is None else trajectory.reward.components
         tools = {key: value for key, value in old.items() if key.startswith("tool/")}
@@ -253,8 +277,32 @@ def _prepared(evaluation: Evaluation, config: RunConfig, running: Deployment | N
     used = config.with_values({**_ONE_ENGINE, **names})
     settings = UpSettings.read(outputs=outputs)
     services = None if running else services_for(used, gpus_here(), serve_config.load(settings.config))
+    if services and evaluation.endpoint:
+        services.give("agent", {"chat_model": evaluation.endpoint.model_dump()})
     subject = Subject(services.config if services else used, services, running, settings)
     return EvaluationRun(EvaluationStore(outputs.resolve() / evaluation.name), evaluation, subject)
+
+
+def _endpoint(what: str, options: Options) -> ChatModelSettings | None:
+    """The server and the model at a URL; None for anything else. Raises UserError and TrackwayError."""
+    if not what.startswith(("http://", "https://")):
+        if options.model or options.api_key_env:
+            raise UserError(f"--model and --api-key-env: expected a URL to evaluate, got {what!r}; leave them out")
+        return None
+    try:
+        endpoint = ChatModelSettings(base_url=what, model=options.model or "any", api_key_env=options.api_key_env)
+    except ValidationError as error:  # the value may be the key itself
+        raise UserError(
+            "expected https://HOST/v1 without a user, and in --api-key-env the name of a variable, got others; export "
+            "the key and give the variable's name"
+        ) from error
+    served = run(ChatModel(endpoint, _QUESTION).models())
+    if options.model is None and len(served) == 1:
+        endpoint = endpoint.model_copy(update={"model": served[0]})
+    if endpoint.model not in served:
+        names = ", ".join(sorted(served)[:_SHOWN_MODELS]) or "none"
+        raise UserError(f"--model: expected a model of {what} ({names}), got {options.model}; name one of them")
+    return endpoint
 
 
 class _Source(NamedTuple):
@@ -297,8 +345,8 @@ def _require_model(what: str, outputs: Path) -> None:
         return
     names = ", ".join(run.name for folder in outputs_folders(outputs) for run in run_folders(folder)) or "none"
     raise UserError(
-        f"expected a run ({names}), a checkpoint, a model's folder or Hub id, or {RUNNING!r}, got {what!r}; give "
-        "one, or another --outputs"
+        f"expected a run ({names}), a checkpoint, a model's folder or Hub id, a URL, or {RUNNING!r}, got "
+        f"{what!r}; give one, or another --outputs"
     )
 
 

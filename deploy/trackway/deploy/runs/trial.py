@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from trackway.clients import AgentClient, Deadline, run
 from trackway.deploy.checks.findings import Findings
 from trackway.deploy.checks.run import Subject, check_parts
+from trackway.deploy.config import serve_config
 from trackway.deploy.deployment.progress import Report
 from trackway.deploy.local.in_process import services_here
 from trackway.deploy.runs.prepare import model_of
@@ -109,7 +110,9 @@ async def agent_of(subject: Subject, report: Report) -> AsyncIterator[AgentClien
         return
     assert services is not None
     report("model and services", "starting")
-    model, start_s = model_of(subject.config), subject.settings.start_timeout_s
+    start_s = subject.settings.start_timeout_s
+    speaks_messages = serve_config.args_of(services.serve_config, "agent").get("chat_model")
+    model = None if speaks_messages else model_of(subject.config)
     async with services_here(services.serve_config, model, start_s) as client:
         report("model and services", "ready")
         yield client

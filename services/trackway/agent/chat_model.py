@@ -1,0 +1,132 @@
+"""A client of a model that speaks messages: any server with OpenAI's chat completions."""
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pydantic import Field, JsonValue, RootModel, SecretStr
+
+from trackway.agent.settings import ChatModelSettings
+from trackway.chat.tool_calls import with_arguments
+from trackway.chat.tool_format import Parsed
+from trackway.clients import CallPolicy, Deadline, ServiceClient
+from trackway.clients.failures import ForeignServerError, error_of
+from trackway.clients.http_client import WholeResponse
+from trackway.wire.base import WireReply
+from trackway.wire.chat import FunctionCall, Message, ToolSchema
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.rollout import SamplingParams
+
+_SHOWN_CHARS = 300
+_CODES = {401: ErrorCode.UNAUTHORIZED, 403: ErrorCode.FORBIDDEN, 404: ErrorCode.MODEL_NOT_FOUND}
+
+
+class ChatAnswer(NamedTuple):
+    """The model's message, why it ended, and the server's token counts."""
+
+    parsed: Parsed
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class ChatModel(ServiceClient):
+    """The model of a server. Errors name the server, and what to do about the key, the model or the request."""
+
+    def __init__(self, settings: ChatModelSettings, policy: CallPolicy | None = None) -> None:
+        self._variable, self.model = settings.api_key_env, settings.model
+        key = os.environ.get(self._variable, "") if self._variable else ""
+        if self._variable and not key:
+            message = f"expected the API key in the variable {self._variable}, got none; export it"
+            raise TrackwayError(ErrorCode.UNAUTHORIZED, message)
+        super().__init__(settings.base_url, policy=policy, token=SecretStr(key))
+
+    async def models(self) -> list[str]:
+        """The names of the models that the server lists. Raises TrackwayError."""
+        return [card.id for card in (await self.call("GET", "/models", reply=_Models)).data]
+
+    async def answer(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], params: SamplingParams, deadline: Deadline
+    ) -> ChatAnswer:
+        """The model's next message. A full server (429) is asked again until the deadline. Raises TrackwayError."""
+        body: dict[str, JsonValue] = {
+            "model": self.model,
+            "messages": [_sent(message) for message in messages],
+            "temperature": params.temperature,
+            "max_completion_tokens": params.max_tokens,
+        }
+        if tools:
+            body["tools"] = [tool.model_dump(mode="json") for tool in tools]
+        unset = {"top_p": 1.0, "top_k": -1, "seed": None}
+        body |= {name: value for name, usual in unset.items() if (value := getattr(params, name)) != usual}
+        reply = await self.call(
+            "POST",
+            "/chat/completions",
+            reply=_Completion,
+            body=RootModel[dict[str, JsonValue]](body),
+            deadline=deadline,
+        )
+        choice = reply.choices[0]
+        calls = [with_arguments(call.name, call.arguments, call.arguments) for call in choice.message.functions]
+        parsed = Parsed(choice.message.content or "", calls)
+        return ChatAnswer(parsed, choice.finish_reason, reply.usage.prompt_tokens, reply.usage.completion_tokens)
+
+    def error_of(self, response: WholeResponse) -> Exception:
+        """The error for a non-2xx answer, without the text of a refused key, which may quote it."""
+        error = error_of(response)
+        if isinstance(error, ForeignServerError) or (isinstance(error, TrackwayError) and error.retryable):
+            return error
+        status = response.status_code
+        code = _CODES.get(status, ErrorCode.INVALID_REQUEST)
+        if status in (401, 403):
+            variable = f", got that of {self._variable}" if self._variable else ", got none"
+            wanted, remedy = f"an accepted API key{variable}", "name the variable that has it with --api-key-env"
+        else:
+            wanted = f"an answer of model {self.model!r}, got {response.text[:_SHOWN_CHARS]!r}"
+            remedy = "correct --model or the URL" if status == 404 else "correct the sampling parameters or the rows"
+        return TrackwayError(code, f"{self.base_url}: expected {wanted} (HTTP {status}); {remedy}")
+
+
+def _sent(message: Message) -> dict[str, JsonValue]:
+    """The message in the server's format. Servers refuse a call whose arguments are not a JSON object."""
+    sent = message.model_dump(mode="json", exclude_none=True, exclude={"name"})
+    for call in sent.get("tool_calls", ()):
+        if with_arguments("", call["function"]["arguments"], "").error is not None:
+            call["function"]["arguments"] = "{}"
+    return sent
+
+
+class _Model(WireReply):
+    id: str
+
+
+class _Models(WireReply):
+    data: list[_Model]
+
+
+class _Call(WireReply):
+    function: FunctionCall
+
+
+class _Answer(WireReply):
+    content: str | None = None
+    tool_calls: list[_Call] | None = None
+
+    @property
+    def functions(self) -> list[FunctionCall]:
+        return [call.function for call in self.tool_calls or ()]
+
+
+class _AnswerChoice(WireReply):
+    message: _Answer
+    finish_reason: str
+
+
+class _Usage(WireReply):
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class _Completion(WireReply):
+    choices: list[_AnswerChoice] = Field(min_length=1)
+    usage: _Usage
