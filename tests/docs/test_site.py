@@ -57,6 +57,7 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(site
 
 
 @pytest.mark.slow
+@pytest.mark.extended  # builds the whole site again, to see that `--strict` of the site generator refuses
 def test_a_link_to_no_page_to_no_heading_or_to_no_object_fails_the_build(site: Path) -> None:
     page = site / "docs/benchmarks.md"
     before = page.read_text()

@@ -23,6 +23,7 @@ def page_of(path: Path, *words: str) -> tuple[int, dict]:
     return status, json.loads(path.read_text())
 
 
+@pytest.mark.extended  # computes what the learner's and the engines' own tests compute
 def test_every_check_of_numbers_holds_on_the_cpu_and_the_page_has_them(tmp_path: Path) -> None:
     status, page = page_of(tmp_path / "page.json", "--device", "cpu", "--only", "numbers")
 
@@ -112,6 +113,7 @@ def test_a_machine_without_a_usable_gpu_is_an_error_that_names_the_driver(
     assert not (tmp_path / "page.json").exists()
 
 
+@pytest.mark.extended  # imports torch and transformers twice; the imports of numbers.py rarely change
 def test_the_step_numbers_needs_neither_ray_nor_a_backend_of_traces() -> None:
     hidden = "".join(
         f"sys.modules[{name!r}] = None; " for name in ("ray", "mlflow", "wandb", "weave", "vllm", "sglang")

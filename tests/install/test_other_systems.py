@@ -38,6 +38,7 @@ print(len(names))
 
 
 @pytest.mark.slow
+@pytest.mark.extended  # imports everything twice, and only a new use of a Linux-only name breaks it
 def test_every_module_imports_without_what_only_linux_has() -> None:
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=280, check=False)
 

@@ -19,7 +19,10 @@ from trackway.trainer.service_urls import ServiceUrls
 pytestmark = pytest.mark.slow  # a real MLflow
 
 
-@pytest.mark.parametrize("json_option", [[], ["--json"]], ids=["text", "json"])
+# The text waits for the same server as the document, and costs another start of MLflow.
+@pytest.mark.parametrize(
+    "json_option", [pytest.param([], marks=pytest.mark.extended), ["--json"]], ids=["text", "json"]
+)
 def test_the_page_answers_when_its_address_is_printed(json_option: list[str], tmp_path: Path) -> None:
     (tmp_path / "mlflow").mkdir()
     (tmp_path / "mlflow" / "mlflow.db").touch()
