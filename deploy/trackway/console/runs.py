@@ -9,8 +9,8 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from trackway.console.replies import RunPage, RunSummary, Series, TrajectoryFile
 from trackway.console.trajectory_files import trajectory_files
-from trackway.evaluation.summary import FILE, Evaluation
-from trackway.trainer.run_state.folder import RunFolder, outputs_folders, parse_rows, run_folders
+from trackway.evaluation.summary import Evaluation
+from trackway.trainer.run_state.folder import EVALUATION_FILE, RunFolder, outputs_folders, parse_rows, run_folders
 from trackway.trainer.run_state.heartbeat import LivenessMonitor
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import ENDED, MetricsRow
@@ -142,7 +142,7 @@ class Runs:
 def evaluation_of(folder: RunFolder) -> Evaluation | None:
     """The evaluation that a run is; None for one that trains."""
     try:
-        return Evaluation.model_validate_json((folder.path / FILE).read_bytes())
+        return Evaluation.model_validate_json((folder.path / EVALUATION_FILE).read_bytes())
     except (OSError, ValidationError):
         return None
 

@@ -15,13 +15,13 @@ from typing import Self
 from pydantic import ValidationError
 
 from trackway.evaluation.paired import Paired, paired
-from trackway.evaluation.summary import FILE, Evaluation, by_data_source, by_task, summary
+from trackway.evaluation.summary import Evaluation, by_data_source, by_task, summary
 from trackway.system import append_line, atomic_write, writing
 from trackway.trainer.config import RunConfig
 from trackway.trainer.delivery.jobs import Later
 from trackway.trainer.delivery.mlflow_run import MlflowRun
 from trackway.trainer.metrics.validation import validation_metrics
-from trackway.trainer.run_state.folder import RunFolder, outputs_folders
+from trackway.trainer.run_state.folder import EVALUATION_FILE, RunFolder, outputs_folders
 from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -47,7 +47,7 @@ class EvaluationStore:
     @property
     def exists(self) -> bool:
         """Whether an evaluation has this name."""
-        return (self.path / FILE).is_file()
+        return (self.path / EVALUATION_FILE).is_file()
 
     @property
     def finished(self) -> bool:
@@ -68,9 +68,9 @@ class EvaluationStore:
     def evaluation(self) -> Evaluation:
         """Read the evaluation. Raises TrackwayError(NOT_FOUND) if it is missing or unreadable."""
         try:
-            return Evaluation.model_validate_json((self.path / FILE).read_bytes())
+            return Evaluation.model_validate_json((self.path / EVALUATION_FILE).read_bytes())
         except (OSError, ValidationError) as error:
-            message = f"expected an evaluation at {self.path}, got no readable {FILE} ({type(error).__name__})"
+            message = f"expected an evaluation at {self.path}, got no readable file of one ({type(error).__name__})"
             raise TrackwayError(ErrorCode.NOT_FOUND, message) from error
 
     def config(self) -> RunConfig:
@@ -136,7 +136,7 @@ class EvaluationStore:
             tracking.close()
 
     def _write(self, evaluation: Evaluation) -> None:
-        atomic_write(self.path / FILE, evaluation.model_dump_json(indent=2), what="the evaluation")
+        atomic_write(self.path / EVALUATION_FILE, evaluation.model_dump_json(indent=2), what="the evaluation")
 
 
 def _advanced(tracking: MlflowRun) -> str | None:

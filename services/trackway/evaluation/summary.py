@@ -11,9 +11,6 @@ from trackway.trainer.metrics.pass_rates import Mean, draws, majority_at, mean_o
 from trackway.trainer.metrics.validation import accuracy, best_of
 from trackway.wire.trajectory import StopReason, Trajectory
 
-FILE = "evaluation.json"
-"""File of an `Evaluation` in its folder."""
-
 
 class Estimate(BaseModel):
     """An average over tasks with its error."""

@@ -19,7 +19,7 @@ from trackway.deploy.commands.new_project import write_project
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs import evaluate
 from trackway.deploy.runs.evaluate import EvaluationRun, Options
-from trackway.deploy.runs.prepare import configured
+from trackway.deploy.runs.prepare import configured, prepare
 from trackway.evaluation.store import EvaluationStore
 from trackway.evaluation.summary import Evaluation
 from trackway.system.user_error import UserError
@@ -203,6 +203,14 @@ def test_mlflow_has_the_evaluation_as_a_run(project: Path, mlflow_server: str):
 def test_what_cannot_be_evaluated_is_refused(project: Path, what: str, options: dict, message: str):
     with pytest.raises(UserError, match=message):
         evaluate.prepare(what, Options(**options), ["data.val_files=[]"], None, "default", OUTPUTS)
+
+
+def test_an_evaluation_is_not_trained_further(project: Path):
+    store = EvaluationStore(OUTPUTS / "eval-1")
+    store.begin(Evaluation(name="eval-1", model="m", files=[], rows=1, n=1), resolve({}))
+
+    with pytest.raises(UserError, match="expected a training run, got the evaluation 'eval-1', which trains nothing"):
+        prepare(["trainer.total_training_steps=9"], None, "default", UpSettings.read(outputs=OUTPUTS), resume="eval-1")
 
 
 def test_a_name_is_taken_once(project: Path):

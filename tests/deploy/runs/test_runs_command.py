@@ -58,6 +58,9 @@ def test_runs_are_listed_with_those_of_the_folders_in_it(outputs: Path) -> None:
 
 def test_the_newest_run_is_taken_unless_one_is_named(outputs: Path, tmp_path: Path) -> None:
     assert find_run(outputs, None).folder.path == outputs / "demo" / "inner"
+    (outputs / "demo" / "inner" / "evaluation.json").write_text("{}")
+    assert find_run(outputs, None).folder.path == outputs / "old"
+    assert find_run(outputs, "inner").folder.path == outputs / "demo" / "inner"
     assert find_run(outputs, "old").folder.path == outputs / "old"
     with pytest.raises(UserError, match=r"expected a run in .*/nowhere, found none; start one with"):
         find_run(tmp_path / "nowhere", None)

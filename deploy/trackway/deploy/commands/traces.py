@@ -245,7 +245,9 @@ def traces_compare(
 def traces_verify(
     step: Annotated[str | None, typer.Option(help="Step or range of steps: 3, 3-7, 3-; default all.")] = None,
     validate: Validate = None,
-    run: Annotated[str | None, typer.Option(metavar="RUN", help="Name of the run; default the latest.")] = None,
+    run: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Name of the run; default the latest that trained.")
+    ] = None,
     wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for late spans.")] = 10.0,
     project: Project = None,
     backend: BackendOption = Backend.MLFLOW,

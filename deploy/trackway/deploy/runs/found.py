@@ -32,6 +32,11 @@ class FoundRun:
         return None if self.services is not None and self.services.attached else self.folder.log
 
     @property
+    def is_evaluation(self) -> bool:
+        """Whether it is an evaluation of this machine."""
+        return RunFolder(self.outputs.resolve() / self.info.run).is_evaluation
+
+    @property
     def folder(self) -> RunFolder:
         """Its folder. Raises UserError when this machine does not mount the services' volume."""
         if self.services is None or not self.services.attached:
@@ -63,14 +68,22 @@ def find_runs(outputs: Path) -> list[FoundRun]:
 
 
 def find_run(outputs: Path, name: str | None) -> FoundRun:
-    """The run of that name, or the newest. Raises UserError when there is none, or two outputs folders have one."""
+    """The run of that name, or the newest that is no evaluation.
+
+    Raises UserError when there is none, or two outputs folders have one.
+    """
     found = find_runs(outputs)
     if not found:
         raise UserError(
             f"expected a run in {outputs}, found none; start one with `trackway train`, or give another --outputs"
         )
-    named = [found_run for found_run in found if name in (None, found_run.info.run)]
-    if named and (name is None or len(named) == 1):
+    if name is None:
+        trained = next((found_run for found_run in found if not found_run.is_evaluation), None)
+        if trained is None:
+            raise UserError(f"expected a training run in {outputs}, found evaluations only; give the name of one")
+        return trained
+    named = [found_run for found_run in found if found_run.info.run == name]
+    if len(named) == 1:
         return named[0]
     if named:
         folders = " and ".join(str(found_run.outputs) for found_run in named)

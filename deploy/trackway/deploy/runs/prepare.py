@@ -76,6 +76,11 @@ def prepare(
     outputs, running = settings.outputs.resolve(), recorded(settings.outputs)
     if resume is None:
         run_config = configured(overrides, config, config_name, running, unsupported, trial)
+    elif RunFolder(outputs / resume).is_evaluation:
+        raise UserError(
+            f"--resume: expected a training run, got the evaluation {resume!r}, which trains nothing; continue it with "
+            f"`trackway evaluate --resume {resume}`, or start a run with `trackway train`"
+        )
     elif RunFolder(outputs / resume).exists:
         run_config = changed(RunFolder(outputs / resume).config(), given(overrides))
     else:

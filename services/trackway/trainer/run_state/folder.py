@@ -49,6 +49,9 @@ TOKEN_VALUES = "token_values"
 
 logger = logging.getLogger("trackway.trainer")
 
+EVALUATION_FILE = "evaluation.json"
+"""File that only an evaluation's folder has."""
+
 
 class Activity(BaseModel):
     """Work of a run's process at present."""
@@ -89,6 +92,11 @@ class RunFolder:
     def metrics_file(self) -> Path:
         """One MetricsRow per line."""
         return self.path / METRICS
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether `trackway evaluate` made the folder."""
+        return (self.path / EVALUATION_FILE).is_file()
 
     @property
     def exists(self) -> bool:
