@@ -1,38 +1,118 @@
-"""`trackway export`: a checkpoint of a run as a Hugging Face folder."""
+"""`trackway export`: a checkpoint of a run as a Hugging Face folder, or trajectories in formats that others read."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.markup import escape
 
-from trackway.deploy.commands.options import OUTPUTS, Outputs, RunName, json_of
-from trackway.deploy.terminal.progress import print_json, stdout
+from trackway.deploy.commands.options import OUTPUTS, Outputs, json_of
+from trackway.deploy.terminal.progress import file_bar, print_json, stdout
 from trackway.system import visible
+from trackway.system.user_error import UserError
+
+if TYPE_CHECKING:
+    from trackway.deploy.runs.found import FoundRun
+    from trackway.trainer.run_state.trajectory_export import Source
 
 app = typer.Typer()
 
 
 @app.command()
 def export(
-    name: RunName,
-    folder: Annotated[Path, typer.Argument(help="New folder for the model or the adapter.")],
-    step: Annotated[int | None, typer.Option(min=0, help="Step of the checkpoint; default the newest.")] = None,
+    name: Annotated[str, typer.Argument(help="A run, or ATIF documents: trajectory.json, or a folder as ./jobs.")],
+    target: Annotated[Path, typer.Argument(help="New folder; with --as chat a new file.")],
+    kind: Annotated[
+        Literal["model", "atif", "datasets", "chat"],
+        typer.Option(
+            "--as",
+            help="model: the checkpoint for transformers or PEFT. atif: trajectories as documents of ATIF 1.8. "
+            "datasets: for datasets.load_dataset. chat: JSONL of messages, tools and reward.",
+        ),
+    ] = "model",
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Step; default the newest checkpoint, or the trajectories of all steps.")
+    ] = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="Of a LoRA run, write the whole model with the adapter in its weights.")
     ] = False,
+    where: Annotated[
+        str | None, typer.Option(help='Which trajectories, such as "score > 0.5 and not failed and step in (1, 2)".')
+    ] = None,
+    validation: Annotated[
+        bool, typer.Option("--validation", help="The trajectories of validations in place of those trained on.")
+    ] = False,
     outputs: Outputs = OUTPUTS,
-    as_json: Annotated[bool, json_of("the checkpoint, the folder, and its files")] = False,
+    as_json: Annotated[bool, json_of("what was written, and where")] = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face folder.  Example: trackway export tiny-demo outputs/model"""
-    from trackway.deploy.runs.found import find_run
-    from trackway.trainer.run_state.export import export_checkpoint
+    """Write a checkpoint as a Hugging Face folder, or trajectories in a format that other programs read.
 
-    run = find_run(outputs, name)
-    exported = export_checkpoint(run.folder, folder, step, merge=merge)
+    Example: trackway export tiny-demo outputs/model
+    Example: trackway export tiny-demo sft.jsonl --as chat --where "score > 0.5 and not failed"
+    """
+    from trackway.deploy.runs.found import find_run
+
+    if kind == "model":
+        if where is not None or validation:
+            raise UserError(
+                "expected --as atif, datasets or chat beside --where and --validation, got --as model; give one of them"
+            )
+        from trackway.trainer.run_state.export import export_checkpoint
+
+        exported = export_checkpoint(find_run(outputs, name).folder, target, step, merge=merge)
+        loads = "transformers loads" if exported.kind == "model" else "PEFT loads beside its base model"
+        line = f"{exported.checkpoint} is now the {exported.kind} {exported.folder}, which {loads}"
+    else:
+        from trackway.trainer.run_state.trajectory_export import (
+            Source,
+            TrajectoryFormat,
+            atif_files,
+            export_trajectories,
+        )
+
+        if merge:
+            raise UserError("expected --as model beside --merge, got trajectories; leave --merge out")
+        if "/" in name or name.endswith(".json"):
+            if step is not None or validation:
+                raise UserError(
+                    f"expected --step and --validation beside a run, got the files {name}; filter them with --where"
+                )
+            source = Source(atif_files(Path(name)))
+        else:
+            source = _source_of(find_run(outputs, name), step, validation)
+        with file_bar(as_json) as show:
+            exported = export_trajectories(source, TrajectoryFormat(kind), target, where, show)
+        line = (
+            f"{exported.target} has {exported.trajectories} of {exported.trajectories + exported.filtered} trajectories"
+        )
+        if exported.further_rows and kind == "chat":
+            line += (
+                f"; {exported.further_rows} further rows of sessions are left out, which --as datasets and atif have"
+            )
+        if not source.tools:
+            line += "; without definitions of tools, which only running services know"
     if as_json:
         print_json(exported._asdict())
         return
-    loads = "transformers loads" if exported.kind == "model" else "PEFT loads beside its base model"
-    line = f"{exported.checkpoint} is now the {exported.kind} {exported.folder}, which {loads}"
     stdout.print(escape(visible(line)), soft_wrap=True)
+
+
+def _source_of(run: "FoundRun", step: int | None, validation: bool) -> "Source":
+    """The run's trajectories, and the tools that its services offer if they run."""
+    from trackway.clients import ToolsClient
+    from trackway.clients import run as wait_for
+    from trackway.trainer.data.name_check import CHECK_POLICY
+    from trackway.trainer.run_state.trajectory_export import Source, dumped_files
+    from trackway.wire.errors import TrackwayError
+
+    config = run.folder.config()
+    files = dumped_files(run.folder, step, validation)
+    tools = []
+    if run.services is not None:
+        names = config.trackway.tools
+        try:
+            offered = wait_for(ToolsClient(run.services.url("tools"), policy=CHECK_POLICY).list())
+            tools = [tool for tool in offered if names is None or tool.function.name in names]
+        except TrackwayError:  # the line at the end says that they are missing
+            tools = []
+    return Source(files, config.actor_rollout_ref.model.path, tools)

@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -232,3 +232,11 @@ def delivery_bar(quiet: bool) -> Iterator[DeliveryBar]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=stderr, transient=True, disable=quiet or not stderr.is_terminal) as progress:
         yield DeliveryBar(progress, quiet)
+
+
+@contextmanager
+def file_bar(quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar of files, for the duration of the block: call what it yields with the number done and of all."""
+    with Progress(*_COLUMNS, console=stderr, transient=True, disable=quiet or not stderr.is_terminal) as progress:
+        task = progress.add_task("files", total=None, detail="")
+        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -1,0 +1,250 @@
+"""Dumped trajectories in formats that others read: ATIF documents, a Hugging Face dataset, chat JSONL."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic_core import to_json
+
+from trackway.system import new_folder, replacing, writing
+from trackway.trainer.run_state.atif import read_atif, to_atif
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.row_filter import Cell, RowFilter
+from trackway.trainer.run_state.trajectory_dump import read_trajectories
+from trackway.wire.base import NON_FINITE
+from trackway.wire.chat import ToolSchema
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.trajectory import Trajectory
+
+
+class TrajectoryFormat(StrEnum):
+    """A format of exported trajectories."""
+
+    ATIF = "atif"
+    """A folder with a document of ATIF 1.8 for each trajectory."""
+    DATASETS = "datasets"
+    """A folder that `datasets.load_dataset` reads."""
+    CHAT = "chat"
+    """A JSONL file of conversations with their rewards."""
+
+
+COLUMNS: dict[str, tuple[type, Callable[[Trajectory], Cell]]] = {
+    "id": (str, lambda row: row.id),
+    "step": (float, lambda row: row.tags.step),
+    "validation": (bool, lambda row: row.tags.validation),
+    "sample_index": (object, lambda row: row.tags.sample_index),
+    "rollout_n": (float, lambda row: row.tags.rollout_n),
+    "score": (float, lambda row: row.reward.score if row.reward else None),
+    "failed": (bool, lambda row: row.error is not None),
+    "error": (str, lambda row: row.error.code if row.error else None),
+    "stop_reason": (str, lambda row: row.stop_reason),
+    "agent_name": (str, lambda row: row.agent_name),
+    "data_source": (str, lambda row: row.data_source),
+    "ground_truth": (str, lambda row: row.ground_truth),
+    "num_turns": (float, lambda row: row.num_turns),
+    "tokens": (float, lambda row: sum(len(part.response_ids) for part in row.rows)),
+    "seconds": (float, lambda row: row.timings.total),
+    "incidents": (float, lambda row: len(row.incidents)),
+    "traced": (bool, lambda row: row.trace_id is not None),
+    "is_baseline": (bool, lambda row: row.is_baseline),
+}
+"""The type and value of each column that a filter can compare, and that datasets and chat lines have."""
+
+_FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])
+_MESSAGE = pa.struct(
+    [
+        ("role", pa.string()),
+        ("content", pa.string()),
+        ("tool_calls", pa.list_(pa.struct([("id", pa.string()), ("type", pa.string()), ("function", _FUNCTION)]))),
+        ("tool_call_id", pa.string()),
+        ("name", pa.string()),
+    ]
+)
+_ARROW = {str: pa.string(), object: pa.string(), bool: pa.bool_(), float: pa.int64()}
+_SCHEMA = pa.schema(
+    [
+        *(
+            (name, pa.float64() if name in ("score", "seconds") else _ARROW[kind])
+            for name, (kind, _) in COLUMNS.items()
+        ),
+        ("messages", pa.list_(_MESSAGE)),
+        ("prompt_ids", pa.list_(pa.int64())),
+        ("response_ids", pa.list_(pa.int64())),
+        ("response_mask", pa.list_(pa.int8())),
+        ("response_logprobs", pa.list_(pa.float64())),
+    ]
+)
+_CARD = """# Trajectories
+
+{count} rollouts of language-model agents, written by `trackway export`. A line is a row of tokens. A trajectory whose
+calls are no single conversation has several lines with its `id`, and all have the messages of the first.
+
+- `messages`: the conversation in OpenAI's chat format.
+- `prompt_ids`, `response_ids`: token ids. `response_mask` is 1 for tokens that the model sampled and a trainer may use.
+- `response_logprobs`: the log-probability of each sampled token, 0.0 for others.
+- `score`: the reward; empty for a failed rollout.
+"""
+
+
+class ExportedTrajectories(NamedTuple):
+    """The result of an export."""
+
+    format: TrajectoryFormat
+    target: str
+    trajectories: int
+    filtered: int
+    """Trajectories that the filter left out."""
+    further_rows: int
+    """Rows of tokens beside the first of a trajectory, whose messages chat lines lack."""
+
+
+class Source(NamedTuple):
+    """Trajectories to export."""
+
+    files: Sequence[Path]
+    """Parquet of a run, or ATIF documents."""
+    model: str | None = None
+    tools: Sequence[ToolSchema] = ()
+
+
+def dumped_files(run: RunFolder, step: int | None, validation: bool) -> list[Path]:
+    """The files of a run's trajectories, by step. Raises TrackwayError(NOT_FOUND) without any."""
+    name = f"{'val_' if validation else ''}step_{'*' if step is None else step}.parquet"
+    files = sorted((run.path / "trajectories").glob(name), key=lambda file: int(file.stem.rpartition("_")[2]))
+    if not files:
+        message = (
+            f"expected {name} in {run.path / 'trajectories'}, got none; give another --step, or --validation for "
+            "rollouts of validations and evaluations"
+        )
+        raise TrackwayError(ErrorCode.NOT_FOUND, message)
+    return files
+
+
+def atif_files(path: Path) -> list[Path]:
+    """The file itself, or the documents of a folder and the folders in it. Raises TrackwayError(NOT_FOUND).
+
+    In a folder with `trajectory*.json`, as a job of Harbor is, other JSON files are no documents.
+    """
+    named = [path] if path.is_file() else sorted(path.rglob("trajectory*.json"))
+    files = named or sorted(path.rglob("*.json"))
+    if not files:
+        raise TrackwayError(
+            ErrorCode.NOT_FOUND, f"expected ATIF documents (*.json) in {path}, got none; give their folder"
+        )
+    return files
+
+
+def export_trajectories(
+    source: Source,
+    kind: TrajectoryFormat,
+    target: Path,
+    where: str | None = None,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> ExportedTrajectories:
+    """Write the trajectories that pass the filter to `target`, which appears whole at the end.
+
+    where: see RowFilter, over COLUMNS. report: gets the number of files read, and of all.
+    Raises TrackwayError for an existing target, a wrong filter, or no trajectory left, and StorageError.
+    """
+    if target.exists():
+        raise _refused(f"expected a target that does not exist, got {target}; give another one, or remove it")
+    chosen = RowFilter(where, {name: kind for name, (kind, _) in COLUMNS.items()}) if where is not None else None
+    counts = {"trajectories": 0, "filtered": 0, "further_rows": 0}
+
+    def trajectories() -> Iterator[list[Trajectory]]:
+        for place, file in enumerate(source.files):
+            report(place, len(source.files))
+            found = [read_atif(file)] if file.suffix == ".json" else read_trajectories(file)
+            kept = [row for row in found if chosen is None or chosen.matches(_cells(row))]
+            counts["trajectories"] += len(kept)
+            counts["filtered"] += len(found) - len(kept)
+            counts["further_rows"] += sum(len(row.further_rows) for row in kept)
+            yield kept
+        report(len(source.files), len(source.files))
+        if not counts["trajectories"]:
+            raise _refused(f"expected trajectories that match, got none of {counts['filtered']}; widen --where")
+
+    with writing(target, "the export"):
+        if kind is TrajectoryFormat.CHAT:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(target, "the export") as draft, draft.open("xb") as file:
+                for kept in trajectories():
+                    file.writelines(_chat_line(row, source.tools) for row in kept)
+        else:
+            write = _write_atif if kind is TrajectoryFormat.ATIF else _write_dataset
+            with new_folder(target) as draft:
+                write(draft, trajectories(), source)
+    return ExportedTrajectories(kind, str(target), **counts)
+
+
+def _write_atif(folder: Path, trajectories: Iterator[list[Trajectory]], source: Source) -> None:
+    number = 0
+    for kept in trajectories:
+        for row in kept:
+            part = folder / f"{'val_' if row.tags.validation else ''}step_{row.tags.step}"
+            part.mkdir(exist_ok=True)
+            document = to_atif(row, source.model, source.tools)
+            (part / f"{number:06d}.json").write_bytes(to_json(document, inf_nan_mode=NON_FINITE))
+            number += 1
+
+
+def _write_dataset(folder: Path, trajectories: Iterator[list[Trajectory]], source: Source) -> None:
+    """Write a parquet file for each split, and the card."""
+    from datasets import DatasetInfo, Features
+    from datasets.info import DatasetInfosDict
+    from huggingface_hub import DatasetCardData
+
+    counts: dict[str, int] = {}
+    with ExitStack() as stack:
+        writers: dict[str, pq.ParquetWriter] = {}
+        (folder / "data").mkdir()
+        for kept in trajectories:
+            for split in ("train", "validation"):
+                chosen = [row for row in kept if row.tags.validation is (split == "validation")]
+                if not chosen:
+                    continue
+                if split not in writers:
+                    file = folder / "data" / f"{split}.parquet"
+                    writers[split] = stack.enter_context(pq.ParquetWriter(file, _SCHEMA, compression="zstd"))
+                lines = [_line(row, part) for row in chosen for part in row.rows]
+                writers[split].write_table(pa.Table.from_pylist(lines, _SCHEMA))
+                counts[split] = counts.get(split, 0) + len(chosen)
+    files = [{"split": split, "path": f"data/{split}.parquet"} for split in counts]
+    card = DatasetCardData(configs=[{"config_name": "default", "data_files": files}], tags=["trackway"])
+    info = DatasetInfo(features=Features.from_arrow_schema(_SCHEMA))
+    DatasetInfosDict({"default": info}).to_dataset_card_data(card)
+    (folder / "README.md").write_text(f"---\n{card}\n---\n\n{_CARD.format(count=sum(counts.values()))}")
+
+
+def _line(trajectory: Trajectory, row: Trajectory) -> dict[str, Any]:
+    tokens = row.model_dump(include={"prompt_ids", "response_ids", "response_mask", "response_logprobs"})
+    return {**_texts(trajectory), "messages": _messages(trajectory), **tokens}
+
+
+def _chat_line(trajectory: Trajectory, tools: Sequence[ToolSchema]) -> bytes:
+    columns = _texts(trajectory)
+    offered = {"tools": [tool.model_dump(mode="json") for tool in tools]} if tools else {}
+    line = {"messages": _messages(trajectory), **offered, "reward": columns.pop("score"), **columns}
+    return to_json(line, inf_nan_mode="null") + b"\n"
+
+
+def _messages(trajectory: Trajectory) -> list[dict[str, Any]]:
+    messages = [*trajectory.prompt_messages, *(message for turn in trajectory.turns for message in turn.messages)]
+    return [message.model_dump(exclude_none=True) for message in messages]
+
+
+def _cells(trajectory: Trajectory) -> dict[str, Cell]:
+    return {name: value(trajectory) for name, (_, value) in COLUMNS.items()}
+
+
+def _texts(trajectory: Trajectory) -> dict[str, Cell]:
+    """The columns, with an index as text, since loaders expect one type in a column."""
+    return {**_cells(trajectory), "sample_index": str(trajectory.tags.sample_index)}
+
+
+def _refused(reason: str) -> TrackwayError:
+    return TrackwayError(ErrorCode.INVALID_REQUEST, reason)
