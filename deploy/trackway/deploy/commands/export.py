@@ -1,5 +1,6 @@
 """`trackway export`: a checkpoint of a run as a Hugging Face folder, or trajectories in formats that others read."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -20,7 +21,10 @@ app = typer.Typer()
 
 @app.command()
 def export(
-    name: Annotated[str, typer.Argument(help="A run, or ATIF documents: trajectory.json, or a folder as ./jobs.")],
+    name: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="A run, or ATIF documents: a .json file, or a folder with a / in its path."),
+    ],
     target: Annotated[Path, typer.Argument(help="New folder; with --as chat a new file.")],
     kind: Annotated[
         Literal["model", "atif", "datasets", "chat"],
@@ -52,11 +56,14 @@ def export(
     """
     from trackway.deploy.runs.found import find_run
 
+    is_file = "/" in name or name.endswith(".json")
+    unfit = merge if kind != "model" else validation or where is not None
+    if unfit or (is_file and (validation or step is not None)):
+        raise UserError(
+            "expected --merge with a model, --where with trajectories, --validation and --step with a run, got another "
+            f"of these options with {name} --as {kind}; leave it out"
+        )
     if kind == "model":
-        if where is not None or validation:
-            raise UserError(
-                "expected --as atif, datasets or chat beside --where and --validation, got --as model; give one of them"
-            )
         from trackway.trainer.run_state.export import export_checkpoint
 
         exported = export_checkpoint(find_run(outputs, name).folder, target, step, merge=merge)
@@ -65,23 +72,13 @@ def export(
     else:
         from trackway.trainer.run_state.trajectory_export import (
             Source,
-            TrajectoryFormat,
             atif_files,
             export_trajectories,
         )
 
-        if merge:
-            raise UserError("expected --as model beside --merge, got trajectories; leave --merge out")
-        if "/" in name or name.endswith(".json"):
-            if step is not None or validation:
-                raise UserError(
-                    f"expected --step and --validation beside a run, got the files {name}; filter them with --where"
-                )
-            source = Source(atif_files(Path(name)))
-        else:
-            source = _source_of(find_run(outputs, name), step, validation)
+        source = Source(atif_files(Path(name))) if is_file else _source_of(find_run(outputs, name), step, validation)
         with file_bar(as_json) as show:
-            exported = export_trajectories(source, TrajectoryFormat(kind), target, where, show)
+            exported = export_trajectories(source, kind, target, where, show)
         line = (
             f"{exported.target} has {exported.trajectories} of {exported.trajectories + exported.filtered} trajectories"
         )
@@ -107,12 +104,9 @@ def _source_of(run: "FoundRun", step: int | None, validation: bool) -> "Source":
 
     config = run.folder.config()
     files = dumped_files(run.folder, step, validation)
-    tools = []
-    if run.services is not None:
-        names = config.trackway.tools
-        try:
-            offered = wait_for(ToolsClient(run.services.url("tools"), policy=CHECK_POLICY).list())
-            tools = [tool for tool in offered if names is None or tool.function.name in names]
-        except TrackwayError:  # the line at the end says that they are missing
-            tools = []
+    tools, names = [], config.trackway.tools
+    with suppress(TrackwayError):  # the line at the end says that they are missing
+        client = ToolsClient(run.services.url("tools"), policy=CHECK_POLICY) if run.services else None
+        offered = wait_for(client.list()) if client else []
+        tools = [tool for tool in offered if names is None or tool.function.name in names]
     return Source(files, config.actor_rollout_ref.model.path, tools)

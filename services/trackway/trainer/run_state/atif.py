@@ -6,18 +6,18 @@ calls, observations, token ids and logprobs. Rewards and everything else of a tr
 
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from trackway.wire.base import WireReply
 from trackway.wire.chat import FunctionCall, Message, ToolCall, ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import Reward, StopReason, Tags, Trajectory, Turn
 
-VERSION = "ATIF-v1.8"
 _IDS = ("prompt_ids", "response_ids", "response_logprobs")
 """Fields of a row that its steps have as well."""
 
@@ -42,7 +42,7 @@ def to_atif(trajectory: Trajectory, model: str | None = None, tools: Sequence[To
         steps = [{"source": "system", "message": reason}]
     calls = [step["metrics"] for step in steps if "metrics" in step]
     return {
-        "schema_version": VERSION,
+        "schema_version": "ATIF-v1.8",
         "session_id": trajectory.session_id,
         "trajectory_id": trajectory.id,
         "agent": _present(
@@ -80,8 +80,8 @@ def read_atif(path: Path) -> Trajectory:
 
 def _add_turn(steps: list[Json], row: Trajectory, turn: Turn, number: int) -> None:
     start, end, first = turn.response_start, turn.response_end, len(steps)
-    unsaid = not turn.messages or turn.messages[0].role != "assistant"
-    _add(steps, [*([Message(role="assistant", content="")] if unsaid else []), *turn.messages])
+    said = turn.messages and turn.messages[0].role == "assistant"
+    _add(steps, turn.messages if said else [Message(role="assistant", content=""), *turn.messages])
     steps[first]["llm_call_count"] = 1
     steps[first]["metrics"] = {
         "prompt_tokens": len(row.prompt_ids) + start,
@@ -109,13 +109,10 @@ def _add(steps: list[Json], messages: Iterable[Message], is_prompt: bool = False
 
 
 def _call(call: ToolCall) -> Json:
-    try:
-        arguments = json.loads(call.function.arguments)
-    except ValueError:
-        arguments = None
     fields = {"tool_call_id": call.id, "function_name": call.function.name}
-    if isinstance(arguments, dict):
-        return fields | {"arguments": arguments}
+    with suppress(ValueError):
+        if isinstance(arguments := json.loads(call.function.arguments), dict):
+            return fields | {"arguments": arguments}
     return fields | {"arguments": {}, "extra": {"arguments_text": call.function.arguments}}
 
 
@@ -137,40 +134,29 @@ def _present(**fields: Any) -> Json:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-class _AtifMetrics(WireReply):
-    prompt_token_ids: list[int] | None = None
-    completion_token_ids: list[int] | None = None
-    logprobs: list[float] | None = None
-    extra: dict[str, JsonValue] | None = None
+def _joined(content: object) -> object:
+    """The text of parts, without which a result is empty. Raises ValueError for images and audio."""
+    if not isinstance(content, list):
+        return content or ""
+    if other := [part for part in content if not isinstance(part, dict) or "text" not in part]:
+        raise ValueError(f"expected text, got {other[0]}")
+    return "".join(part["text"] for part in content)
 
 
-class _AtifCall(WireReply):
-    tool_call_id: str
-    function_name: str
-    arguments: dict[str, JsonValue]
-
-
-class _Part(WireReply):
-    type: Literal["text"]
-    """Images and audio are refused."""
-    text: str
+_Text = Annotated[str, BeforeValidator(_joined)]
 
 
 class _Result(WireReply):
     source_call_id: str | None = None
-    content: str | list[_Part] | None = None
-
-
-class _Observation(WireReply):
-    results: list[_Result]
+    content: _Text = ""
 
 
 class _AtifStep(WireReply):
     source: Literal["system", "user", "agent"]
-    message: str | list[_Part]
-    tool_calls: list[_AtifCall] | None = None
-    observation: _Observation | None = None
-    metrics: _AtifMetrics | None = None
+    message: _Text
+    tool_calls: list[dict[str, Any]] | None = None
+    observation: dict[Literal["results"], list[_Result]] | None = None
+    metrics: Json | None = None
     is_copied_context: bool | None = None
 
     def messages(self) -> list[Message]:
@@ -178,45 +164,39 @@ class _AtifStep(WireReply):
         role = "assistant" if self.source == "agent" else self.source
         calls = [
             ToolCall(
-                id=call.tool_call_id,
-                function=FunctionCall(name=call.function_name, arguments=json.dumps(call.arguments)),
+                id=call["tool_call_id"],
+                function=FunctionCall(name=call["function_name"], arguments=json.dumps(call["arguments"])),
             )
             for call in self.tool_calls or ()
         ]
         names = {call.id: call.function.name for call in calls}
-        results = self.observation.results if self.observation else []
         return [
-            Message(role=role, content=_text(self.message), tool_calls=calls or None),
+            Message(role=role, content=self.message, tool_calls=calls or None),
             *(
                 Message(
                     role="tool",
-                    content=_text(result.content),
+                    content=result.content,
                     tool_call_id=result.source_call_id,
                     name=names.get(result.source_call_id or ""),
                 )
-                for result in results
+                for result in (self.observation or {}).get("results", ())
             ),
         ]
-
-
-class _AtifAgent(WireReply):
-    name: str
 
 
 class _Document(WireReply):
     schema_version: str = Field(pattern=r"^ATIF-v1\.\d$")
     session_id: str | None = None
     trajectory_id: str | None = None
-    agent: _AtifAgent
+    agent: dict[str, Any]
     steps: list[_AtifStep] = Field(min_length=1)
     extra: dict[str, Any] | None = None
 
 
 def _ours(document: _Document, rest: Json) -> Trajectory:
-    steps = [step.model_dump() for step in document.steps]
     for number, row in enumerate((rest, *rest["further_rows"])):
         if "prompt_ids" not in row:
-            row |= _ids(steps, row["turns"], number) or {}
+            row |= _ids([step.model_dump() for step in document.steps], row["turns"], number) or {}
     return Trajectory.model_validate(rest)
 
 
@@ -234,13 +214,13 @@ def _foreign(document: _Document) -> Trajectory:
             turns.append(turn)
         else:
             (turns[-1].messages if turns else prompt).extend(step.messages())
-    score = (document.extra or {}).get("reward")
-    name = document.trajectory_id or document.session_id or document.agent.name
+    score, agent = (document.extra or {}).get("reward"), document.agent["name"]
+    name = document.trajectory_id or document.session_id or agent
     return Trajectory(
         id=name,
         session_id=document.session_id or name,
-        tags=Tags(experiment_name=document.agent.name, step=0, sample_index=name, rollout_n=0),
-        agent_name=document.agent.name,
+        tags=Tags(experiment_name=agent, step=0, sample_index=name, rollout_n=0),
+        agent_name=agent,
         data_source="",
         prompt_messages=prompt,
         turns=turns,
@@ -251,30 +231,24 @@ def _foreign(document: _Document) -> Trajectory:
     )
 
 
-def _row(calls: Sequence[_AtifMetrics | None]) -> tuple[Json, list[tuple[int, int]]]:
+def _row(calls: Sequence[Json | None]) -> tuple[Json, list[tuple[int, int]]]:
     """The tokens of calls that each continue the one before, and the place of each in the response; else nothing."""
     ids, mask, logprobs, places = list[int](), list[int](), list[float](), list[tuple[int, int]]()
-    prompt: list[int] | None = None
+    prompt = (calls[0] or {}).get("prompt_token_ids", []) if calls else []
     for call in calls:
-        if call is None or call.prompt_token_ids is None or call.completion_token_ids is None:
+        if not call or not call.get("prompt_token_ids") or not call.get("completion_token_ids"):
             return {}, []
-        prompt = call.prompt_token_ids if prompt is None else prompt
-        new = call.prompt_token_ids[len(prompt) + len(ids) :]
-        sampled = call.logprobs or []
-        if call.prompt_token_ids != [*prompt, *ids, *new] or len(sampled) != len(call.completion_token_ids):
+        new = call["prompt_token_ids"][len(prompt) + len(ids) :]
+        sampled = call.get("logprobs") or []
+        if call["prompt_token_ids"] != [*prompt, *ids, *new] or len(sampled) != len(call["completion_token_ids"]):
             return {}, []
-        start, end = len(ids) + len(new), len(ids) + len(new) + len(sampled)
-        ids += [*new, *call.completion_token_ids]
+        places.append((len(ids) + len(new), len(ids) + len(new) + len(sampled)))
+        ids += [*new, *call["completion_token_ids"]]
         mask += [0] * len(new) + [1] * len(sampled)
         logprobs += [0.0] * len(new) + sampled
-        places.append((start, end))
     return {
-        "prompt_ids": prompt or [],
+        "prompt_ids": prompt,
         "response_ids": ids,
         "response_mask": mask,
         "response_logprobs": logprobs,
     }, places
-
-
-def _text(content: str | list[_Part] | None) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content or ())

@@ -12,8 +12,6 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 
 Cell: TypeAlias = str | int | float | bool | None
 Cells: TypeAlias = Mapping[str, Cell]
-Columns: TypeAlias = Mapping[str, type]
-"""The type of each column: `float` for numbers, `str`, `bool`, or `object` for numbers and text."""
 
 MAX_CHARS = 4096
 _ORDERED: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
@@ -28,8 +26,11 @@ _EQUAL: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {ast.Eq: operator.eq
 class RowFilter:
     """A parsed filter. A comparison with an empty cell is false, except `== None` and `!= None`."""
 
-    def __init__(self, text: str, columns: Columns) -> None:
-        """Parse the filter. Raises TrackwayError(INVALID_REQUEST)."""
+    def __init__(self, text: str, columns: Mapping[str, type]) -> None:
+        """Parse the filter. Raises TrackwayError(INVALID_REQUEST).
+
+        columns: the type of each, `float` for numbers, `str`, `bool`, or `object` for numbers and text.
+        """
         self._text, self._columns = text, columns
         try:
             tree = ast.parse(text.strip() if len(text) <= MAX_CHARS else "", mode="eval")
@@ -52,8 +53,7 @@ class RowFilter:
             case ast.Name(id=name) if self._columns.get(name) is bool:
                 return lambda cells: cells[name] is True
             case ast.Compare(left=left, ops=ops, comparators=comparators):
-                sides = [left, *comparators]
-                pairs = [self._comparison(*pair) for pair in zip(sides, ops, comparators, strict=False)]
+                pairs = [self._comparison(*pair) for pair in zip([left, *comparators], ops, comparators, strict=False)]
                 return lambda cells: all(pair(cells) for pair in pairs)
         self._refuse(self._shown(node))
 

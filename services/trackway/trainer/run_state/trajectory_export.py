@@ -1,10 +1,10 @@
 """Dumped trajectories in formats that others read: ATIF documents, a Hugging Face dataset, chat JSONL."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,17 +20,8 @@ from trackway.wire.chat import ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import Trajectory
 
-
-class TrajectoryFormat(StrEnum):
-    """A format of exported trajectories."""
-
-    ATIF = "atif"
-    """A folder with a document of ATIF 1.8 for each trajectory."""
-    DATASETS = "datasets"
-    """A folder that `datasets.load_dataset` reads."""
-    CHAT = "chat"
-    """A JSONL file of conversations with their rewards."""
-
+TrajectoryFormat: TypeAlias = Literal["atif", "datasets", "chat"]
+"""A folder with a document of ATIF 1.8 for each trajectory, a folder that `datasets.load_dataset` reads, or JSONL."""
 
 COLUMNS: dict[str, tuple[type, Callable[[Trajectory], Cell]]] = {
     "id": (str, lambda row: row.id),
@@ -54,12 +45,22 @@ COLUMNS: dict[str, tuple[type, Callable[[Trajectory], Cell]]] = {
 }
 """The type and value of each column that a filter can compare, and that datasets and chat lines have."""
 
-_FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])
 _MESSAGE = pa.struct(
     [
         ("role", pa.string()),
         ("content", pa.string()),
-        ("tool_calls", pa.list_(pa.struct([("id", pa.string()), ("type", pa.string()), ("function", _FUNCTION)]))),
+        (
+            "tool_calls",
+            pa.list_(
+                pa.struct(
+                    [
+                        ("id", pa.string()),
+                        ("type", pa.string()),
+                        ("function", pa.struct([("name", pa.string()), ("arguments", pa.string())])),
+                    ]
+                )
+            ),
+        ),
         ("tool_call_id", pa.string()),
         ("name", pa.string()),
     ]
@@ -78,9 +79,10 @@ _SCHEMA = pa.schema(
         ("response_logprobs", pa.list_(pa.float64())),
     ]
 )
+_TOKENS = {"prompt_ids", "response_ids", "response_mask", "response_logprobs"}
 _CARD = """# Trajectories
 
-{count} rollouts of language-model agents, written by `trackway export`. A line is a row of tokens. A trajectory whose
+Rollouts of language-model agents, written by `trackway export`. A line is a row of tokens. A trajectory whose
 calls are no single conversation has several lines with its `id`, and all have the messages of the first.
 
 - `messages`: the conversation in OpenAI's chat format.
@@ -169,27 +171,23 @@ def export_trajectories(
             raise _refused(f"expected trajectories that match, got none of {counts['filtered']}; widen --where")
 
     with writing(target, "the export"):
-        if kind is TrajectoryFormat.CHAT:
+        if kind == "chat":
             target.parent.mkdir(parents=True, exist_ok=True)
             with replacing(target, "the export") as draft, draft.open("xb") as file:
                 for kept in trajectories():
                     file.writelines(_chat_line(row, source.tools) for row in kept)
         else:
-            write = _write_atif if kind is TrajectoryFormat.ATIF else _write_dataset
             with new_folder(target) as draft:
-                write(draft, trajectories(), source)
+                (_write_atif if kind == "atif" else _write_dataset)(draft, trajectories(), source)
     return ExportedTrajectories(kind, str(target), **counts)
 
 
 def _write_atif(folder: Path, trajectories: Iterator[list[Trajectory]], source: Source) -> None:
-    number = 0
-    for kept in trajectories:
-        for row in kept:
-            part = folder / f"{'val_' if row.tags.validation else ''}step_{row.tags.step}"
-            part.mkdir(exist_ok=True)
-            document = to_atif(row, source.model, source.tools)
-            (part / f"{number:06d}.json").write_bytes(to_json(document, inf_nan_mode=NON_FINITE))
-            number += 1
+    for number, row in enumerate(itertools.chain.from_iterable(trajectories)):
+        part = folder / f"{'val_' if row.tags.validation else ''}step_{row.tags.step}"
+        part.mkdir(exist_ok=True)
+        document = to_atif(row, source.model, source.tools)
+        (part / f"{number:06d}.json").write_bytes(to_json(document, inf_nan_mode=NON_FINITE))
 
 
 def _write_dataset(folder: Path, trajectories: Iterator[list[Trajectory]], source: Source) -> None:
@@ -198,31 +196,26 @@ def _write_dataset(folder: Path, trajectories: Iterator[list[Trajectory]], sourc
     from datasets.info import DatasetInfosDict
     from huggingface_hub import DatasetCardData
 
-    counts: dict[str, int] = {}
+    writers: dict[str, pq.ParquetWriter] = {}
+    (folder / "data").mkdir()
     with ExitStack() as stack:
-        writers: dict[str, pq.ParquetWriter] = {}
-        (folder / "data").mkdir()
         for kept in trajectories:
-            for split in ("train", "validation"):
-                chosen = [row for row in kept if row.tags.validation is (split == "validation")]
-                if not chosen:
-                    continue
-                if split not in writers:
+            for split, validation in (("train", False), ("validation", True)):
+                lines = [
+                    {**_texts(row), "messages": _messages(row), **part.model_dump(include=_TOKENS)}
+                    for row in kept
+                    for part in row.rows
+                    if row.tags.validation is validation
+                ]
+                if lines and split not in writers:
                     file = folder / "data" / f"{split}.parquet"
                     writers[split] = stack.enter_context(pq.ParquetWriter(file, _SCHEMA, compression="zstd"))
-                lines = [_line(row, part) for row in chosen for part in row.rows]
-                writers[split].write_table(pa.Table.from_pylist(lines, _SCHEMA))
-                counts[split] = counts.get(split, 0) + len(chosen)
-    files = [{"split": split, "path": f"data/{split}.parquet"} for split in counts]
+                if lines:
+                    writers[split].write_table(pa.Table.from_pylist(lines, _SCHEMA))
+    files = [{"split": split, "path": f"data/{split}.parquet"} for split in writers]
     card = DatasetCardData(configs=[{"config_name": "default", "data_files": files}], tags=["trackway"])
-    info = DatasetInfo(features=Features.from_arrow_schema(_SCHEMA))
-    DatasetInfosDict({"default": info}).to_dataset_card_data(card)
-    (folder / "README.md").write_text(f"---\n{card}\n---\n\n{_CARD.format(count=sum(counts.values()))}")
-
-
-def _line(trajectory: Trajectory, row: Trajectory) -> dict[str, Any]:
-    tokens = row.model_dump(include={"prompt_ids", "response_ids", "response_mask", "response_logprobs"})
-    return {**_texts(trajectory), "messages": _messages(trajectory), **tokens}
+    DatasetInfosDict({"default": DatasetInfo(features=Features.from_arrow_schema(_SCHEMA))}).to_dataset_card_data(card)
+    (folder / "README.md").write_text(f"---\n{card}\n---\n\n{_CARD}")
 
 
 def _chat_line(trajectory: Trajectory, tools: Sequence[ToolSchema]) -> bytes:

@@ -194,7 +194,7 @@ def test_tokens_that_are_no_single_row_are_left_out(written, changed):
         ({"extra": {"trackway": {}}}, "'further_rows'"),
         (
             {"steps": [{"source": "user", "message": [{"type": "image"}]}]},
-            "('steps', 0, 'message', 'str'): Input should be a valid string",
+            "('steps', 0, 'message'): Value error, expected text, got {'type': 'image'}",
         ),
     ],
 )

@@ -9,7 +9,6 @@ from trackway.trainer.run_state.trajectory_dump import write_trajectories
 from trackway.trainer.run_state.trajectory_export import (
     COLUMNS,
     Source,
-    TrajectoryFormat,
     atif_files,
     dumped_files,
     export_trajectories,
@@ -38,7 +37,7 @@ def run(folder, rollout):
     def write(name, step, validation=False):
         members = []
         for number in (0, 1):
-            tags = Tags(experiment_name="e", step=step, sample_index=7, rollout_n=number, validation=validation)
+            tags = Tags(experiment_name="e", step=step, sample_index=7, rollout_n=number, validate=validation)
             further = {"further_rows": [row]} if number else {}
             members.append(rollout(7, number, float(number), **texts, **further, tags=tags, id=f"{name}/{number}"))
         write_trajectories(folder.path / "trajectories" / f"{name}.parquet", members)
@@ -54,7 +53,7 @@ def test_chat_lines_have_messages_tools_reward_and_columns(run, tmp_path):
     seen = []
 
     exported = export_trajectories(
-        source, TrajectoryFormat.CHAT, target, "score > 0.5", lambda done, total: seen.append((done, total))
+        source, "chat", target, "score > 0.5", lambda done, total: seen.append((done, total))
     )
 
     lines = [json.loads(line) for line in target.read_text().splitlines()]
@@ -81,34 +80,34 @@ def test_chat_lines_have_messages_tools_reward_and_columns(run, tmp_path):
         "traced": False,
         "is_baseline": False,
     }
-    assert exported == (TrajectoryFormat.CHAT, str(target), 2, 2, 2)
+    assert exported == ("chat", str(target), 2, 2, 2)
     assert seen == [(0, 2), (1, 2), (2, 2)]
 
 
 def test_datasets_loads_each_split_with_a_line_for_each_row_of_tokens(run, tmp_path):
     files = [*dumped_files(run, 10, False), *dumped_files(run, None, True)]
 
-    export_trajectories(Source(files), TrajectoryFormat.DATASETS, tmp_path / "set")
+    export_trajectories(Source(files), "datasets", tmp_path / "set")
 
     loaded = datasets.load_dataset(str(tmp_path / "set"), cache_dir=str(tmp_path / "cache"))
     assert {split: loaded[split]["id"][:] for split in loaded} == {
         "train": ["step_10/0", "step_10/1", "step_10/1"],
         "validation": ["val_step_0/0", "val_step_0/1", "val_step_0/1"],
     }
-    first, _, further = loaded["train"]
+    first, _, further = loaded["train"].to_list()
     assert [(said["role"], said["content"]) for said in first["messages"]] == [("user", "1 + 1?"), ("assistant", "2")]
     assert (first["score"], first["prompt_ids"], first["response_ids"]) == (0.0, [10, 11, 12], [20, 21, 30, 31, 22, 23])
     assert first["response_mask"] == [1, 1, 0, 0, 1, 1]
     assert first["response_logprobs"] == [-4.0, -4.1, 0.0, 0.0, -4.2, -4.3]
     assert (further["prompt_ids"], further["response_ids"], further["response_logprobs"]) == ([1], [2], [-0.5])
     assert datasets.load_dataset_builder(str(tmp_path / "set")).info.features == loaded["train"].features
-    assert "4 rollouts of language-model agents" in (tmp_path / "set" / "README.md").read_text()
+    assert "Rollouts of language-model agents" in (tmp_path / "set" / "README.md").read_text()
 
 
 def test_atif_documents_are_written_by_step_and_are_a_source_themselves(run, tmp_path):
     files = [*dumped_files(run, None, False), *dumped_files(run, 0, True)]
 
-    exported = export_trajectories(Source(files), TrajectoryFormat.ATIF, tmp_path / "atif")
+    exported = export_trajectories(Source(files), "atif", tmp_path / "atif")
 
     assert exported.trajectories == 6
     documents = atif_files(tmp_path / "atif")
@@ -120,8 +119,8 @@ def test_atif_documents_are_written_by_step_and_are_a_source_themselves(run, tmp
         "val_step_0/000004.json",
         "val_step_0/000005.json",
     ]
-    export_trajectories(Source(documents), TrajectoryFormat.CHAT, tmp_path / "back.jsonl", "step == 2")
-    export_trajectories(Source(files), TrajectoryFormat.CHAT, tmp_path / "direct.jsonl", "step == 2")
+    export_trajectories(Source(documents), "chat", tmp_path / "back.jsonl", "step == 2")
+    export_trajectories(Source(files), "chat", tmp_path / "direct.jsonl", "step == 2")
     assert (tmp_path / "back.jsonl").read_text() == (tmp_path / "direct.jsonl").read_text()
 
 
@@ -133,7 +132,7 @@ def test_the_other_files_of_a_harbor_job_are_no_documents(tmp_path):
     assert [file.name for file in atif_files(tmp_path)] == ["trajectory.cont-1.json", "trajectory.json"]
 
 
-@pytest.mark.parametrize("kind", TrajectoryFormat)
+@pytest.mark.parametrize("kind", ["atif", "datasets", "chat"])
 def test_nothing_is_left_of_an_export_without_trajectories(run, tmp_path, kind):
     source, before = Source(dumped_files(run, None, False)), set(tmp_path.iterdir())
 
@@ -143,7 +142,7 @@ def test_nothing_is_left_of_an_export_without_trajectories(run, tmp_path, kind):
     assert set(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("kind", TrajectoryFormat)
+@pytest.mark.parametrize("kind", ["atif", "datasets", "chat"])
 def test_an_existing_target_stays_as_it_is(run, tmp_path, kind):
     target = tmp_path / "target"
     target.write_text("mine")
