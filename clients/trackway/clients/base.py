@@ -87,6 +87,8 @@ class ServiceClient:
 
     service: ClassVar[ServiceName | None] = None
     """None for a client of any service."""
+    remedy: ClassVar[str] = "check the service with `trackway status`"
+    """What to do when it does not answer."""
 
     def __init__(
         self,
@@ -322,7 +324,7 @@ class ServiceClient:
                 f"{method} {self.base_url}{path}: refused until the deadline because the service is full ({error})"
             )
             return TrackwayError(ErrorCode.OVERLOADED, f"{message}; allow more time or add replicas")
-        remedy = "check the service with `trackway status`"
+        remedy = self.remedy
         if isinstance(error, ForeignServerError) and error.status == 404 and self.service is not None:
             remedy = f"an address ends in its service, such as http://127.0.0.1:8000/{self.service}"
         message = (

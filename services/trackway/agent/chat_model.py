@@ -33,6 +33,8 @@ class ChatAnswer(NamedTuple):
 class ChatModel(ServiceClient):
     """The model of a server. Errors name the server, and what to do about the key, the model or the request."""
 
+    remedy = "correct the URL, or start the server"
+
     def __init__(self, settings: ChatModelSettings, policy: CallPolicy | None = None) -> None:
         self._variable, self.model = settings.api_key_env, settings.model
         key = os.environ.get(self._variable, "") if self._variable else ""

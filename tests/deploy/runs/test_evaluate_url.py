@@ -158,6 +158,11 @@ def test_a_wrong_key_and_a_wrong_model_are_refused_before_the_rollouts(
     assert not OUTPUTS.exists()
 
 
+def test_a_server_that_is_gone_is_named_before_the_rollouts(rows: Path):
+    with pytest.raises(TrackwayError, match=r"http://127.0.0.1:9/v1/models: no answer .*; correct the URL, or start"):
+        evaluated("http://127.0.0.1:9/v1", rows, api_key_env=KEY)
+
+
 @contextmanager
 def answering(answer: Callable[[dict], tuple[int, dict[str, str], dict]]) -> Iterator[str]:
     """The URL of a server with the model `m`, whose chat completions are what `answer` returns for a body."""
