@@ -17,7 +17,7 @@ _SKEW_MS = 5000
 
 
 class AgentClient(ServiceClient):
-    """Requests trajectories; every method raises TrackwayError."""
+    """Requests trajectories. Every method raises TrackwayError."""
 
     service = "agent"
 

@@ -80,7 +80,7 @@ class _Request:
 
 
 class ServiceClient:
-    """Client of the service at a base URL; subclasses add its routes.
+    """Client of the service at a base URL. Subclasses add its routes.
 
     batches: send the generations or scores that are requested for a session at the same moment in one request.
     """
@@ -123,7 +123,7 @@ class ServiceClient:
         return self._routes.spilled if self._routes else 0
 
     async def address_of(self, replica: str) -> Address | None:
-        """The direct address of one replica of the service; None when it cannot be reached at one."""
+        """The direct address of one replica of the service, or None when it cannot be reached at one."""
         addresses = await self._routes.addresses(None, replica) if self._routes is not None else []
         return addresses[0] if addresses else None
 
@@ -202,7 +202,7 @@ class ServiceClient:
     async def _exchange(
         self, send: Callable[[_Request, str, Headers], Awaitable[R]], request: _Request, headers: Headers
     ) -> R:
-        """Send one request; returns the answer with any status."""
+        """Send one request. Returns the answer with any status."""
         if self._routes is None:
             return await send(request, self.base_url, headers)
         holder = self._holder(request.path)

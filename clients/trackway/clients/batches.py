@@ -78,7 +78,7 @@ class Batches(Generic[RequestT, ReplyT]):
         self._supported = True
 
     async def call(self, request: RequestT, group: str, deadline: Deadline) -> ReplyT | None:
-        """The reply; None if the request has to be sent alone.
+        """The reply, or None if the request has to be sent alone.
 
         Raises:
             TrackwayError: an error that a retry cannot change; `deadline_exceeded`.

@@ -58,7 +58,7 @@ class Address:
     replica: str
     url: str
     token: SecretStr
-    """The replica's pass; empty when the service has no tokens."""
+    """The replica's pass. Empty when the service has no tokens."""
 
 
 ListReplicas = Callable[[], Awaitable[ReplicaList]]
@@ -66,7 +66,7 @@ NameAt = Callable[[Address], Awaitable[str]]
 Headers = dict[str, str]
 R = TypeVar("R", httpx.Response, WholeResponse)
 Send = Callable[[str, Headers], Awaitable[R]]
-"""Sends a request to a base URL with these headers; returns the answer with any status."""
+"""Sends a request to a base URL with these headers. Returns the answer with any status."""
 
 
 class DirectRoutes:
@@ -143,7 +143,7 @@ class DirectRoutes:
         return await send(self._base_url, headers) if full is None else full
 
     async def addresses(self, session_id: str | None, holder: str | None) -> list[Address]:
-        """The addresses for a call, best first; empty for the proxy. `holder` is the replica of the call's instance."""
+        """The addresses for a call, best first. Empty for the proxy. `holder` is the replica of the call's instance."""
         if self.proxy_only:
             return []
         await self._refresh_if_due(waiting=holder is not None and holder not in self._known)
@@ -178,7 +178,7 @@ class DirectRoutes:
             self._refreshed_at = None
 
     async def _refresh_if_due(self, waiting: bool) -> None:
-        """Refresh the list periodically in the background; calls wait only for the first refresh or a lost replica."""
+        """Refresh the list periodically in the background. Calls wait only for the first refresh or a lost replica."""
         now = self._clock()
         all_paused = bool(self._known) and not self._ring
         interval_s = _HURRY_S if all_paused else self._refresh_s

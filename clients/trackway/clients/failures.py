@@ -47,7 +47,7 @@ def unsent(error: BaseException | None) -> bool:
 
 
 def retry_after_of(error: BaseException | None) -> float | None:
-    """Seconds after which the service asks for a retry; None when it does not say."""
+    """Seconds after which the service asks for a retry, or None when it does not say."""
     if isinstance(error, ForeignServerError):
         return error.retry_after_s
     asked = error.detail.get("retry_after_s") if isinstance(error, TrackwayError) else None
@@ -109,6 +109,6 @@ def _with_remedy(response: WholeResponse, error: TrackwayError) -> TrackwayError
 
 
 def _retry_after(response: WholeResponse) -> float | None:
-    """The Retry-After header in seconds; None for its date form."""
+    """The Retry-After header in seconds, or None for its date form."""
     value = response.headers.get("retry-after", "")
     return float(value) if value.isdecimal() and len(value) < 8 else None

@@ -27,7 +27,7 @@ _GONE_S = 20
 """Seconds without acknowledgement from the other machine after which a connection breaks. A slow service does not break
 it, unless it stops reading a body larger than both socket buffers, a few megabytes."""
 _ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2, "TCP_USER_TIMEOUT": _GONE_S * 1000}
-"""Socket options of each connection, where the system has them; the last bounds the total and exists on Linux only."""
+"""Socket options of each connection, where the system has them. The last bounds the total and exists on Linux only."""
 
 _shared: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient]" = weakref.WeakKeyDictionary()
 
@@ -74,7 +74,7 @@ async def fetch(
     connect_s: float,
     read_s: float,
 ) -> WholeResponse:
-    """The response to one request, without redirects; raises httpx.TransportError."""
+    """The response to one request, without redirects. Raises httpx.TransportError."""
     if isinstance(http, _PlainClient):
         return await http.fetch(method, normal_url(url), headers, content, connect_s, read_s)
     timeout = httpx.Timeout(read_s, connect=connect_s)
@@ -89,7 +89,7 @@ def normal_url(url: str) -> str:
 
 
 def shared_http() -> httpx.AsyncClient:
-    """The process's HTTP client (one per event loop); timeouts are given per request.
+    """The process's HTTP client (one per event loop). Timeouts are given per request.
 
     aiohttp's transport: httpx's own pool costs O(n^2) in connections, 12 ms of CPU a request at 96 in flight.
     """
@@ -116,7 +116,7 @@ class _PlainClient(httpx.AsyncClient):
         self._plain_session, self._plain_transport = session, transport
 
     async def send(self, request: httpx.Request, *, stream: bool = False, **_: object) -> httpx.Response:
-        """The response, read to its end unless `stream` is set; raises httpx.TransportError."""
+        """The response, read to its end unless `stream` is set. Raises httpx.TransportError."""
         self._check_open()
         try:
             response = await self._plain_transport.handle_async_request(request)
@@ -175,7 +175,7 @@ def _correct_errors() -> None:
 
 
 def _with_refusal(error: httpx.ConnectError) -> httpx.ConnectError:
-    """The error, which names the address that refused a connection; aiohttp says only that it cannot connect."""
+    """The error, which names the address that refused a connection. aiohttp says only that it cannot connect."""
     import aiohttp
 
     cause = error.__cause__

@@ -3,7 +3,7 @@
 In a local folder the lock is a kernel file lock, which is released when its holder exits for any reason. Elsewhere it
 is a lease in a file, renewed with each version. Such stores have no atomic compare-and-set, so a conflict is detected
 by reading the lease back. The store's clock tells the lease's age, since clocks of machines differ. A lease outlives a
-killed holder, so its owner may take it again at once; if the old holder is still running, its next renewal fails.
+killed holder, so its owner may take it again at once. If the old holder is still running, its next renewal fails.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ class PublisherLock(Protocol):
     """The right to publish, until it is closed."""
 
     def renew(self) -> None:
-        """Renew the lock before each version; raises CONFLICT when another publisher holds it."""
+        """Renew the lock before each version. Raises CONFLICT when another publisher holds it."""
         ...
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ class LeasePublisherLock:
         self._write()
 
     def renew(self) -> None:
-        """Extend the lease; raises CONFLICT for a lost lease, even if it is free again."""
+        """Extend the lease. Raises CONFLICT for a lost lease, even if it is free again."""
         self._require_ours()
         self._write()
 

@@ -7,7 +7,7 @@ from trackway.wire.rollout import WeightsReply
 
 
 async def replicas_of(client: ServiceClient) -> ReplicaList:
-    """Every replica of the client's service; raises TrackwayError when it does not answer."""
+    """Every replica of the client's service. Raises TrackwayError when it does not answer."""
     try:
         return await client.call("GET", "/replicas", reply=ReplicaList)
     except TrackwayError as error:

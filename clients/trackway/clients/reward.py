@@ -11,7 +11,7 @@ from trackway.wire.trajectory import Reward
 
 
 class RewardClient(ServiceClient):
-    """Scores solutions; every method raises TrackwayError."""
+    """Scores solutions. Every method raises TrackwayError."""
 
     service = "reward"
 

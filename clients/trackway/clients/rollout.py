@@ -68,7 +68,7 @@ class RolloutClient(ServiceClient):
     ) -> AsyncGenerator[GeneratePiece]:
         """Stream `generate` as the tokens come. Closing the iterator aborts the generation.
 
-        A stream that breaks after its first token ends with the reason `abort`; one that gave none is replaced by
+        A stream that breaks after its first token ends with the reason `abort`. One that gave none is replaced by
         `generate`, with its retries, and so is that of a server without this route, such as a plain vLLM.
         """
         deadline = deadline or Deadline.after(self.policy.total_s)

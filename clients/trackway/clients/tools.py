@@ -29,7 +29,7 @@ class ToolsClient(ServiceClient):
     service = "tools"
 
     def _holder(self, path: str) -> str | None:
-        """The replica that created the instance in a path; instance ids begin with its name."""
+        """The replica that created the instance in a path. Instance ids begin with its name."""
         _, _, instance_id = path.partition("/instances/")
         return instance_id.partition("-")[0] or None
 
@@ -90,12 +90,12 @@ class ToolsClient(ServiceClient):
         await self.send("DELETE", f"/instances/{instance_id}", body=body, session_id=session_id, deadline=deadline)
 
     async def instances(self, session_id: str | None = None, limit: int = 1000) -> InstanceList:
-        """The instances of the replica that answers; needs a token with the scope `admin`."""
+        """The instances of the replica that answers. Needs a token with the scope `admin`."""
         wanted = {"limit": str(limit)} | ({} if session_id is None else {"session_id": session_id})
         return await self.call("GET", f"/instances?{urlencode(wanted)}", reply=InstanceList)
 
     async def release_session(self, session_id: str) -> SessionReleased:
-        """Release all instances of a trajectory; needs a token with the scope `admin`."""
+        """Release all instances of a trajectory. Needs a token with the scope `admin`."""
         path = f"/sessions/{quote(session_id, safe='')}"
         return await self.call("DELETE", path, reply=SessionReleased, session_id=session_id)
 

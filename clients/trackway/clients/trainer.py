@@ -47,13 +47,13 @@ class TrainerClient(ServiceClient):
         return await self.call("GET", "/sessions/run" + (f"?run={quote(name)}" if name else ""), reply=SessionRun)
 
     async def train_session(self, name: str, session: FinishedSession) -> WaitingSessions:
-        """Hand a finished session to the run; once this returns it is on the run's disk. Repeating it has no effect."""
+        """Hand a finished session to the run. Once this returns it is on the run's disk. Repeating it has no effect."""
         return await self.call("POST", f"/runs/{quote(name)}/sessions", reply=WaitingSessions, body=session)
 
     async def metrics(
         self, name: str, follow: bool = False, deadline: Deadline | None = None
     ) -> AsyncIterator[MetricsRow]:
-        """The metrics of each step; with `follow`, until the run ends."""
+        """The metrics of each step. With `follow`, until the run ends."""
         path = f"/runs/{name}/metrics?follow={'true' if follow else 'false'}"
         async with self.stream("GET", path, deadline=deadline) as lines:
             async for line in lines:

@@ -34,7 +34,7 @@ Bytes = NDArray[np.uint8]
 
 
 def encode(base: Path, new: Path, delta: Path) -> bool:
-    """Writes what changed from `base` to `new`; False, with no file left, where that is not small or not possible."""
+    """Writes what changed from `base` to `new`. False, with no file left, where that is not small or not possible."""
     size = new.stat().st_size
     if size != base.stat().st_size or size % 2 or not size:
         return False

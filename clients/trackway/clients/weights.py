@@ -72,7 +72,7 @@ class Writers(Protocol):
     def write_changes(
         self, folder: Path, files: Sequence[FileDigest], base: WholeWeights, scratch: Path
     ) -> list[FileDigest]:
-        """Writes to `scratch` how these files of a folder differ from those of the base; returns what was written."""
+        """Writes to `scratch` how these files of a folder differ from those of the base. Returns what was written."""
         ...
 
     def copy(self, store: "WeightStore", version: int, folder: Path, names: Sequence[str]) -> None:
@@ -81,7 +81,7 @@ class Writers(Protocol):
 
 
 class WeightStore:
-    """Published weights under one URL. Methods block; call them from a thread in asynchronous code."""
+    """Published weights under one URL. Methods block. Call them from a thread in asynchronous code."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -95,7 +95,7 @@ class WeightStore:
         """How often a copy in the cache was damaged, or a version could not be had and its anchor was taken."""
 
     def claim(self, owner: str) -> PublisherLock:
-        """Lock the store for one publisher; raises CONFLICT with the holder's name when it is locked."""
+        """Lock the store for one publisher. Raises CONFLICT with the holder's name when it is locked."""
         if self.is_folder:
             lock = FlockPublisherLock(Path(self._root), owner)
             remove_drafts(Path(self._root))
@@ -115,9 +115,9 @@ class WeightStore:
         """Make the files directly inside `folder` the newest version, which replicas check against `proof`.
 
         With a `base` the version is a delta against it where that takes at most half the bytes. `writers` copy the
-        files; None for this process. The manifest follows when all have. Publishing the same
+        files, or None for this process. The manifest follows when all have. Publishing the same
         version with the same digests again does nothing. Raises CONFLICT when the version exists with other digests or
-        is not greater than the latest. Raises DISK_FULL or NOT_WRITABLE when it cannot be written; readers then stay
+        is not greater than the latest. Raises DISK_FULL or NOT_WRITABLE when it cannot be written. Readers then stay
         at the old version, and the new one is removed.
         """
         writers = writers or OneWriter()
@@ -136,7 +136,7 @@ class WeightStore:
         return manifest
 
     def latest(self) -> LatestWeights | None:
-        """The newest version, or None when nothing is published; raises WEIGHTS_CORRUPT if `latest.json` is invalid."""
+        """The newest version, or None when nothing is published. Raises WEIGHTS_CORRUPT if `latest.json` is invalid."""
         path = f"{self._root}/{LATEST}"
         try:
             return LatestWeights.model_validate_json(self._fs.cat_file(path))
@@ -184,7 +184,7 @@ class WeightStore:
             return self._download(manifest, folder) if manifest.delta is None else self._assemble(manifest, into)
 
     def anchor_before(self, version: int) -> int | None:
-        """The newest version below this one that is published whole; None without one."""
+        """The newest version below this one that is published whole, or None without one."""
         for candidate in reversed(self.versions()):
             if candidate < version:
                 with contextlib.suppress(TrackwayError):
@@ -193,7 +193,7 @@ class WeightStore:
         return None
 
     def offer(self, offer: WeightOffer) -> None:
-        """Say where else than here the tensors of a version are; made before the version is visible."""
+        """Say where else than here the tensors of a version are. Made before the version is visible."""
         self._fs.makedirs(self._root, exist_ok=True)
         self._replace(f"{self._root}/{OFFER}", offer)
 
@@ -203,14 +203,14 @@ class WeightStore:
             self._fs.rm(f"{self._root}/{OFFER}")
 
     def offered(self) -> WeightOffer | None:
-        """The offer that stands; None without one, or with one that cannot be read."""
+        """The offer that stands, or None without one, or with one that cannot be read."""
         try:
             return WeightOffer.model_validate_json(self._fs.cat_file(f"{self._root}/{OFFER}"))
         except (FileNotFoundError, ValidationError):
             return None
 
     def versions(self) -> list[int]:
-        """Versions that have a folder, oldest first; those above the latest are unfinished."""
+        """Versions that have a folder, oldest first. Those above the latest are unfinished."""
         self._fs.invalidate_cache()
         if not self._fs.isdir(self._root):
             return []
@@ -236,7 +236,7 @@ class WeightStore:
         return removed
 
     def _bases(self, version: int) -> set[int]:
-        """The versions that this one is assembled from, without itself; every version if a manifest is unreadable."""
+        """The versions that this one is assembled from, without itself. Every version if a manifest is unreadable."""
         bases: set[int] = set()
         try:
             while (delta := self.manifest(version).delta) is not None and delta.base < version:
@@ -261,7 +261,7 @@ class WeightStore:
         self._replace(f"{target}/{MANIFEST}", manifest)
 
     def _unwritten(self, manifest: WeightManifest, error: OSError) -> Exception:
-        """The error to raise for a file system error; removes the copied files if the storage is full or read-only."""
+        """The error to raise for a file system error. Removes the copied files if the storage is full or read-only."""
         number = error_number(error)
         if number not in FULL | NOT_WRITABLE:
             return error
@@ -304,7 +304,7 @@ class WeightStore:
             return folder
 
     def _get(self, version: int, files: Iterable[FileDigest], folder: Path) -> None:
-        """Copies these files from the store; missing ones are left to the verification."""
+        """Copies these files from the store. Missing ones are left to the verification."""
         for file in files:
             with contextlib.suppress(FileNotFoundError):
                 self._fs.get_file(f"{self._path(version)}/{file.name}", str(folder / file.name))
@@ -388,7 +388,7 @@ def _unreadable(path: str, error: ValidationError, remedy: str) -> TrackwayError
 
 
 def version_of(folder: Path) -> int | None:
-    """The version in a cache folder, complete (`7`) or partial (`.7.5f0e...`); None for any other folder."""
+    """The version in a cache folder, complete (`7`) or partial (`.7.5f0e...`), or None for any other folder."""
     number = folder.name.removeprefix(".").split(".")[0]
     return int(number) if number.isdecimal() else None
 
@@ -478,7 +478,7 @@ def _to_publish(
 
 
 def write_changes(folder: Path, files: Iterable[FileDigest], base: WholeWeights, scratch: Path) -> list[FileDigest]:
-    """Writes to `scratch` how these files of a folder differ from those of the base; returns what was written."""
+    """Writes to `scratch` how these files of a folder differ from those of the base. Returns what was written."""
     before = {file.name: file for file in base.manifest.files}
     written: list[Path] = []
     for file in files:

@@ -1,4 +1,4 @@
-"""Pauses between attempts that are repeated until they succeed; calls with a limit of attempts use tenacity."""
+"""Pauses between attempts that are repeated until they succeed. Calls with a limit of attempts use tenacity."""
 
 import random
 from dataclasses import dataclass

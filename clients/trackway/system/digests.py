@@ -1,4 +1,4 @@
-"""Digests of files, to detect later changes; the files that a model's index names."""
+"""Digests of files, to detect later changes. The files that a model's index names."""
 
 import hashlib
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ def digests(folder: Path, files: Iterable[Path]) -> list[FileDigest]:
 
 
 def find_difference(folder: Path, files: Iterable[FileDigest]) -> Difference | None:
-    """The first file that is missing or has another digest; None if all match."""
+    """The first file that is missing or has another digest, or None if all match."""
     for file in files:
         path = folder / file.name
         got = "no file"

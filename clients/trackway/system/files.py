@@ -18,7 +18,7 @@ from trackway.system.storage import writing
 
 _DRAFT = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")
 ABANDONED_S = 3600.0
-"""Age in seconds after which a draft counts as abandoned; writing one file takes seconds."""
+"""Age in seconds after which a draft counts as abandoned. Writing one file takes seconds."""
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def folder_time(folder: Path) -> float:
 
 
 def remove_drafts(folder: Path, older_than_s: float = ABANDONED_S) -> int:
-    """Delete the drafts of killed processes below a folder and return their number; never raises OSError."""
+    """Delete the drafts of killed processes below a folder and return their number. Never raises OSError."""
     removed = 0
     try:
         now = folder_time(folder)
@@ -110,7 +110,7 @@ def append_line(path: Path, line: str, *, what: str | None = None) -> None:
 
 
 def log_tail(log: Path, lines: int = 15, max_bytes: int = 8192) -> str:
-    """The last lines of a log, at most `max_bytes` of it; `(no log)` when it cannot be read."""
+    """The last lines of a log, at most `max_bytes` of it. `(no log)` when it cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - max_bytes))

@@ -21,7 +21,7 @@ class LockTaken(BlockingIOError):
     def __init__(self, path: Path, holder: str) -> None:
         super().__init__(f"{path} is locked by {holder or 'another process'}")
         self.holder = holder
-        """Text that the holder wrote into the file; may be empty."""
+        """Text that the holder wrote into the file. May be empty."""
 
 
 def acquire_lock(path: Path, *, holder: str = "", wait_s: float = 0.0, mode: int | None = 0o600) -> FileLock:
@@ -47,7 +47,7 @@ def acquire_lock(path: Path, *, holder: str = "", wait_s: float = 0.0, mode: int
 
 @contextmanager
 def locked(path: Path, *, holder: str = "", wait_s: float = 0.0, mode: int | None = 0o600) -> Iterator[None]:
-    """Hold a file's lock during the block; raises as `acquire_lock`."""
+    """Hold a file's lock during the block. Raises as `acquire_lock`."""
     lock = acquire_lock(path, holder=holder, wait_s=wait_s, mode=mode)
     try:
         yield

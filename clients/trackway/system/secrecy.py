@@ -19,7 +19,7 @@ _SECRETS = re.compile(
 
 
 def refuse_inspection() -> None:
-    """Keep other processes of this user from reading this one's environment and memory, on Linux; root still can.
+    """Keep other processes of this user from reading this one's environment and memory, on Linux. Root still can.
 
     A program that is executed later can be read again: start it `without_secrets`. Debuggers and py-spy need root, and
     there are no core dumps. A process that shares GPU memory with others must not call this: CUDA IPC fetches file
@@ -30,7 +30,7 @@ def refuse_inspection() -> None:
 
 
 def read_secret(path: Path, setting: str) -> bytes:
-    """The content of the file that this setting names; warns once if all users can read it. Raises OSError."""
+    """The content of the file that this setting names. Warns once if all users can read it. Raises OSError."""
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_mode & 0o004:
             _warn_of_readers(path, setting)

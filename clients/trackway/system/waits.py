@@ -27,7 +27,7 @@ class Waiting:
     progress: Callable[[], str] = lambda: ""
     because: Callable[[], Sequence[Wait]] = lambda: ()
     replica: str = ""
-    """The replica that was asked last; empty when it is not known."""
+    """The replica that was asked last. Empty when it is not known."""
     problem: str = ""
     """Why it was asked again."""
 
@@ -51,7 +51,7 @@ class Waiting:
 
 
 class BegunWait(AbstractContextManager[Waiting]):
-    """A wait, for the duration of the block; takes less time than a generator."""
+    """A wait, for the duration of the block. Takes less time than a generator."""
 
     def __init__(self, in_progress: list[Waiting], waiting: Waiting) -> None:
         self._in_progress, self._waiting = in_progress, waiting
@@ -89,7 +89,7 @@ def described(wait: Wait, now_s: float) -> str:
 
 
 def longest_chain(waits: Sequence[Wait], now_s: float) -> str:
-    """The longest of the waits and, behind it, what it waits for itself; empty without waits."""
+    """The longest of the waits and, behind it, what it waits for itself. Empty without waits."""
     lines: list[str] = []
     while waits:
         longest = min(waits, key=lambda wait: wait.since)

@@ -1,6 +1,6 @@
 """One trajectory, one trace: plain OpenTelemetry, with the attributes that MLflow and W&B Weave read.
 
-The agent opens `trajectory_span` as a new root; `turn_span`, `chat_span`, `tool_span` and `reward_span` join it from
+The agent opens `trajectory_span` as a new root. `turn_span`, `chat_span`, `tool_span` and `reward_span` join it from
 their own processes through the W3C headers that `inject` writes and `extracted` reads. `RolloutTraceConfig`,
 `rollout_trace_attr` and `rollout_trace_op` are verl's API for the same, used by custom agent loops.
 """

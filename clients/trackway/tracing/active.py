@@ -43,7 +43,7 @@ def uninstall(tracing: Tracing) -> None:
 
 
 def tracer() -> trace.Tracer:
-    """The active tracer; a no-op one when nothing is active."""
+    """The active tracer. A no-op one when nothing is active."""
     tracing = active_tracing()
     return trace.NoOpTracer() if tracing is None else tracing.tracer
 

@@ -28,7 +28,7 @@ GROUP = "agentic.group"
 WANDB_RUN = "agentic.wandb_run"
 """W&B run of the trace, on its root."""
 SERVICE = "agentic.service"
-"""Service that made the span; as the resource's `service.name` it would be an MLflow tag that services overwrite."""
+"""Service that made the span. As the resource's `service.name` it would be an MLflow tag that services overwrite."""
 PROCESS = "agentic.process"
 """Operating-system pid of the process that made the span."""
 TRAJECTORY_ID = "agentic.trajectory"
@@ -45,7 +45,7 @@ MLFLOW_SPAN_TYPE = "mlflow.spanType"
 MLFLOW_INPUTS = "mlflow.spanInputs"
 MLFLOW_OUTPUTS = "mlflow.spanOutputs"
 MLFLOW_COST = "mlflow.llm.cost"
-"""JSON; `{}` on a generation, for which MLflow otherwise searches all its price lists by the model's name."""
+"""JSON. `{}` on a generation, for which MLflow otherwise searches all its price lists by the model's name."""
 MLFLOW_EXPERIMENT_HEADER = "x-mlflow-experiment-id"
 MLFLOW_RUN_HEADER = "x-mlflow-run-id"
 """On the request that carries a root: the trace then belongs to that run (MLflow >= 3.14)."""
@@ -138,5 +138,5 @@ def display_name(tags: Tags) -> str:
 
 
 def gravest(incidents: Collection[Incident]) -> Incident | None:
-    """The gravest incident, which is the last in the enumeration's order; None without incidents."""
+    """The gravest incident, which is the last in the enumeration's order, or None without incidents."""
     return max(incidents, key=list(Incident).index, default=None)

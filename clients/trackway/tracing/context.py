@@ -35,7 +35,7 @@ def inject(headers: dict[str, str]) -> None:
 
 
 def extracted(headers: Mapping[str, str]) -> AbstractContextManager[None]:
-    """Continue the trace in the headers; without one, nothing inside is traced."""
+    """Continue the trace in the headers. Without one, nothing inside is traced."""
     incoming = _with_baggage(headers.get("baggage", ""))
     if (traceparent := headers.get("traceparent")) is not None:
         carried = {"traceparent": traceparent, "tracestate": headers.get("tracestate", "")}
@@ -68,7 +68,7 @@ def current_target() -> TraceTarget:
 
 
 def kept_root(target: TraceTarget | None = None) -> Context:
-    """An empty context in which a root span is sampled; other roots are dropped. `target` is added as baggage."""
+    """An empty context in which a root span is sampled. Other roots are dropped. `target` is added as baggage."""
     fresh = context.set_value(_KEPT_ROOT, True, Context())
     if target is None or target == TraceTarget():
         return fresh
@@ -84,7 +84,7 @@ def carrying(attributes: Mapping[str, object], parent: Context) -> Context:
 
 
 def carried(context: Context | None) -> dict[str, str]:
-    """The attributes that `carrying` added to this context; None is the current one."""
+    """The attributes that `carrying` added to this context. None is the current one."""
     values = baggage.get_all(context)
     return {key: str(values[key]) for key in OF_EVERY_SPAN if key in values}
 

@@ -127,14 +127,14 @@ class Tracing:
         return SpanStats(self._processor.ended, self._processor.dropped, queued, backends)
 
     def flush(self, deadline_s: float) -> bool:
-        """Wait until every span is exported; False when that took longer than `deadline_s` seconds."""
+        """Wait until every span is exported. False when that took longer than `deadline_s` seconds."""
         deadline = monotonic_deadline(deadline_s)
         encoded = self._processor.force_flush(int(deadline_s * 1000))
         emptied = [queue.wait_empty(deadline) for queue in self._backend_queues.values()]
         return encoded and all(emptied)
 
     def shutdown(self, deadline_s: float = 5.0) -> bool:
-        """Export waiting spans and stop. Spans left after `deadline_s` seconds stay on disk; False if there are any."""
+        """Export waiting spans and stop. Spans left after `deadline_s` seconds stay on disk. False if there are any."""
         deadline = monotonic_deadline(deadline_s)
         encoded = self._processor.force_flush(int(deadline_s * 1000))
         self._provider.shutdown()

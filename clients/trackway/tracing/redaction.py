@@ -13,7 +13,7 @@ FAILED = "[redaction failed]"
 
 
 def load_redaction(path: str | None) -> Redact | None:
-    """The function named by `package.module:function`; None for None. Raises ValueError when it does not exist."""
+    """The function named by `package.module:function`, or None for None. Raises ValueError when it does not exist."""
     if path is None:
         return None
     module, _, name = path.partition(":")
@@ -40,7 +40,7 @@ def redacted_value(value: Any, redact: Redact, keys: bool = False) -> Any:
 
 
 def redacted(text: str, redact: Redact | None) -> str:
-    """The redacted text; if the function fails, a placeholder, so that nothing leaks."""
+    """The redacted text. If the function fails, a placeholder, so that nothing leaks."""
     if redact is None:
         return text
     try:

@@ -1,4 +1,4 @@
-"""Settings of backends and span contents; defaults come from the usual MLflow, W&B and OpenTelemetry variables."""
+"""Settings of backends and span contents. Defaults come from the usual MLflow, W&B and OpenTelemetry variables."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -47,11 +47,11 @@ class TracingSettings(BaseModel):
     """Destination of spans, and how much text they carry."""
 
     backends: list[TraceBackend] | None = None
-    """Backends of runs that name none; None takes MLflow if its URI is set, else OTLP if its endpoint is set."""
+    """Backends of runs that name none. None takes MLflow if its URI is set, else OTLP if its endpoint is set."""
     mlflow_uri: str | None = Field(default_factory=_env("MLFLOW_TRACKING_URI"))
     """MLflow: a server, or a local `sqlite:///file.db` or folder, for which one server is started or reused."""
     experiment_id: str | None = None
-    """MLflow experiment of runs that name none; None is MLflow's default experiment."""
+    """MLflow experiment of runs that name none. None is MLflow's default experiment."""
     weave_api_key: SecretStr | None = Field(default_factory=_key_in_env)
     """W&B's API key; from WANDB_API_KEY."""
     weave_url: str = Field(default_factory=lambda: _env("WF_TRACE_SERVER_URL")() or HOSTED_WEAVE)
@@ -67,24 +67,24 @@ class TracingSettings(BaseModel):
     """Headers of every OTLP export, e.g. an API key; from OTEL_EXPORTER_OTLP_HEADERS."""
     collected: list[TraceBackend] = Field(default_factory=list)
     """Backends that the OTLP collector forwards to: their traces are sent to the collector once, and never directly.
-    Its spans have the attributes that these backends read; `otlp`, like an empty list, means the GenAI conventions."""
+    Its spans have the attributes that these backends read. `otlp`, like an empty list, means the GenAI conventions."""
     token2text: bool = True
-    """Put decoded text on the spans of runs that do not say; False leaves token counts only."""
+    """Put decoded text on the spans of runs that do not say. False leaves token counts only."""
     redact: str | None = None
     """`package.module:function` from text to text, applied to each text before it is stored on a span."""
     max_text_bytes: int = Field(default=16384, ge=256)
-    """Longest text on a span in bytes; a longer one is truncated, with a marker."""
+    """Longest text on a span in bytes. A longer one is truncated, with a marker."""
     max_queue_size: int = Field(default=16384, ge=1)
-    """Spans waiting to be encoded; beyond it spans are dropped and counted."""
+    """Spans waiting to be encoded. Beyond it spans are dropped and counted."""
     schedule_delay_s: float = Field(default=1.0, gt=0)
     """Longest time that a span waits for its batch."""
     export_timeout_s: float = Field(default=120.0, gt=0)
-    """Timeout of an export; a slower backend counts as down. Long, because a backend that gets little of a busy machine
+    """Timeout of an export. A slower backend counts as down. Long, because a backend that gets little of a busy machine
     must not be sent the same spans again."""
     spool_dir: Path | None = None
-    """Folder for spans that a backend cannot take now; they are sent once it recovers. None keeps them in memory."""
+    """Folder for spans that a backend cannot take now. They are sent once it recovers. None keeps them in memory."""
     max_spool_bytes: int = Field(default=256 * 1024 * 1024, ge=0)
-    """Bytes on disk per backend and process; beyond it spans are dropped and counted."""
+    """Bytes on disk per backend and process. Beyond it spans are dropped and counted."""
 
     @field_validator("weave_project")
     @classmethod
@@ -99,7 +99,7 @@ class TracingSettings(BaseModel):
         return self.weave_url.rstrip("/") == HOSTED_WEAVE
 
     def missing(self, backend: TraceBackend) -> str | None:
-        """Missing setting for this backend, as a sentence with the remedy; None when there is none."""
+        """Missing setting for this backend, as a sentence with the remedy, or None when there is none."""
         wants = {
             TraceBackend.MLFLOW: (self.mlflow_uri, "an MLflow server: set MLFLOW_TRACKING_URI"),
             TraceBackend.WEAVE: (self.weave_api_key, "W&B's API key: set WANDB_API_KEY"),
@@ -132,7 +132,7 @@ class TracingSettings(BaseModel):
 
     @property
     def default_backends(self) -> tuple[TraceBackend, ...]:
-        """Backends of runs that name none; a W&B key alone does not enable Weave."""
+        """Backends of runs that name none. A W&B key alone does not enable Weave."""
         if self.backends is not None:
             return tuple(self.backends)
         known = [backend for backend in self.usable if backend is not TraceBackend.WEAVE]

@@ -23,14 +23,14 @@ Scalar = str | int | float | bool
 
 _NESTED = (dict, list, tuple, BaseModel)
 _MOST_PARTS = 10_000_000
-"""More parts than any body has; a value that contains itself several times has more."""
+"""More parts than any body has. A value that contains itself several times has more."""
 _PART_CHARS = 65_536
 LONGEST_MESSAGE = 4096
 """Bytes of a status or an event's text; MLflow cuts tags there too."""
 
 
 class SpanHandle:
-    """A span; every method does nothing when it is not recorded."""
+    """A span. Every method does nothing when it is not recorded."""
 
     def __init__(self, span: Span, trace_stats: TraceStats | None = None) -> None:
         self._span = span
@@ -58,7 +58,7 @@ class SpanHandle:
         self._span.set_attribute(key, _scalar(value))
 
     def tag(self, key: str, value: names.Tag) -> None:
-        """Set a tag of the trace; call it on a root only."""
+        """Set a tag of the trace. Call it on a root only."""
         self._span.set_attribute(names.TAG + key, value)
 
     def inputs(self, value: object) -> None:
@@ -110,7 +110,7 @@ class SpanHandle:
 
 
 def set_tools(schemas: Sequence[BaseModel]) -> None:
-    """Set the tools that the model is offered on the current span; each schema has a `function`."""
+    """Set the tools that the model is offered on the current span. Each schema has a `function`."""
     span = trace.get_current_span()
     if schemas and span.is_recording():
         span.set_attribute(names.TOOL_DEFINITIONS, shown(schemas))
@@ -145,7 +145,7 @@ def _scalar(value: Scalar) -> Scalar:
 
 
 def shown(value: object) -> str:
-    """JSON of `value` for a span; if it is too long, its texts are truncated and the structure stays readable."""
+    """JSON of `value` for a span. If it is too long, its texts are truncated and the structure stays readable."""
     try:
         return _json(value)
     except Exception as error:

@@ -58,7 +58,7 @@ def root_span(
     target: TraceTarget | None = None,
     kind: SpanKind = SpanKind.TRAJECTORY,
 ) -> Iterator[SpanHandle]:
-    """A span with tags that begins a trace and collects trace stats; `record` is that of `trajectory_span`."""
+    """A span with tags that begins a trace and collects trace stats. `record` is that of `trajectory_span`."""
     with collect_trace_stats() as sums:
         caller = trace.get_current_span().get_span_context()
         continues = record is None and caller.is_valid and caller.trace_flags.sampled
@@ -126,7 +126,7 @@ def reward_span(name: str) -> "EnteredSpan":
 
 @contextmanager
 def operation_span(name: str, target: TraceTarget | None = None) -> Iterator[SpanHandle]:
-    """One traced function of a custom agent loop; a separate trace outside of one if `root_operations` is set."""
+    """One traced function of a custom agent loop. A separate trace outside of one if `root_operations` is set."""
     tracing = active_tracing()
     alone = not trace.get_current_span().get_span_context().is_valid
     if alone and tracing is not None and tracing.root_operations:
@@ -150,7 +150,7 @@ def train_step_span(
 
 @contextmanager
 def optimizer_step_span(index: int, consumed: Sequence[tuple[str, str]]) -> Iterator[SpanHandle]:
-    """One optimizer step; `consumed` has the (trace id, root span id) in hex of the trajectories it trained on."""
+    """One optimizer step. `consumed` has the (trace id, root span id) in hex of the trajectories it trained on."""
     links = [
         Link(SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=TraceFlags(1)))
         for trace_id, span_id in consumed
@@ -160,9 +160,9 @@ def optimizer_step_span(index: int, consumed: Sequence[tuple[str, str]]) -> Iter
 
 
 def set_outcome(span: SpanHandle, failure: str | None = None) -> None:
-    """Tag the trace with the trajectory's outcome; call it last, on the root.
+    """Tag the trace with the trajectory's outcome. Call it last, on the root.
 
-    `failure` is `aborted` or `error:<code>`; None is `ok`, or the gravest incident that was recovered from.
+    `failure` is `aborted` or `error:<code>`. None is `ok`, or the gravest incident that was recovered from.
     """
     incidents = span.trace_stats.incidents
     gravest = names.gravest(incidents)
@@ -174,7 +174,7 @@ def set_outcome(span: SpanHandle, failure: str | None = None) -> None:
 def child_span(
     name: str, kind: SpanKind, attributes: Mapping[str, Scalar], links: Sequence[Link] = ()
 ) -> "EnteredSpan":
-    """A child of the current span; recorded if the current span is."""
+    """A child of the current span. Recorded if the current span is."""
     current = trace.get_current_span()
     parent = current.get_span_context()
     if parent.is_valid and not parent.trace_flags.sampled:  # as the sampler decides, without its work

@@ -34,7 +34,7 @@ class TraceStats:
         return services
 
     def receipt(self) -> str:
-        """The value of the header `x-trackway-trace`; empty without spans and incidents."""
+        """The value of the header `x-trackway-trace`. Empty without spans and incidents."""
         parts = [f"bytes={self.bytes}"] if self.bytes else []
         if self.incidents:
             parts.append("incidents=" + "+".join(sorted(self.incidents)))
@@ -43,7 +43,7 @@ class TraceStats:
         return ",".join(parts)
 
     def add_receipt(self, receipt: str) -> None:
-        """Add another process's sums; unknown fields, as of a newer service, are ignored."""
+        """Add another process's sums. Unknown fields, as of a newer service, are ignored."""
         parts = (part.partition("=") for part in receipt.split(","))
         fields = {name: value for name, _, value in parts}
         size = fields.get("bytes", "")

@@ -54,7 +54,7 @@ class Sample(WireReply):
 
     @property
     def index(self) -> int | str:
-        """`extra_info.index`, which tags the trajectory as `sample_index`; 0 when absent, as in verl."""
+        """`extra_info.index`, which tags the trajectory as `sample_index`. 0 when absent, as in verl."""
         return sample_index(self.extra_info.get("index"))
 
     @property
@@ -63,7 +63,7 @@ class Sample(WireReply):
         return {**_object(self.extra_info.get("env_kwargs"), "env_kwargs")}
 
     def tool_kwargs(self, tool: str, kind: str) -> dict[str, JsonValue]:
-        """`extra_info.tools_kwargs.<tool>.<kind>`; kind is create_, execute_, calc_reward_ or release_kwargs."""
+        """`extra_info.tools_kwargs.<tool>.<kind>`. Kind is create_, execute_, calc_reward_ or release_kwargs."""
         stages = _object(self.extra_info.get("tools_kwargs"), "tools_kwargs").get(tool)
         return {**_object(_object(stages, tool).get(kind), kind)}
 
@@ -104,7 +104,7 @@ class Limits(WireRequest):
     max_tool_response_tokens: Int | None = Field(default=None, ge=1)
     """Most tokens of one observation, in addition to the limit in characters. None means no limit."""
     tool_response_truncate_side: str = Field(default="middle", pattern="^(left|right|middle)$")
-    """Side on which a longer observation is truncated; a marker, which does not count, replaces what was removed."""
+    """Side on which a longer observation is truncated. A marker, which does not count, replaces what was removed."""
     timeout_s: Float = Field(default=600.0, gt=0)
     """Time limit of one trajectory in seconds; then it ends with `deadline_exceeded`."""
 
@@ -204,4 +204,4 @@ class AgentList(WireReply):
 
     agents: list[AgentInfo]
     without_tools: str = ""
-    """Why the model's chat template carries no tools; empty when it does."""
+    """Why the model's chat template carries no tools. Empty when it does."""

@@ -169,7 +169,7 @@ MessagesEvent = (
 
 
 class EchoedBlock(WireRequest):
-    """A content block; clients add fields such as `cache_control`, which have no effect."""
+    """A content block. Clients add fields such as `cache_control`, which have no effect."""
 
     model_config = ConfigDict(extra="ignore", ser_json_inf_nan=NON_FINITE)
 

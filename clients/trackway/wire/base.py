@@ -3,7 +3,7 @@
 A caller's typo must be an error. A reply from a newer service must still be readable by an older client.
 
 JSON has no NaN and no infinity. They are written as in proto3's JSON mapping, as the strings "NaN", "Infinity" and
-"-Infinity", which a float field parses. pydantic's default, null, loses the value and fails validation on reading; bare
+"-Infinity", which a float field parses. pydantic's default, null, loses the value and fails validation on reading. Bare
 constants are invalid JSON for JavaScript, jq and httpx.
 
 Every list of a request sets `fail_fast`, because pydantic otherwise collects an error for every invalid item.

@@ -4,7 +4,7 @@ A non-2xx body of ours is always `{"error": {"code", "message", "retryable", "de
 comes from elsewhere (Ray Serve answers plain text when a replica dies), and is therefore retried.
 
 TrackwayError            one class, raised on both sides of the wire: services raise it, clients raise it again
-  .code                  a member of ErrorCode; ERRORS has status, retryable and `model_sees`
+  .code                  a member of ErrorCode. ERRORS has status, retryable and `model_sees`
 """
 
 import json
@@ -18,7 +18,7 @@ from trackway.wire.base import WireReply, named_number, well_formed
 MAX_MESSAGE_CHARS = 4096
 """Longest message of an error in characters; a longer one, which quotes its input, loses its middle."""
 MAX_DETAIL_BYTES = 8192
-"""Longest detail of an error as JSON; long texts are shortened, and values beyond the limit dropped."""
+"""Longest detail of an error as JSON. Long texts are shortened, and values beyond the limit dropped."""
 _SHORT_CHARS = 256
 
 

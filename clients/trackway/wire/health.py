@@ -40,7 +40,7 @@ class OwnCode(WireReply):
     digest: str
     """First 16 hexadecimal digits of the sha256 of its files, by name and content."""
     commit: str = ""
-    """Git commit of its folder, with `+changes` after it when files differ from it; empty without git."""
+    """Git commit of its folder, with `+changes` after it when files differ from it. Empty without git."""
     modules: list[str] = Field(default_factory=list[str])
     files: list[str] = Field(default_factory=list[str])
     """Names of its files, the first 100."""
@@ -59,7 +59,7 @@ class Health(Installation):
     code: OwnCode | None = None
     """None when it has none."""
     threads: int | None = None
-    """CPU threads that torch computes with in this process; None without torch."""
+    """CPU threads that torch computes with in this process, or None without torch."""
 
 
 class Ready(WireReply):
@@ -78,7 +78,7 @@ class ReplicaInfo(WireReply):
     ready: Ready
     weights: WeightsReply | None = None
     url: str | None = None
-    """Its own address, without Ray Serve's proxy; None without one."""
+    """Its own address, without Ray Serve's proxy, or None without one."""
 
 
 class ReplicaList(WireReply):
@@ -100,7 +100,7 @@ class Wait(WireReply):
     since: int
     """Milliseconds since 1970."""
     until: int | None = None
-    """Its deadline in milliseconds since 1970; None without one."""
+    """Its deadline in milliseconds since 1970, or None without one."""
     progress: str = ""
     """How far it is, and its newest problem."""
     because: list["Wait"] = Field(default_factory=list["Wait"])

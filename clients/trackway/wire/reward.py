@@ -20,7 +20,7 @@ class ScoreRequest(WireRequest):
     """The scorer's method (`strict` or `flexible` for GSM8K). None takes the scorer's default."""
     trajectory_id: str | None = None
     messages: list[Message] = Field(default_factory=list[Message], max_length=2 * MAX_MESSAGES, fail_fast=True)
-    """The conversation with the solution in it, which a reward model scores; scorers of the text need none."""
+    """The conversation with the solution in it, which a reward model scores. Scorers of the text need none."""
     extra_info: dict[str, JsonValue] = Field(default_factory=dict)
     """The row's `extra_info` and, from the agent, `num_turns`. `turns`, the text of each turn of the model, which
     `turn_scores` of the answer follow. `tool_rewards`, a step reward per call (verl's).
@@ -29,7 +29,7 @@ class ScoreRequest(WireRequest):
 
 
 class BatchScoreRequest(WireRequest):
-    """Several solutions; the answers keep the order."""
+    """Several solutions. The answers keep the order."""
 
     requests: list[ScoreRequest] = Field(min_length=1, max_length=4096, fail_fast=True)
 

@@ -172,9 +172,9 @@ class SamplingParams(WireRequest):
     """Stop tokens in addition to the model's end-of-sequence token. A stop token is part of the output."""
     ignore_eos: bool = False
     logprobs: Int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
-    """Most likely tokens to return at each position, the sampled one among them; needs an engine that returns them."""
+    """Most likely tokens to return at each position, the sampled one among them. Needs an engine that returns them."""
     structured_outputs: Annotated[StructuredOutputs | None, Field(exclude_if=_is_none)] = None
-    """A grammar that guides the sampling; needs an engine with grammars. Logprobs are then of what the grammar leaves,
+    """A grammar that guides the sampling. Needs an engine with grammars. Logprobs are then of what the grammar leaves,
     and no learner computes them."""
     seed: Int | None = None
     """The same seed, prompt, weights and parameters give the same tokens, whatever else runs in the batch. SGLang
@@ -265,7 +265,7 @@ class GenerateChoice(WireReply):
 
     @property
     def top_logprobs(self) -> list[TopLogprobs]:
-        """The most likely tokens of each position; empty unless asked for."""
+        """The most likely tokens of each position. Empty unless asked for."""
         ranked = [entry["top_logprobs"] for entry in self.logprobs.content if "top_logprobs" in entry]
         if len(ranked) < len(self.logprobs.content):
             return []
@@ -315,11 +315,11 @@ class WeightsReply(WireReply):
 
     version: int
     latest: int
-    """The newest published version; greater than `version` while the replica is behind."""
+    """The newest published version. Greater than `version` while the replica is behind."""
     model: str
     replica: str
     verdict: Verdict | None = None
-    """Result of the proof after the load; None for the base weights."""
+    """Result of the proof after the load. None for the base weights."""
     transport: TransportName = "store"
     """How the replica can take new weights, besides from the store."""
 

@@ -29,7 +29,7 @@ class RetrieveRequest(WireRequest):
 
 
 class RetrievedDocument(WireReply):
-    """One document; the first line of `contents` is its title in quotes."""
+    """One document. The first line of `contents` is its title in quotes."""
 
     id: str | int = ""
     contents: str
@@ -45,7 +45,7 @@ class RetrievedDocument(WireReply):
 
 
 class ScoredDocument(WireReply):
-    """A document and its score; higher is better."""
+    """A document and its score. Higher is better."""
 
     document: RetrievedDocument
     score: float = 0.0

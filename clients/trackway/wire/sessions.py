@@ -68,9 +68,9 @@ class GraphNode(WireReply):
     """Number of the call that added the node, from 0."""
     ids: list[int] = Field(default_factory=list[int])
     logprobs: list[float] = Field(default_factory=list[float])
-    """One for each sampled id; empty in other kinds."""
+    """One for each sampled id. Empty in other kinds."""
     weight_versions: list[WeightSpan] = Field(default_factory=list[WeightSpan])
-    """Spans over `ids`; empty unless sampled."""
+    """Spans over `ids`. Empty unless sampled."""
     reason: RootReason | None = None
     """Reason why a root continues nothing."""
     repeats: int | None = None
@@ -262,7 +262,7 @@ class SessionRequest(WireRequest):
     by itself."""
     min_weight_version: Int = Field(default=0, ge=0)
     trace: bool | None = None
-    """Format and content of the trace; see GroupRequest."""
+    """Format and content of the trace. See GroupRequest."""
     trace_target: TraceTarget = Field(default_factory=TraceTarget)
     train: TrainedSession | None = None
     """Train on the session once `/end` is called. The run then sets `run`, `experiment_name`, `step`, the sampling, the
@@ -287,7 +287,7 @@ class SessionAccess(WireReply):
     api_key: str
     """A key for this session only, which also identifies it at `/agent/v1`."""
     traceparent: str | None = None
-    """The session's root span, for the agent's own spans; None when the session is not traced."""
+    """The session's root span, for the agent's own spans, or None when the session is not traced."""
 
 
 class ExternalRollout(SessionAccess):
@@ -322,7 +322,7 @@ class SessionState(WireReply):
     calls: int
     """Calls of the model, retries and auxiliary ones included."""
     attributes: dict[str, str]
-    """Session and conversation ids that the agent's own headers named; never used for routing."""
+    """Session and conversation ids that the agent's own headers named. Never used for routing."""
     ignored_fields: list[str] = Field(default_factory=list[str])
     """Fields of its calls that had no effect, at most 64: the agent's own sampling, formats that are only noted, and
     what the model's routes do not know."""

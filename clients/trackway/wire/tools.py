@@ -16,7 +16,7 @@ class ToolList(WireReply):
 
     tools: list[ToolSchema]
     stateless: list[str] = Field(default_factory=list[str])
-    """Tools without state between calls; one-shot calls of these need a quarter of the requests."""
+    """Tools without state between calls. One-shot calls of these need a quarter of the requests."""
 
 
 class CreateInstance(WireRequest):

@@ -21,18 +21,18 @@ HeaderText = Annotated[str, Field(pattern=r"^[\x20-\x7e]{1,1024}$")]
 
 
 class TraceTarget(WireRequest):
-    """The destination and the content of a trace; sent with each trace, since services outlive runs."""
+    """The destination and the content of a trace. Sent with each trace, since services outlive runs."""
 
     model_config = ConfigDict(frozen=True)
 
     backends: tuple[TraceBackend, ...] = Field(default=(), max_length=16, fail_fast=True)
     """One or several backends. An empty list takes the service's setting."""
     mlflow_experiment_id: HeaderText | None = None
-    """MLflow experiment; None takes the service's setting."""
+    """MLflow experiment. None takes the service's setting."""
     mlflow_run_id: HeaderText | None = None
     """MLflow run of the trace."""
     weave_project: HeaderText | None = Field(default=None, pattern="^[^/]+/[^/]+$")
-    """Weave's `entity/project`; None takes the service's setting."""
+    """Weave's `entity/project`. None takes the service's setting."""
     wandb_run_id: str | None = Field(default=None, pattern="^[^/:]+$")
     """W&B run to which Weave traces are linked: the bare id of a run in the same project."""
     token2text: bool | None = None

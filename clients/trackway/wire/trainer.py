@@ -10,7 +10,7 @@ from trackway.wire.names import RunName
 
 
 class RunState(StrEnum):
-    """The states of a run; RUN_TRANSITIONS lists the transitions."""
+    """The states of a run. RUN_TRANSITIONS lists the transitions."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -44,7 +44,7 @@ class RunRequest(WireRequest):
 
     config: dict[str, JsonValue]
     run: RunName | None = None
-    """Name of the run and of its folder; None takes `trainer.experiment_name`."""
+    """Name of the run and of its folder. None takes `trainer.experiment_name`."""
 
 
 class ResumeRequest(WireRequest):
@@ -95,7 +95,7 @@ class BackendSummary(WireReply):
     feedback_lost: int = 0
     """Feedback values that the backend refused, that exceeded the queue's limit, or whose trace did not arrive."""
     waits_for: str = ""
-    """Why values wait; empty if nothing prevents sending."""
+    """Why values wait. Empty if nothing prevents sending."""
     lost_because: str = ""
     """Reason of the most recent loss."""
 
@@ -115,7 +115,7 @@ class RunInfo(WireReply):
 
     run: str
     uid: str = ""
-    """Distinguishes this run from others of the same name; kept when the run is resumed."""
+    """Distinguishes this run from others of the same name. Kept when the run is resumed."""
     state: RunState
     step: int = 0
     total_steps: int = 0
@@ -131,11 +131,11 @@ class RunInfo(WireReply):
     run_id: str | None = None
     """MLflow's id of this run."""
     weave_url: str | None = None
-    """Page of the Weave project of its traces, `https://wandb.ai/<entity>/<project>`; None without traces there."""
+    """Page of the Weave project of its traces, `https://wandb.ai/<entity>/<project>`. None without traces there."""
     threads: int | None = None
     """CPU threads of the learner, kept when the run is resumed. None until it has loaded its model."""
     engine_threads: int | None = None
-    """CPU threads of the rollout engine when the run was started or resumed; None without torch there."""
+    """CPU threads of the rollout engine when the run was started or resumed, or None without torch there."""
     metrics: dict[str, float] = Field(default_factory=dict)
     """The newest value of each metric."""
     traces: TraceSummary | None = None
@@ -163,5 +163,5 @@ class MetricsRow(WireReply):
 
     step: int
     timestamp: int = 0
-    """End of the step in milliseconds since 1970; 0 if not recorded."""
+    """End of the step in milliseconds since 1970. 0 if not recorded."""
     data: dict[str, float]

@@ -63,7 +63,7 @@ class WeightSpan(WireReply):
     end: int
     kv_version: int | None = Field(default=None, exclude_if=_is_none)
     """The oldest version that can have computed the KV cache behind these tokens, where a request went on with it under
-    `version`; None where `version` computed all of it."""
+    `version`, or None where `version` computed all of it."""
 
     def moved(self, count: int) -> Self:
         """The span where `count` tokens come before those that it counts from."""
@@ -108,7 +108,7 @@ class ToolCallRecord(WireReply):
     seconds: float = 0.0
     """Seconds from request to answer, including retries and the recovery of a lost instance."""
     reward: float = 0.0
-    """The tool's step reward; 0.0 for a call that failed."""
+    """The tool's step reward. 0.0 for a call that failed."""
     error: ErrorCode | None = None
     """Why it failed: the error shown to the model, or the one that ended the trajectory."""
     message: str = Field(default="", exclude_if=_is_empty)
@@ -141,7 +141,7 @@ class Turn(WireReply):
 
 
 MAX_COMPONENTS = 128
-"""Most components that a scorer or a session may give; each becomes three metrics of a step."""
+"""Most components that a scorer or a session may give. Each becomes three metrics of a step."""
 
 
 MAX_ANSWER = 1000
@@ -154,7 +154,7 @@ class Reward(WireReply):
     score: float
     components: dict[str, float] = Field(default_factory=dict)
     answer: str | None = Field(default=None, max_length=MAX_ANSWER, exclude_if=_is_none)
-    """The answer that the scorer found in the text, verl's `pred`, for the vote of several rollouts; None for none."""
+    """The answer that the scorer found in the text, verl's `pred`, for the vote of several rollouts. None for none."""
     turn_scores: list[float] = Field(default_factory=list[float], exclude_if=_is_empty, fail_fast=True)
     """Parts of the score that stand at the last tokens of the model's turns, one for each turn of all rows in order;
     what they leave of the score stands at the last token. Empty for none."""
@@ -227,7 +227,7 @@ class Trajectory(WireReply):
     prompt_messages: list[Message] = Field(default_factory=list[Message], fail_fast=True)
     turns: list[Turn] = Field(default_factory=list[Turn], fail_fast=True)
     further_rows: list[TokenRow] = Field(default_factory=list[TokenRow], fail_fast=True)
-    """Rows beside the one of the fields above; all have the trajectory's reward and advantage."""
+    """Rows beside the one of the fields above. All have the trajectory's reward and advantage."""
     reward: Reward | None = None
     ground_truth: str | None = Field(default=None, exclude_if=_is_none)
     """The row's ground truth, for who looks at the trajectory."""
@@ -263,7 +263,7 @@ class Trajectory(WireReply):
 
     @property
     def rows(self) -> "list[Trajectory]":
-        """The rows of tokens to train on, each as a trajectory of one row; most trajectories have one."""
+        """The rows of tokens to train on, each as a trajectory of one row. Most trajectories have one."""
         if not self.further_rows:
             return [self]
         own = self.model_copy(update={"further_rows": []})

@@ -45,7 +45,7 @@ class Probe(WireReply):
     logprobs: list[float]
     """One per position."""
     previous: list[float] = Field(default_factory=list[float])
-    """The same logprobs under the previous version; empty if the publisher does not know them."""
+    """The same logprobs under the previous version. Empty if the publisher does not know them."""
 
 
 class WeightProof(WireReply):
@@ -123,7 +123,7 @@ class LatestWeights(WireReply):
 
 
 class SharedMemory(WireReply):
-    """A buffer of GPU memory for other processes, as PyTorch exports it by CUDA IPC; bytes are in base64.
+    """A buffer of GPU memory for other processes, as PyTorch exports it by CUDA IPC. Bytes are in base64.
 
     It has plain values in place of PyTorch's pickle, so that reading it runs no code.
     """

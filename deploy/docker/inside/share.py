@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 LARGE = 1_000_000
-"""Bytes; what is smaller is not worth a link."""
+"""Bytes. What is smaller is not worth a link."""
 
 
 def share(environment: Path, other: Path) -> tuple[int, int]:

@@ -205,7 +205,7 @@ def _routes(runs: Runs, services: list[str]) -> APIRouter:
 
     @router.get("/api/prompt", response_model=PromptPage)
     def one_prompt(run: RunKey, sample: str, validation: Validation = False) -> PromptPage:
-        """The rollouts of one sample in all steps; with `files_left`, as far as half a second reads."""
+        """The rollouts of one sample in all steps. With `files_left`, as far as half a second reads."""
         return prompt_page(reader, results, runs.find(run), sample, validation)
 
     @router.get("/api/evaluations", response_model=EvaluationsPage)
@@ -217,7 +217,7 @@ def _routes(runs: Runs, services: list[str]) -> APIRouter:
 
     @router.get("/api/failures", response_model=FailuresPage)
     def failures(run: RunKey) -> FailuresPage:
-        """Failures by cause, the most frequent first; with `files_left`, as far as half a second reads."""
+        """Failures by cause, the most frequent first. With `files_left`, as far as half a second reads."""
         return failures_page(reader, results, runs.find(run))
 
     @router.get("/api/export", response_class=StreamingResponse)

@@ -24,7 +24,7 @@ IS_INCIDENT = (
 )
 """True if an `incident` of a row is no failure of one of its calls or of the rollout."""
 CALLED = "CAST(CAST(incident_services AS JSON) AS MAP(VARCHAR, VARCHAR[]))[incident]"
-"""Services that were called at an `incident` of a row; null where the row does not say."""
+"""Services that were called at an `incident` of a row. Null where the row does not say."""
 FAILURES = {
     "trajectory": (
         f"{_CODE} AS code, {_ENDED_BY} AS tool, json_extract_string(error, '$.message') AS message, '' AS called",

@@ -24,7 +24,7 @@ _FROM = "FROM read_parquet($files, union_by_name = true, filename = true)"
 def prompt_page(
     reader: ParquetReader, results: FileResults, folder: RunFolder, sample: str, validation: bool
 ) -> PromptPage:
-    """The rollouts of a sample in all steps, as far as they were read; validation has samples of its own."""
+    """The rollouts of a sample in all steps, as far as they were read. Validation has samples of its own."""
 
     def read(some: Sequence[File]) -> tuple[list[tuple[File, Row]], dict[File, str]]:
         rows, unreadable = reader.across(

@@ -23,17 +23,17 @@ class RunSummary(WireReply):
     """A run in the list of runs."""
 
     key: str
-    """Its folder below the outputs folder, `demo/seed0`; names the run in every other route."""
+    """Its folder below the outputs folder, `demo/seed0`. Names the run in every other route."""
     name: str
     state: RunState
     alive: bool | None = None
-    """True if its process runs; None for a run that has ended."""
+    """True if its process runs. None for a run that has ended."""
     step: int = 0
     total_steps: int = 0
     restarts: int = 0
     message: str = ""
     changed: int = 0
-    """When its state changed last, in milliseconds since 1970; 0 if unknown."""
+    """When its state changed last, in milliseconds since 1970. 0 if unknown."""
     reward: Series = Field(default_factory=Series)
     """Mean reward of each step."""
     accuracy: Series = Field(default_factory=Series)
@@ -41,11 +41,11 @@ class RunSummary(WireReply):
     failed: int = 0
     """Trajectories with an error, validation included."""
     seconds: float | None = None
-    """Seconds of its steps so far; None if not recorded."""
+    """Seconds of its steps so far, or None if not recorded."""
     tokens: int | None = None
-    """Tokens of its steps so far, prompts included; None if not recorded."""
+    """Tokens of its steps so far, prompts included, or None if not recorded."""
     gpu_seconds: float | None = None
-    """`seconds` times the GPUs of its configuration; None without GPUs there."""
+    """`seconds` times the GPUs of its configuration, or None without GPUs there."""
 
 
 class RunSummaries(WireReply):
@@ -90,7 +90,7 @@ class RunConfiguration(WireReply):
     """The resolved configuration of a run."""
 
     values: dict[str, JsonValue]
-    """As nested keys; empty if it cannot be read."""
+    """As nested keys. Empty if it cannot be read."""
 
 
 class Metrics(WireReply):
@@ -105,7 +105,7 @@ class StepPage(WireReply):
     step: int
     validation: bool
     total: int
-    """Rollouts of the step; the lists may hold fewer."""
+    """Rollouts of the step. The lists may hold fewer."""
     offset: int
     """Rollouts of the step before the first one of the lists."""
     sample_index: list[str]
@@ -120,7 +120,7 @@ class StepPage(WireReply):
     seconds: list[float | None]
     """Seconds of the whole rollout."""
     parts: dict[str, list[float | None]]
-    """Seconds of each activity; the rest is queues, parsing and the network."""
+    """Seconds of each activity. The rest is queues, parsing and the network."""
     incidents: list[int]
     """Number of problems from which the rollout recovered."""
     traced: list[bool]
@@ -181,11 +181,11 @@ class TrajectoryPage(WireReply):
     model_tokens: int
     """Tokens of the response that the model wrote, mask 1."""
     rows: int
-    """Rows of tokens; most trajectories have one."""
+    """Rows of tokens. Most trajectories have one."""
     trace: str | None
-    """Page of its trace in MLflow; None when it was not traced, or MLflow is unknown."""
+    """Page of its trace in MLflow. None when it was not traced, or MLflow is unknown."""
     weave: str | None
-    """Page of its trace in Weave; None when it was not traced there."""
+    """Page of its trace in Weave. None when it was not traced there."""
     trace_id: str | None
     shortened: bool
     """True if a text was cut to the console's limit."""
@@ -207,16 +207,16 @@ class TokensPage(WireReply):
     row: int
     rows: int
     total: int
-    """Tokens of the row; the lists may hold fewer."""
+    """Tokens of the row. The lists may hold fewer."""
     offset: int
     prompt_tokens: int
     ids: list[int]
     pieces: list[str] | None
-    """The text of each token; None without the run's tokenizer on this machine."""
+    """The text of each token, or None without the run's tokenizer on this machine."""
     mask: list[int]
-    """1 for the model's tokens, which are trained; 0 for others, the prompt included."""
+    """1 for the model's tokens, which are trained. 0 for others, the prompt included."""
     logprobs: list[float | None]
-    """The sampler's, in nats; None for tokens that were not sampled."""
+    """The sampler's, in nats, or None for tokens that were not sampled."""
     versions: list[int | None]
     """Weight version that sampled the token."""
     learner: "LearnerTokens | None"
@@ -224,14 +224,14 @@ class TokensPage(WireReply):
     ranked: list[RankedToken]
     """The tokens of the whole row with the most remarkable values of what was asked for, the first of them first."""
     unreadable: str
-    """Why the learner's file cannot be read; empty if it can."""
+    """Why the learner's file cannot be read. Empty if it can."""
 
 
 class LearnerTokens(WireReply):
-    """Values that the update computed of the same tokens, by column; null where it computed none."""
+    """Values that the update computed of the same tokens, by column, or null where it computed none."""
 
     status: str
-    """`used`, or why the trajectory was not trained on; the columns are then empty."""
+    """`used`, or why the trajectory was not trained on. The columns are then empty."""
     logprobs: list[float | None]
     entropies: list[float | None]
     advantages: list[float | None]
@@ -252,7 +252,7 @@ class Hit(WireReply):
     snippet: str
     """Text around the first match, or the end of the conversation without a text to search."""
     match: str
-    """Match, as the snippet has it; empty without a text to search."""
+    """Match, as the snippet has it. Empty without a text to search."""
 
 
 class SearchPage(WireReply):
@@ -262,7 +262,7 @@ class SearchPage(WireReply):
     files: int
     """Files searched for this page."""
     cursor: str | None
-    """Continues the search; None at its end."""
+    """Continues the search. None at its end."""
     unreadable: list[str]
     """Files that could not be read."""
 
@@ -301,7 +301,7 @@ class PromptPage(WireReply):
 
 
 class Failure(WireReply):
-    """Failures with one kind, code, service and message; numbers in the message may differ."""
+    """Failures with one kind, code, service and message. Numbers in the message may differ."""
 
     kind: str
     """`trajectory` for an error that ended a rollout, `call` for a failed tool call, `incident` for a problem from
@@ -309,18 +309,18 @@ class Failure(WireReply):
     code: str
     tool: str | None
     message: str
-    """One of the messages; empty for calls and incidents, which have none."""
+    """One of the messages. Empty for calls and incidents, which have none."""
     pattern: str
     """Common beginning of its messages, N for numbers, which search takes as `message`."""
     infrastructure: bool
     """True if a service, a machine or the network failed, and not the row, the agent loop or the tool itself."""
     service: str
-    """Services where it failed, as its row, code or message says; several where none says which, empty for none."""
+    """Services where it failed, as its row, code or message says. Several where none says which, empty for none."""
     called: str
-    """For an incident of a call the service as its rows have it, which search takes as `service`; empty for others."""
+    """For an incident of a call the service as its rows have it, which search takes as `service`. Empty for others."""
     count: int
     rollouts: int
-    """Rollouts that have one; a rollout may have several failed calls."""
+    """Rollouts that have one. A rollout may have several failed calls."""
     steps: Series
     """Failures by step of training."""
     validation: int
@@ -345,7 +345,7 @@ class TaskResult(WireReply):
     """The rollouts of a row in an evaluation."""
 
     score: float | None
-    """Mean score; null when infrastructure errors ended all."""
+    """Mean score, or null when infrastructure errors ended all."""
     passed: int
     rollouts: int
     """Rollouts that ended."""
@@ -400,7 +400,7 @@ class SpanBar(WireReply):
     seconds: float | None
     """None while it is open."""
     error: str
-    """Message of its error; empty for none."""
+    """Message of its error. Empty for none."""
 
 
 class SpansPage(WireReply):
@@ -408,7 +408,7 @@ class SpansPage(WireReply):
 
     spans: list[SpanBar]
     total: int
-    """Spans of the trace; the list may hold fewer."""
+    """Spans of the trace. The list may hold fewer."""
 
 
 class ReplicaState(WireReply):
@@ -420,18 +420,18 @@ class ReplicaState(WireReply):
     reason: str
     """Why it is not ready."""
     version: int | None
-    """Version of its weights; None for services without any."""
+    """Version of its weights, or None for services without any."""
     latest: int | None
     """The newest published version."""
     verdict: str
-    """Verdict of the proof of these weights; empty without one."""
+    """Verdict of the proof of these weights. Empty without one."""
     trace_backends: list[str]
     spans_ended: int
     spans_waiting: int
     spans_lost: int
     threads: int | None
     code: str
-    """Digest of the user's own code; empty without any."""
+    """Digest of the user's own code. Empty without any."""
     queues: dict[str, float]
     """Requests in flight, running, waiting, and the like, by name."""
 
@@ -454,7 +454,7 @@ class SystemPage(WireReply):
 
 
 class TryOffer(WireReply):
-    """Model and tools to try; empty where the service does not answer."""
+    """Model and tools to try. Empty where the service does not answer."""
 
     model: str | None
     tools: list[ToolSchema]

@@ -33,7 +33,7 @@ class _Metrics:
     """The last of these, which a file that was rewritten does not have there."""
 
     def read_on(self, file: Path) -> "_Metrics":
-        """These and the lines appended since; all lines of a file that was rewritten."""
+        """These and the lines appended since. All lines of a file that was rewritten."""
         if not file.is_file():
             return _Metrics()
         with file.open("rb") as opened:
@@ -140,7 +140,7 @@ class Runs:
 
 
 def evaluation_of(folder: RunFolder) -> Evaluation | None:
-    """The evaluation that a run is; None for one that trains."""
+    """The evaluation that a run is, or None for one that trains."""
     try:
         return Evaluation.model_validate_json((folder.path / EVALUATION_FILE).read_bytes())
     except (OSError, ValidationError):
@@ -159,7 +159,7 @@ def _total(rows: Iterable[MetricsRow], name: str) -> float | None:
 
 
 def config_of(folder: RunFolder) -> dict[str, JsonValue]:
-    """The nested keys of the run's configuration; none if it cannot be read."""
+    """The nested keys of the run's configuration. None if it cannot be read."""
     try:
         return _CONFIG.validate_json((folder.path / "config.json").read_bytes())
     except (OSError, ValidationError):
@@ -187,7 +187,7 @@ def finite(value: float) -> float | None:
 
 
 def mlflow_page(folder: RunFolder, trace_id: str | None = None) -> str | None:
-    """MLflow's page of the run's traces, or of one trace; None where MLflow is not a web server."""
+    """MLflow's page of the run's traces, or of one trace, or None where MLflow is not a web server."""
     info = folder.info()
     if not info.experiment_id or not (info.mlflow_uri or "").startswith(("http://", "https://")):
         return None
@@ -196,7 +196,7 @@ def mlflow_page(folder: RunFolder, trace_id: str | None = None) -> str | None:
 
 
 def weave_page(folder: RunFolder, span_id: str | None = None) -> str | None:
-    """Weave's page of the run's traces, or of the call of a span; None without traces there."""
+    """Weave's page of the run's traces, or of the call of a span. None without traces there."""
     project = folder.info().weave_url or ""
     if not project.startswith(("http://", "https://")):
         return None
@@ -204,7 +204,7 @@ def weave_page(folder: RunFolder, span_id: str | None = None) -> str | None:
 
 
 def stamp_of(path: Path) -> _Stamp:
-    """Size and time of a file; zeros where there is none."""
+    """Size and time of a file. Zeros where there is none."""
     try:
         status = path.stat()
     except OSError:

@@ -45,7 +45,7 @@ class Query:
     is_regex: bool = False
     """True if `text` is a regular expression (RE2) over each of these texts; `(?-i)` in it minds the case."""
     tool: str = ""
-    """Name of a called tool; with `error`, of a call that failed so."""
+    """Name of a called tool. With `error`, of a call that failed so."""
     error: str = ""
     """Code of an error that ended the rollout, or of a failed call."""
     message: str = ""
@@ -189,7 +189,7 @@ def _rows_of_part(source: str) -> str:
 
 
 def _part(reader: ParquetReader, file: File, query: Query) -> tuple[int, int]:
-    """Rows of a file that are read at once, and all of them; no bounds for queries that take nothing out of JSON."""
+    """Rows of a file that are read at once, and all of them. No bounds for queries that take nothing out of JSON."""
     if not (query.is_regex or query.tool or query.error or query.incident or query.tool_was_right):
         return _EVERY, _EVERY
     if query.is_regex:  # by characters: a file has the same prompt once
@@ -286,7 +286,7 @@ def _conditions(query: Query) -> tuple[str, dict[str, object]]:
 
 
 def _hit(file: File, row: dict[str, Any], query: Query) -> Hit | None:
-    """The row as a hit; None when only its JSON contains the text, such as the name of a field."""
+    """The row as a hit, or None when only its JSON contains the text, such as the name of a field."""
     turns = json.loads(row["turns"])
     error = json.loads(row["error"])
     texts = [*_texts(json.loads(row["prompt_messages"])), *_texts(m for turn in turns for m in turn["messages"])]

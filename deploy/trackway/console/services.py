@@ -86,7 +86,7 @@ class _Models(WireReply):
 
 
 def service_routes(urls: Mapping[str, str], http: httpx.AsyncClient | None = None) -> APIRouter:
-    """The routes over services at these addresses, by name; without addresses there is nothing to try."""
+    """The routes over services at these addresses, by name. Without addresses there is nothing to try."""
     router = APIRouter(tags=["services"], generate_unique_id_function=lambda route: route.name)
 
     def client(service: str, request: Request, total_s: float) -> ServiceClient:
@@ -110,7 +110,7 @@ def service_routes(urls: Mapping[str, str], http: httpx.AsyncClient | None = Non
         """The model, the tools and the scorers of the services that answer."""
 
         async def ask(service: str, path: str, reply: type[M]) -> M | None:
-            """None for a service that is not known or does not answer; raises TrackwayError for a refusal."""
+            """None for a service that is not known or does not answer. Raises TrackwayError for a refusal."""
             if service not in urls:
                 return None
             try:
@@ -187,7 +187,7 @@ async def _state(name: str, url: str, client: ServiceClient) -> ServiceState:
 
 
 async def _queues(client: ServiceClient, replica: ReplicaInfo, token: str | None) -> dict[str, float]:
-    """Gauges of one replica by its own address, or of a service alone; empty where that cannot be reached."""
+    """Gauges of one replica by its own address, or of a service alone. Empty where that cannot be reached."""
     at_replica = client
     if replica.url is not None:
         at_replica = ServiceClient(

@@ -74,7 +74,7 @@ def _prompts(
 
 
 def last_user_text(messages: str) -> str:
-    """The content of the last user message of a conversation in JSON; empty without one."""
+    """The content of the last user message of a conversation in JSON. Empty without one."""
     try:
         contents = [message["content"] for message in json.loads(messages) if message["role"] == "user"]
     except (ValueError, TypeError, KeyError):

@@ -17,13 +17,13 @@ _BEFORE = 8
 
 
 class Tokenizers:
-    """Loads `tokenizer.json` of the folder `actor_rollout_ref.model.path`; nothing is downloaded."""
+    """Loads `tokenizer.json` of the folder `actor_rollout_ref.model.path`. Nothing is downloaded."""
 
     def __init__(self) -> None:
         self._loaded: dict[Path, Tokenizer | None] = {}
 
     def pieces(self, folder: RunFolder, ids: Sequence[int], shown: range) -> list[str] | None:
-        """The text that each of the shown tokens adds; None without a tokenizer or without the package `tokenizers`.
+        """The text that each of the shown tokens adds, or None without a tokenizer or without the package `tokenizers`.
 
         A token that ends within a character adds nothing, and the one that completes it adds the character.
         """

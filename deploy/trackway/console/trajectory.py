@@ -30,7 +30,7 @@ MOST_TOKENS = 4096
 """Tokens of one reply."""
 MOST_RANKED = 8
 Rank = Literal["logprob", "learner", "difference", "entropy", "advantage"]
-"""Measure that tokens are ranked by; the sampler's log-probability where the learner's values are missing."""
+"""Measure that tokens are ranked by. The sampler's log-probability where the learner's values are missing."""
 _ORDER: dict[Rank, Callable[[float], float]] = {
     "logprob": lambda value: value,
     "learner": lambda value: value,
@@ -129,7 +129,7 @@ def tokens_page(
     place: int | None = None,
     rank: Rank = "logprob",
 ) -> TokensPage:
-    """Tokens of a row of the trajectory; `place` names the page with a token of the response instead of `offset`.
+    """Tokens of a row of the trajectory. `place` names the page with a token of the response instead of `offset`.
 
     Raises TrackwayError as `read_trajectory` does.
     """

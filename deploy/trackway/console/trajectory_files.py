@@ -49,7 +49,7 @@ def trajectory_files(folder: RunFolder) -> list[File]:
 
 
 def token_values_of(folder: RunFolder, step: int) -> File | None:
-    """The file of a step's token values; None without one."""
+    """The file of a step's token values, or None without one."""
     return _file(folder.path / TOKEN_VALUES / f"step_{step}.parquet", step, False)
 
 
@@ -154,7 +154,7 @@ class ParquetReader:
         return rows, unreadable
 
     def _cursor(self) -> "duckdb.DuckDBPyConnection":
-        """A connection for this request; requests run in threads."""
+        """A connection for this request. Requests run in threads."""
         import duckdb
 
         with self._lock:

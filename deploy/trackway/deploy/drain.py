@@ -51,7 +51,7 @@ _RUN, _RANK = "trackway.trainer.worker", "trackway.trainer.learner.ranks.process
 
 
 def drain(node: str, cluster: str, timeout_s: float) -> list[str]:
-    """Drain a node and wait until no Serve replica runs on it; returns the replicas that remain at the timeout.
+    """Drain a node and wait until no Serve replica runs on it. Returns the replicas that remain at the timeout.
 
     If the control store does not answer, for example while the head restarts, it is polled. Once it has been silent for
     `_SILENCE_S`, the node's run saves and ends, and an idle node is not drained any longer.
@@ -166,7 +166,7 @@ def _command(process: psutil.Process) -> str:
 
 
 def _draining(node: str, cluster: str, until_ms: int) -> GcsClient:
-    """Start draining the node; returns the client of the control store."""
+    """Start draining the node. Returns the client of the control store."""
     store = GcsClient(address=cluster)
     accepted, reason = store.drain_node(node, _PREEMPTION, "its pod stops", until_ms, timeout=_ANSWER_S)
     if not accepted:

@@ -113,7 +113,7 @@ class Replica:
         return ReplicaPass(self._app.state.settings.replica, opens)
 
     async def steer(self, method: str, path: str, timeout_s: float) -> SleepReply | Refusal:
-        """Sleep or wake up through this replica's routes; returns the refusal on failure."""
+        """Sleep or wake up through this replica's routes. Returns the refusal on failure."""
         answer = await self._request(method, path, {REQUEST_TIMEOUT: f"{max(0.0, timeout_s):.3f}"})
         if answer.is_success:
             return SleepReply.model_validate_json(answer.content)
@@ -167,6 +167,6 @@ def _direct_port(settings: ServiceSettings, app: FastAPI) -> DirectPort | None:
 
 
 def _auth(settings: ServiceSettings) -> AuthSettings:
-    """The auth settings; loopback is not trusted behind HAProxy, which calls from this machine for any client."""
+    """The auth settings. Loopback is not trusted behind HAProxy, which calls from this machine for any client."""
     hidden = os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
     return settings.auth.model_copy(update={"trust_loopback": settings.auth.trust_loopback and not hidden})

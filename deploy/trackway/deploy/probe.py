@@ -1,7 +1,7 @@
 """Readiness of the replicas on this machine, for a worker pod: `python -m trackway.deploy.probe`.
 
 Each replica answers at a Unix socket in `$TRACKWAY_PROBE_DIR`. All of them must say that they are ready, and each
-service named on the command line must have one here; without names, one replica of any service is enough. A replica
+service named on the command line must have one here. Without names, one replica of any service is enough. A replica
 that does not answer in time is stuck. A killed replica counts no more, and its socket is removed.
 
 The exit status is 0 when ready. Imports the standard library only: it runs every few seconds.

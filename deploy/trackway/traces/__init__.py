@@ -22,5 +22,5 @@ __all__ = [
 
 
 def missing_parts(tree: TraceTree, turns: Sequence[Turn]) -> list[str]:
-    """The gaps of a scored trajectory's trace; empty for a complete tree of separate services."""
+    """The gaps of a scored trajectory's trace. Empty for a complete tree of separate services."""
     return [*rules.tree_gaps(tree, rules.Expected.of(turns, rewards=1)), *rules.shared_processes(tree)]

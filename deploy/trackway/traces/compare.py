@@ -16,7 +16,7 @@ from trackway.traces.tree import SpanNode, TraceTree
 _WORD = re.compile(r"\d+(?:\.\d+)*|\w+|\s+|[^\w\s]")
 """A number, a word, white space, or a single character. Joined they are the text."""
 _MOST_COMPARISONS = 4_000_000
-"""Limit of word comparisons, the product of both lengths; longer passages differ as a whole."""
+"""Limit of word comparisons, the product of both lengths. Longer passages differ as a whole."""
 
 
 class DiffPiece(NamedTuple):
@@ -28,7 +28,7 @@ class DiffPiece(NamedTuple):
 
 
 class Diff(BaseModel):
-    """The diff of several texts; None for a side that does not exist."""
+    """The diff of several texts, or None for a side that does not exist."""
 
     sides: list[list[DiffPiece] | None]
 
@@ -145,7 +145,7 @@ class ComparedTurn(BaseModel):
 
     name: str
     facts: list[list[str] | None]
-    """Weights, tokens, time and events; None for a trajectory without such a turn."""
+    """Weights, tokens, time and events. None for a trajectory without such a turn."""
     text: Diff
     calls: list[ComparedCall]
 
@@ -168,7 +168,7 @@ class Comparison(BaseModel):
 
 
 def compare(trees: Sequence[TraceTree]) -> Comparison:
-    """Compare two or more trajectories; turns are matched by their number."""
+    """Compare two or more trajectories. Turns are matched by their number."""
     turns = itertools.zip_longest(*map(_turns, trees))
     return Comparison(
         trees=list(trees),

@@ -63,7 +63,7 @@ class MlflowStore:
         return cls(uri, experiment_ids(uri, project))
 
     def search(self, wanted: TraceFilter) -> Iterator[TraceTree]:
-        """See TraceStore; MLflow filters tags, and ranges are filtered here."""
+        """See TraceStore. MLflow filters tags, and ranges are filtered here."""
         return (tree for tree in self.trees(filter_string(wanted)) if wanted.matches(tree))
 
     def get(self, trace_ids: Sequence[str]) -> dict[str, TraceTree]:
@@ -100,7 +100,7 @@ class MlflowStore:
 
 
 class _Api:
-    """Calls to the server of a tracking URI; for a local database a server is started if necessary."""
+    """Calls to the server of a tracking URI. For a local database a server is started if necessary."""
 
     def __init__(self, uri: str) -> None:
         self._uri = uri

@@ -30,7 +30,7 @@ class TraceRow(BaseModel):
     """Of other models, as the agent's framework recorded them."""
     weight_versions: str
     answer: str
-    """The last text of the model; empty without token2text."""
+    """The last text of the model. Empty without token2text."""
 
 
 def row(tree: TraceTree) -> TraceRow:

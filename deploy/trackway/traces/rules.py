@@ -43,7 +43,7 @@ class Expected:
 
 
 def gaps(tree: TraceTree | None, trajectory: Trajectory) -> list[str]:
-    """The gaps and contradictions of a trajectory's trace; empty for a complete one.
+    """The gaps and contradictions of a trajectory's trace. Empty for a complete one.
 
     A failed trajectory needs only a root with status ERROR and no orphans, since work that never began has no span.
     """

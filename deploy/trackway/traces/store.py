@@ -27,7 +27,7 @@ class TraceKind(StrEnum):
 
 @dataclass(frozen=True)
 class Steps:
-    """An inclusive range of steps; open if `last` is None."""
+    """An inclusive range of steps. Open if `last` is None."""
 
     first: int = 0
     last: int | None = None
@@ -63,7 +63,7 @@ class TraceFilter:
     """Required name of a span, ours or a framework's. `*` matches any text."""
 
     def matches(self, tree: TraceTree) -> bool:
-        """Return whether a trace matches; backends may filter beforehand."""
+        """Return whether a trace matches. Backends may filter beforehand."""
         step = number(tree.tags.get(self.kind.step_tag))
         if step is None or (self.steps is not None and step not in self.steps):
             return False

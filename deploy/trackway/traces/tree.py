@@ -123,7 +123,7 @@ class TraceTree(BaseModel):
 
     @property
     def root(self) -> SpanNode | None:
-        """The span without a parent; None if it is missing."""
+        """The span without a parent, or None if it is missing."""
         return next((span for span in self.roots if span.parent_id is None), None)
 
     @property
@@ -177,7 +177,7 @@ def facts_of(name: str, attributes: Mapping[str, JsonValue]) -> dict[str, Any]:
 
 
 def assemble(spans: Iterable[SpanNode]) -> list[SpanNode]:
-    """Attach each span to its parent; returns the root, if there is one, then the orphans."""
+    """Attach each span to its parent. Returns the root, if there is one, then the orphans."""
     known: Mapping[str, SpanNode] = {span.span_id: span for span in spans}
     ordered = sorted(known.values(), key=lambda span: span.start_ms)
     roots = [span for span in ordered if span.parent_id not in known]

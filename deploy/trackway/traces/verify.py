@@ -65,7 +65,7 @@ def _unseen(*counts: int) -> None:
 
 
 def dumps(run: RunFolder, steps: Steps | None, validate: bool | None) -> list[Path]:
-    """The run's files of trajectories, by step; `validate` True or False leaves the other kind out.
+    """The run's files of trajectories, by step. `validate` True or False leaves the other kind out.
 
     Raises:
         UserError: there are none.
@@ -127,7 +127,7 @@ def look(
     rule: Rule = rules.gaps,
     seen: Callable[[int], object] = _unseen,
 ) -> dict[str, list[str]]:
-    """The reasons of each trajectory with an incomplete trace, by trace id; `seen` gets the size of each part."""
+    """The reasons of each trajectory with an incomplete trace, by trace id. `seen` gets the size of each part."""
     reasons_by_id: dict[str, list[str]] = {}
     for chunk in _chunks(trajectories):
         trees = store.get([trajectory.trace_id for trajectory in chunk if trajectory.trace_id])
@@ -145,7 +145,7 @@ def waiting(outputs: Path) -> WaitingSpans:
 
 
 def _size(path: Path) -> int | None:
-    """Size in bytes; None if the file was sent meanwhile."""
+    """Size in bytes, or None if the file was sent meanwhile."""
     try:
         return path.stat().st_size
     except FileNotFoundError:

@@ -17,7 +17,7 @@ class Tokens(BaseModel):
 
 
 def number(value: object) -> float | None:
-    """A finite number, possibly given as text; None for anything else."""
+    """A finite number, possibly given as text, or None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -28,7 +28,7 @@ def number(value: object) -> float | None:
 
 
 def field_of(value: JsonValue, *keys: str) -> JsonValue:
-    """The first of these fields in a JSON object; None if there is none or the value is not an object."""
+    """The first of these fields in a JSON object, or None if there is none or the value is not an object."""
     if not isinstance(value, Mapping):
         return None
     return next((value[key] for key in keys if value.get(key) is not None), None)
@@ -46,12 +46,12 @@ def reward_of(tree: TraceTree) -> float | None:
 
 
 def prompt_text(span: SpanNode) -> str | None:
-    """The prompt text that is new since the previous turn; None without token2text."""
+    """The prompt text that is new since the previous turn, or None without token2text."""
     return _last_content(span.inputs)
 
 
 def response_text(span: SpanNode) -> str | None:
-    """The response text of a generation, or a trajectory's last message of the model; None without token2text."""
+    """The response text of a generation, or a trajectory's last message of the model, or None without token2text."""
     return _last_content(span.outputs, "assistant")
 
 
@@ -72,7 +72,7 @@ def has_texts(tree: TraceTree) -> bool:
 
 
 def answer_of(tree: TraceTree) -> str:
-    """The last text of the model; empty without token2text."""
+    """The last text of the model. Empty without token2text."""
     for chat in reversed(tree.of_kind("chat")):
         if text := response_text(chat):
             return text
@@ -103,7 +103,7 @@ def tool_calls(tree: TraceTree) -> int:
 
 
 def other_tokens(tree: TraceTree) -> Tokens | None:
-    """Tokens of the generations that only the agent's framework recorded, by other models; None without any."""
+    """Tokens of the generations that only the agent's framework recorded, by other models, or None without any."""
     counts = [count for chat in tree.of_frameworks("chat") if (count := tokens_of(chat))]
     prompt, response = (sum(count[side] for count in counts) for side in (0, 1))
     return Tokens(prompt=prompt, response=response) if counts else None

@@ -48,7 +48,7 @@ class WeaveStore:
             return cls(weave.init(project))
 
     def search(self, wanted: TraceFilter) -> Iterator[TraceTree]:
-        """See TraceStore; Weave filters tags and ranges of steps, and patterns and rewards are filtered here."""
+        """See TraceStore. Weave filters tags and ranges of steps, and patterns and rewards are filtered here."""
         roots = self._calls(query=query_of(wanted), filter={"trace_roots_only": True}, sort_by=_NEWEST_FIRST)
         ids = (str(call.trace_id) for call in roots)
         while page := list(itertools.islice(ids, _TRACES_PER_QUERY)):
@@ -76,7 +76,7 @@ class WeaveStore:
 
 
 def query_of(wanted: TraceFilter) -> dict[str, Any] | None:
-    """The part of a filter that Weave supports; tags keep their types, so `7` is searched as text and number."""
+    """The part of a filter that Weave supports. Tags keep their types, so `7` is searched as text and number."""
     exact = {key: value for key, value in wanted.tags.items() if "*" not in value}
     terms = [_any_of(f"attributes.{key}", value) for key, value in exact.items()]
     terms += _within(f"attributes.{wanted.kind.step_tag}", wanted.steps)
@@ -102,7 +102,7 @@ def _within(name: str, steps: Steps | None) -> list[dict[str, Any]]:
 
 
 def trees_of(calls: Iterable[Any]) -> dict[str, TraceTree]:
-    """The traces of these calls, by id; calls that are not OpenTelemetry spans are skipped."""
+    """The traces of these calls, by id. Calls that are not OpenTelemetry spans are skipped."""
     spans: dict[str, list[Span]] = defaultdict(list)
     feedback: dict[str, dict[str, JsonValue]] = defaultdict(dict)
     for call in calls:

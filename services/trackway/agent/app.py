@@ -78,7 +78,7 @@ def _routes(groups: Groups, context: AgentContext) -> ServiceRouter:
         "/groups", response_class=StreamingResponse, responses={200: {"content": {"application/x-ndjson": {}}}}
     )
     async def run_group(request: GroupRequest) -> StreamingResponse:
-        """Run n rollouts of a sample; streams one Trajectory per line of NDJSON, each as it ends.
+        """Run n rollouts of a sample. Streams one Trajectory per line of NDJSON, each as it ends.
 
         With `report_waits_s`, a line `{"waits": [...]}` says what they wait for whenever none has ended for so long.
         """

@@ -26,7 +26,7 @@ class ToolSet:
 
 
 class ToolCatalog:
-    """The tool server's list; trajectories that start together share a request."""
+    """The tool server's list. Trajectories that start together share a request."""
 
     def __init__(self, client: ToolsClient, refresh_s: float) -> None:
         self._client = client

@@ -43,7 +43,7 @@ class AgentContext:
 
     @classmethod
     def connect(cls, settings: AgentSettings, http: httpx.AsyncClient | None = None) -> "AgentContext":
-        """Load the tokenizer and create the clients; sends no request."""
+        """Load the tokenizer and create the clients. Sends no request."""
         direct = settings.direct and http is None
         batches = http is None  # httpx's transport in one process holds a stream back until it has ended
         tools = ToolsClient(settings.url("tools"), http, settings.tools_policy, settings.token, direct)

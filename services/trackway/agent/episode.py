@@ -1,7 +1,7 @@
 """A trajectory in progress: ids, mask, logprobs and weight spans, which are append-only.
 
 `response_ids`, `response_mask` and `response_logprobs` have one entry per token after the prompt. Generated tokens
-have mask 1 and their logprob; observations and template tokens have mask 0 and logprob 0.0.
+have mask 1 and their logprob. Observations and template tokens have mask 0 and logprob 0.0.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ _SHORT_PROMPT_CHARS = 16_384
 
 @dataclass
 class Episode:
-    """The trajectory in progress; `trajectory()` returns its wire form."""
+    """The trajectory in progress. `trajectory()` returns its wire form."""
 
     request: GroupRequest
     tags: Tags
@@ -57,7 +57,7 @@ class Episode:
     """Tokens of prompt and response sent by generation calls so far."""
     tool_rewards: list[float] = field(default_factory=list)
     reward: Reward | None = None
-    """A score that the loop sets itself is kept; otherwise the reward service is asked."""
+    """A score that the loop sets itself is kept. Otherwise the reward service is asked."""
     stop_reason: StopReason = StopReason.ERROR
     error: ErrorBody | None = None
     timings: Timings = field(default_factory=Timings)
@@ -69,7 +69,7 @@ class Episode:
 
     @property
     def id(self) -> str:
-        """Deterministic id; also the affinity key of every call."""
+        """Deterministic id. Also the affinity key of every call."""
         return trajectory_id(self.request.run, self.tags)
 
     @property
@@ -182,7 +182,7 @@ class Episode:
         )
 
     def add_observation(self, ids: Sequence[int], messages: Sequence[Message]) -> bool:
-        """Append an observation; False, and nothing appended, if no token would be left for an answer (as verl)."""
+        """Append an observation. False, and nothing appended, if no token would be left for an answer (as verl)."""
         if len(ids) >= self.room:
             return False
         self._append(ids, 0, [0.0] * len(ids))
@@ -216,11 +216,11 @@ class Episode:
         self.reward = None
 
     def _is_short(self) -> bool:
-        """A rejected prompt is left out of the reply; it could be long, and is the same in each rollout."""
+        """A rejected prompt is left out of the reply. It could be long, and is the same in each rollout."""
         return sum(len(message.content) for message in self.sample.prompt) <= _SHORT_PROMPT_CHARS
 
     def trajectory(self) -> Trajectory:
-        """The wire form; the loop adds the trace."""
+        """The wire form. The loop adds the trace."""
         return Trajectory(
             id=self.id,
             session_id=self.id,
@@ -278,7 +278,7 @@ class TurnEpisode(Episode):
 
 
 def cut_prompt(ids: Sequence[int], limit: int, side: Literal["left", "right", "middle"]) -> list[int]:
-    """At most `limit` of the ids, truncated as verl does; `middle` keeps the odd token at the end."""
+    """At most `limit` of the ids, truncated as verl does. `middle` keeps the odd token at the end."""
     if len(ids) <= limit:
         return list(ids)
     head = {"left": 0, "right": limit, "middle": limit // 2}[side]

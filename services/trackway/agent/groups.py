@@ -89,7 +89,7 @@ class Groups:
                 await asyncio.wait(tasks)
 
     def launch(self, loop: MakeLoop, request: GroupRequest) -> asyncio.Task[Trajectory]:
-        """Run the one rollout of a request with this loop, in a task of its own; raises TrackwayError as `start`.
+        """Run the one rollout of a request with this loop, in a task of its own. Raises TrackwayError as `start`.
 
         It does not use a rollout slot. The caller limits how many run.
         """
@@ -99,7 +99,7 @@ class Groups:
         return self._spawn(loop, request, rollout_n, RolloutWaits(request.tags(rollout_n)), asyncio.Semaphore())
 
     async def close(self) -> None:
-        """Abort all rollouts and reject new ones; tool instances are released within their time limit."""
+        """Abort all rollouts and reject new ones. Tool instances are released within their time limit."""
         self._closed = True
         for task in self._tasks:
             task.cancel("the agent service stops")

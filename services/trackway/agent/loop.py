@@ -73,10 +73,10 @@ class AgentLoop(ABC):
 
     @abstractmethod
     async def converse(self, episode: Episode, toolbox: Toolbox) -> StopReason:
-        """Extend the episode until it ends; returns the stop reason. An exception ends it with an error."""
+        """Extend the episode until it ends. Returns the stop reason. An exception ends it with an error."""
 
     async def run(self, request: GroupRequest, rollout_n: int) -> Trajectory:
-        """One rollout, scored and traced; raises only asyncio.CancelledError."""
+        """One rollout, scored and traced. Raises only asyncio.CancelledError."""
         episode = self.episode_class.begin(request, rollout_n, self.agent_name)
         with trajectory_span(
             episode.tags,
@@ -134,7 +134,7 @@ class AgentLoop(ABC):
             add_incident(Incident.PROMPT_CUT, tokens=len(ids), kept=len(episode.prompt_ids), side=side)
 
     async def generate(self, episode: Episode, told: Callable[[GeneratePiece], None] | None = None) -> str:
-        """Generate one assistant turn and append it; returns the finish reason.
+        """Generate one assistant turn and append it. Returns the finish reason.
 
         A turn that the engine aborted (while it is paused for new weights) is resumed. `told` gets its tokens as they
         come, without a finish reason.
@@ -217,7 +217,7 @@ class AgentLoop(ABC):
             span.outputs({"score": reward.score, **reward.components})
 
     async def _score(self, episode: Episode, toolbox: Toolbox) -> Reward:
-        """The reward service's score of the generated text; tool rewards are its components."""
+        """The reward service's score of the generated text. Tool rewards are its components."""
         with Stopwatch(episode.timings, "compute_score"), waits_for("the reward service", episode.deadline):
             rewards = await toolbox.rewards()
             turns = (
@@ -259,7 +259,7 @@ class AgentLoop(ABC):
         span.outputs({**_ending(episode, episode.stop_reason.value), **texts})
 
     async def _texts(self, span: SpanHandle, episode: Episode) -> dict[str, object]:
-        """The messages after the prompt; for a loop that keeps none, the decoded response."""
+        """The messages after the prompt. For a loop that keeps none, the decoded response."""
         prompt, conversation = episode.sample.prompt, episode.conversation
         if conversation[: len(prompt)] == prompt:
             conversation = conversation[len(prompt) :]
@@ -302,10 +302,10 @@ def agent_loop(agent_name: str | None) -> type[AgentLoop]:
 
 
 def request_seed(base: int | None, tags: Tags, turn: int, part: int = 0) -> int | None:
-    """32 bits of SHA-256 over (base, validation, step, sample_index, rollout_n, turn); None stays None.
+    """32 bits of SHA-256 over (base, validation, step, sample_index, rollout_n, turn). None stays None.
 
     The run's name and the rest of the batch are not part of it, so repeating a step draws the same tokens. `part`
-    counts the continuations of an aborted turn; the first part's seed does not depend on it.
+    counts the continuations of an aborted turn. The first part's seed does not depend on it.
     """
     if base is None:
         return None
@@ -360,7 +360,7 @@ def _with_trace(trajectory: Trajectory, root: SpanHandle) -> Trajectory:
 
 
 def _named(error: Exception, episode: Episode) -> TrackwayError:
-    """The error with its code; unexpected exceptions are logged once, with traceback."""
+    """The error with its code. Unexpected exceptions are logged once, with traceback."""
     if isinstance(error, TrackwayError):
         return error
     if isinstance(error, TimeoutError):

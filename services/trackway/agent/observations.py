@@ -51,7 +51,7 @@ def faults_of_the_call() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Observation:
-    """The result of one call and its step reward; None for a call beyond the turn's limit."""
+    """The result of one call and its step reward, or None for a call beyond the turn's limit."""
 
     text: str
     reward: float | None = 0.0
@@ -91,12 +91,12 @@ def truncated(text: str, limits: Limits, tokens: Sequence[CharSpan] = ()) -> str
 
 
 def _kept_characters(length: int, side: str, bound: int | None) -> tuple[int, int]:
-    """Characters kept at the start and at the end; both equal the length when nothing is truncated."""
+    """Characters kept at the start and at the end. Both equal the length when nothing is truncated."""
     return (length, length) if bound is None or length <= bound else _shares(side, bound)
 
 
 def _kept_tokens(length: int, side: str, bound: int, tokens: Sequence[CharSpan]) -> tuple[int, int]:
-    """The same for a limit in tokens; a character that is only partly kept is dropped."""
+    """The same for a limit in tokens. A character that is only partly kept is dropped."""
     if len(tokens) <= bound:
         return length, length
     head, tail = _shares(side, bound)

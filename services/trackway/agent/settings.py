@@ -24,7 +24,7 @@ class ContainerSettings(BaseModel):
     command: list[str] = Field(default_factory=list)
     """Program and arguments, instead of the image's own."""
     engine: Literal["podman", "docker"] | None = None
-    """Program that runs containers; without it podman, else docker, whichever is on the PATH. Experimental: no
+    """Program that runs containers. Without it podman, else docker, whichever is on the PATH. Experimental: no
     container has run by docker."""
     network: str = "host"
     """Network, in which the base URL of the agent service must be reachable."""
@@ -105,11 +105,11 @@ class EnvironmentSettings(BaseModel):
     """Source of the trajectory's score: the environment, or the reward service, which sees the rewards of steps as
     those of tools."""
     observation_field: str | None = None
-    """Field of an observation that the model reads; without it all fields as JSON, or the only one as it is."""
+    """Field of an observation that the model reads. Without it all fields as JSON, or the only one as it is."""
     max_open: int = Field(default=64, ge=1)
     """Episodes at once on this replica; others wait."""
     open_timeout_s: float = Field(default=120.0, gt=0)
-    """Longest time until an episode has begun, in seconds; a server that is full or starting is asked again."""
+    """Longest time until an episode has begun, in seconds. A server that is full or starting is asked again."""
     call_timeout_s: float = Field(default=60.0, gt=0)
     """Time limit of one call and of the reward, in seconds. A slower one ends the trajectory with an error."""
     max_reply_bytes: int = Field(default=1_048_576, ge=1024)
@@ -154,7 +154,7 @@ class AgentSettings(OwnCodeSettings):
     """Open sessions of this replica that callers opened, which take no slot of rollouts. For one more the session that
     has been idle for longest ends, or 429 is the answer. As many ended ones are kept."""
     max_sessions_per_token: int = Field(default=512, ge=1)
-    """Open sessions that were opened with one token; without tokens `max_sessions` alone holds."""
+    """Open sessions that were opened with one token. Without tokens `max_sessions` alone holds."""
     session_room_s: float = Field(default=300.0, ge=0)
     """Seconds without a request after which an open session may end to make room for another."""
     session_keep_s: float = Field(default=600.0, ge=0)
@@ -171,7 +171,7 @@ class AgentSettings(OwnCodeSettings):
     rollout_policy: CallPolicy = CallPolicy(
         read_s=600.0, total_s=1800.0, attempts=8, outage_s=_OUTAGE_S, max_in_flight=512
     )
-    """Client policy of generation; retries outlast a weight update, which takes seconds."""
+    """Client policy of generation. Retries outlast a weight update, which takes seconds."""
     tools_policy: CallPolicy = CallPolicy(outage_s=_OUTAGE_S)
     """Client policy of tool calls."""
     reward_policy: CallPolicy = CallPolicy(outage_s=_OUTAGE_S)

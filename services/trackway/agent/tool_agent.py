@@ -75,7 +75,7 @@ class ToolAgent(AgentLoop):
         return parsed
 
     async def answer_calls(self, episode: Episode, toolbox: Toolbox, parsed: Parsed, tools: ToolSet) -> bool:
-        """Run the calls of the last turn and append an observation for each; False when the response is full.
+        """Run the calls of the last turn and append an observation for each. False when the response is full.
 
         Raises TrackwayError for a fault of the infrastructure. A call that fails becomes its observation.
         """
@@ -84,7 +84,7 @@ class ToolAgent(AgentLoop):
         return await self._observe(episode, calls, observations)
 
     async def tell(self, episode: Episode, text: str) -> bool:
-        """Append a text that the model reads before its next turn, in the role of a tool; False when the response is
+        """Append a text that the model reads before its next turn, in the role of a tool. False when the response is
         full."""
         message = Message(role="tool", content=text)
         shown = message.model_copy(
@@ -109,7 +109,7 @@ class ToolAgent(AgentLoop):
     async def _observe(
         self, episode: Episode, calls: Mapping[str, ParsedCall], observations: Sequence[Observation]
     ) -> bool:
-        """Append the observations; returns False when the response has no room for them."""
+        """Append the observations. Returns False when the response has no room for them."""
         texts = [await self._shown(seen, episode.limits) for seen in observations]
         messages = [
             Message(role="tool", content=text, tool_call_id=named, name=call.name or None)
@@ -133,7 +133,7 @@ class ToolAgent(AgentLoop):
 
 
 def reason_to_stop(episode: Episode, parsed: Parsed, tools: ToolSet) -> StopReason | None:
-    """The stop reason after a turn, by verl's rules and `on_bad_call`; None to run the tools."""
+    """The stop reason after a turn, by verl's rules and `on_bad_call`. None to run the tools."""
     turn = episode.turns[-1]
     max_turns, max_rounds = episode.limits.max_assistant_turns, episode.limits.max_user_turns
     if turn.finish_reason == "length" and (parsed.unclosed is not None or not parsed.calls):

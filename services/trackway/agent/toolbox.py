@@ -216,7 +216,7 @@ class Toolbox:
     async def answer(
         self, calls: Mapping[str, ParsedCall], tools: ToolSet, max_parallel_calls: int
     ) -> list[Observation]:
-        """Run the first `max_parallel_calls` of the calls (by id) concurrently; observations keep their order.
+        """Run the first `max_parallel_calls` of the calls (by id) concurrently. Observations keep their order.
 
         An infrastructure error cancels the other calls, so that a slow call does not delay the end.
         """
@@ -285,12 +285,12 @@ class Toolbox:
             record.seconds = time.perf_counter() - started
 
     async def rewards(self) -> dict[str, float]:
-        """Each used tool's reward over the trajectory; for a stateless tool, the sum over its calls."""
+        """Each used tool's reward over the trajectory. For a stateless tool, the sum over its calls."""
         summed = {tool: math.fsum(rewards) for tool, rewards in self._one_shot_rewards.items()}
         return summed | {tool: await instance.reward() for tool, instance in self._instances.items()}
 
     async def release(self) -> None:
-        """Release every instance, even when the trajectory is cancelled; bounded in time, never raises."""
+        """Release every instance, even when the trajectory is cancelled. Bounded in time, never raises."""
         if not self._instances:
             return
         task = asyncio.create_task(self._release_all())
@@ -308,7 +308,7 @@ class Toolbox:
 
 
 def rejected(call: ParsedCall, tools: ToolSet) -> Observation | None:
-    """The observation for a call that cannot be sent to a tool; None if it can be sent."""
+    """The observation for a call that cannot be sent to a tool, or None if it can be sent."""
     if call.error is not None:
         # The message quotes the model's text.
         add_event("malformed_call", tool=call.name, **({"message": call.error} if token2text() else {}))

@@ -22,7 +22,7 @@ class RolloutWaits:
         return _NotedWait(self._waits(self._name, waits_for, timeout_s))
 
     def current(self) -> list[Wait]:
-        """Its present wait; its agent loop, if that waits for no service."""
+        """Its present wait. Its agent loop, if that waits for no service."""
         outer, *inner = self._waits.current() or [None]
         return [wait for wait in inner or [outer] if wait is not None]
 

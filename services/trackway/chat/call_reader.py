@@ -118,7 +118,7 @@ class ToolCallReader:
         return self._plain(plain)
 
     def _plain(self, text: str) -> str:
-        """The text without white space after a call; nothing once the only call is complete."""
+        """The text without white space after a call. Nothing once the only call is complete."""
         if self._behind_call:
             text = text.lstrip()
             self._behind_call = not text

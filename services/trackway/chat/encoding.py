@@ -25,7 +25,7 @@ class TooLong(Exception):
 
 
 def chars_per_token(vocabulary: Iterable[str], unknown_token: object) -> int | None:
-    """The most characters in a token; None when the tokenizer maps unknown text to a single token."""
+    """The most characters in a token, or None when the tokenizer maps unknown text to a single token."""
     return None if unknown_token is not None else _COMPOSED * max(map(len, vocabulary))
 
 
@@ -36,7 +36,7 @@ def check_chars(chars: int, max_tokens: int, most_chars: int | None) -> None:
 
 
 def encode_within(max_tokens: int, text: str, encode: Encode, most_chars: int | None) -> Sequence[int]:
-    """The token ids of a text; raises TooLong when there are more than `max_tokens`.
+    """The token ids of a text. Raises TooLong when there are more than `max_tokens`.
 
     A long text is rejected by its number of characters (see `check_chars`) or by encoding growing prefixes.
     """

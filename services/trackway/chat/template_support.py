@@ -39,20 +39,20 @@ class Renders(Protocol):
 
 
 class TemplateSupport(NamedTuple):
-    """The reasons why a template cannot carry tools; empty where it can."""
+    """The reasons why a template cannot carry tools. Empty where it can."""
 
     schemas: str
     results: str
 
     @property
     def lacks(self) -> str:
-        """Why a model with this template cannot be offered tools, with the remedy; empty when it can."""
+        """Why a model with this template cannot be offered tools, with the remedy. Empty when it can."""
         reasons = " and ".join(reason for reason in self if reason)
         return _refusal(reasons) if reasons else ""
 
     @property
     def lacks_results(self) -> str:
-        """Why the model cannot be shown a tool's result, with the remedy; empty when it can."""
+        """Why the model cannot be shown a tool's result, with the remedy. Empty when it can."""
         return _refusal(self.results) if self.results else ""
 
 
@@ -85,7 +85,7 @@ class WrittenCall(NamedTuple):
 
 
 def written_call(tokenizer: Renders, variables: Mapping[str, JsonValue] | None = None) -> WrittenCall | None:
-    """The text of an assistant turn that is one call; None when the template writes none."""
+    """The text of an assistant turn that is one call, or None when the template writes none."""
 
     def render(messages: Sequence[Mapping[str, Any]], *, ends_open: bool) -> str:
         options = {"add_generation_prompt": ends_open, "tokenize": False, **(variables or {})}

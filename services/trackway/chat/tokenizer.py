@@ -37,7 +37,7 @@ class ChatTokenizer:
         tool_parser: str | None = None,
         template_kwargs: Mapping[str, JsonValue] | None = None,
     ) -> None:
-        """`tool_parser` names the format of tool calls; by default the one that the chat template writes.
+        """`tool_parser` names the format of tool calls. By default the one that the chat template writes.
 
         Raises:
             TrackwayError: `invalid_request` for an unknown format.
@@ -64,7 +64,7 @@ class ChatTokenizer:
         return template_support(self, self._template_kwargs)
 
     def _written_format(self) -> ToolFormat:
-        """The format that reads back the call that the chat template writes; Hermes' if none does."""
+        """The format that reads back the call that the chat template writes. Hermes' if none does."""
         written = written_call(self, self._template_kwargs) if self.chat_template is not None else None
         for kind in dict.fromkeys(registered().values()):
             if written is not None and written.is_read_by(kind()):
@@ -131,7 +131,7 @@ def _rust_alone(tokenizer: "PreTrainedTokenizerBase") -> "RustTokenizer | None":
 
 
 def _template_alone(tokenizer: "PreTrainedTokenizerBase") -> "Template | None":
-    """The only chat template, as transformers compiles it; None when transformers does something else with it."""
+    """The only chat template, as transformers compiles it, or None when transformers does something else with it."""
     from transformers import PreTrainedTokenizerBase
     from transformers.utils import chat_template_utils
 

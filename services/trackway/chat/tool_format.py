@@ -34,7 +34,7 @@ class ToolFormat(ABC):
     begins: ClassVar[tuple[str, ...]] = ()
     """Texts at which calls begin. Without one, a stream holds a message back until its end."""
     end: ClassVar[str] = ""
-    """Text that ends a call; without it, calls last until the end of the message."""
+    """Text that ends a call. Without it, calls last until the end of the message."""
     at_start: ClassVar[bool] = False
     """True if calls begin only at the start of a message."""
     special: ClassVar[bool] = False

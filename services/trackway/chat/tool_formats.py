@@ -56,7 +56,7 @@ class Qwen3Coder(ToolFormat):
     begins, end = (BEGIN,), END
 
     def parse(self, text: str, parameters: Parameters | None = None) -> Parsed:
-        """The calls of the turn; values are strings unless the tool's schema says otherwise."""
+        """The calls of the turn. Values are strings unless the tool's schema says otherwise."""
         return _tagged(text, lambda block: _read_xml(block, parameters or {}))
 
     def opening(self, tool: str | None) -> str:
@@ -110,7 +110,7 @@ class Mistral(ToolFormat):
     begins, special = ("[TOOL_CALLS]",), True
 
     def parse(self, text: str, parameters: Parameters | None = None) -> Parsed:
-        """The calls behind the mark; nothing follows them."""
+        """The calls behind the mark. Nothing follows them."""
         content, *blocks = text.split("[TOOL_CALLS]")
         calls: list[ParsedCall] = []
         for block in blocks:
@@ -190,7 +190,7 @@ def _broken(content: str, block: str, calls: list[ParsedCall], read: JsonPrefix,
 
 
 def _named(value: JsonValue, key: str, block: str) -> ParsedCall | None:
-    """The call that an object names; None for another value."""
+    """The call that an object names, or None for another value."""
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(name, str):
         return None
@@ -216,7 +216,7 @@ def _pairs(body: str) -> Iterator[tuple[str, str]]:
 
 
 def _typed(value: str, schema: JsonValue) -> JsonValue:
-    """The value by its schema; a string where it has no other type, or is no JSON."""
+    """The value by its schema. A string where it has no other type, or is no JSON."""
     kind = schema.get("type") if isinstance(schema, dict) else None
     if kind is None or kind == "string" or (isinstance(kind, list) and "string" in kind and value != "null"):
         return value

@@ -24,7 +24,7 @@ class Paired(BaseModel):
 
 
 def paired(first: Sequence[Trajectory], second: Sequence[Trajectory], pass_above: float = 0.0) -> Paired | None:
-    """Compare two evaluations; None without a common row. The interval is for the mean difference per row.
+    """Compare two evaluations. None without a common row. The interval is for the mean difference per row.
 
     Source: Miller 2024, "Adding error bars to evals" (arXiv:2411.00640), section 4.2.
     """

@@ -11,7 +11,7 @@ TextOf = Callable[[list[int]], Awaitable[str]]
 
 
 async def score_request(trajectory: Trajectory, sample: Sample, text_of: TextOf | None) -> ScoreRequest:
-    """The request that the agent service sent for a rollout of this row; `text_of` leaves special tokens out.
+    """The request that the agent service sent for a rollout of this row. `text_of` leaves special tokens out.
 
     It may be None for a model that returned no token ids.
     """

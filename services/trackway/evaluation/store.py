@@ -40,7 +40,7 @@ class EvaluationStore:
 
     @classmethod
     def find(cls, outputs: Path, name: str) -> Self:
-        """The evaluation of that name in the outputs folder, or in one directly in it; it need not exist."""
+        """The evaluation of that name in the outputs folder, or in one directly in it. It need not exist."""
         stores = [cls(folder.resolve() / name) for folder in outputs_folders(outputs)]
         return next((store for store in stores if store.exists), stores[0])
 
@@ -83,11 +83,11 @@ class EvaluationStore:
             append_line(self._lines, trajectory.model_dump_json(), what="a rollout")
 
     def compared(self, other: "EvaluationStore") -> Paired | None:
-        """This evaluation against another, row by row; None without a row in common."""
+        """This evaluation against another, row by row. None without a row in common."""
         return paired(self.trajectories(), other.trajectories(), self.evaluation().pass_above)
 
     def trajectories(self) -> list[Trajectory]:
-        """The rollouts that have ended, by row and number; of one that was repeated, the newest."""
+        """The rollouts that have ended, by row and number. Of one that was repeated, the newest."""
         if not self._lines.is_file():
             return read_trajectories(self._table) if self._table.is_file() else []
         found: dict[str, Trajectory] = {}
@@ -140,7 +140,7 @@ class EvaluationStore:
 
 
 def _advanced(tracking: MlflowRun) -> str | None:
-    """Send the next part; None when everything is sent, else why it is not."""
+    """Send the next part. None when everything is sent, else why it is not."""
     try:
         return "more to send" if tracking.advance() else None
     except Later as error:

@@ -17,7 +17,7 @@ class Estimate(BaseModel):
 
     value: float
     std_err: float | None = None
-    """Standard error over tasks; null for one task."""
+    """Standard error over tasks. Null for one task."""
     interval: tuple[float, float] | None = None
     """95 % interval."""
     tasks: int
@@ -39,7 +39,7 @@ class RolloutSummary(BaseModel):
     errors: dict[str, int] = Field(default_factory=dict)
     """Failed rollouts by error code."""
     score: Estimate | None = None
-    """Mean of the tasks' mean scores; null when every rollout failed."""
+    """Mean of the tasks' mean scores, or null when every rollout failed."""
     pass_at: dict[int, Estimate] = Field(default_factory=dict)
     """pass@k: of k rollouts, drawn without replacement, at least one passes. Counts tasks with at least k rollouts."""
     pass_all: dict[int, Estimate] = Field(default_factory=dict)
@@ -49,7 +49,7 @@ class RolloutSummary(BaseModel):
     majority_at: dict[int, Estimate] = Field(default_factory=dict)
     """majority@k: the most frequent answer of k rollouts passes; empty unless the scorer names answers."""
     no_answer: float | None = None
-    """Share of rollouts without an answer; null unless the scorer names answers."""
+    """Share of rollouts without an answer, or null unless the scorer names answers."""
     response_tokens: float = 0.0
     """Mean tokens that the model wrote in a rollout."""
     turns: float = 0.0
@@ -81,9 +81,9 @@ class Evaluation(BaseModel):
     model: str
     """A run with its step, or a model as it was given."""
     checkpoint: Path | None = None
-    """The evaluated checkpoint of a run; null when the configuration names the model."""
+    """The evaluated checkpoint of a run, or null when the configuration names the model."""
     endpoint: ChatModelSettings | None = None
-    """The server and the model that were asked; null for a model whose tokens are read."""
+    """The server and the model that were asked, or null for a model whose tokens are read."""
     files: list[str]
     rows: int
     n: int

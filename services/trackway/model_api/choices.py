@@ -77,7 +77,7 @@ def _call(tool: ChatTool, tool_format: ToolFormat) -> dict[str, JsonValue]:
 
 
 def _keywords(schema: JsonValue) -> Iterator[str]:
-    """Every keyword of a JSON schema and of those within it; names of properties are none."""
+    """Every keyword of a JSON schema and of those within it. Names of properties are none."""
     pending: list[JsonValue] = [schema]
     while pending:
         part = pending.pop()

@@ -16,7 +16,7 @@ SAME_FIELDS = {
 
 
 def chat_request(fields: Mapping[str, object], messages: Sequence[ChatMessage]) -> ChatRequest:
-    """The chat; raises RequestValidationError for what a chat cannot express."""
+    """The chat. Raises RequestValidationError for what a chat cannot express."""
     try:
         return ChatRequest.model_validate({**fields, "messages": one_system_message(messages)})
     except ValidationError as error:

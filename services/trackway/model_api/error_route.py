@@ -48,7 +48,7 @@ class ErrorFormatRoute(JsonRoute):
 
 
 def status_of(error: TrackwayError) -> int:
-    """The status; an invalid request is a 400, as in OpenAI's and Anthropic's APIs and vLLM."""
+    """The status. An invalid request is a 400, as in OpenAI's and Anthropic's APIs and vLLM."""
     return 400 if error.code is ErrorCode.INVALID_REQUEST else error.status
 
 

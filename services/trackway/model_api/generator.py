@@ -20,7 +20,7 @@ class StreamedTokens(Protocol):
 
     @property
     def top_logprobs(self) -> Sequence[TopLogprobs]:
-        """The most likely tokens of each position; empty unless asked for."""
+        """The most likely tokens of each position. Empty unless asked for."""
         ...
 
     @property
@@ -38,10 +38,10 @@ class StreamedTokens(Protocol):
 
 
 class Generates(Protocol):
-    """Continues a prompt of token ids, whole or streamed; raises TrackwayError."""
+    """Continues a prompt of token ids, whole or streamed. Raises TrackwayError."""
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
-        """The whole continuation; cancelling the call aborts it."""
+        """The whole continuation. Cancelling the call aborts it."""
         ...
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[StreamedTokens]:

@@ -17,7 +17,7 @@ from trackway.wire.openai.requests import ChatMessage, ChatRequest, ChatTool, Co
 
 
 async def completion_prompts(tokenizer: ChatTokenizer, request: CompletionRequest, max_tokens: int) -> list[list[int]]:
-    """Each prompt's ids, in order; raises INVALID_REQUEST for an empty text or more than `max_tokens`."""
+    """Each prompt's ids, in order. Raises INVALID_REQUEST for an empty text or more than `max_tokens`."""
     special = request.add_special_tokens
     try:
         return [await text_ids(tokenizer, prompt, special, max_tokens) for prompt in request.prompts]
@@ -26,7 +26,7 @@ async def completion_prompts(tokenizer: ChatTokenizer, request: CompletionReques
 
 
 async def text_ids(tokenizer: ChatTokenizer, prompt: str | list[int], special: bool, max_tokens: int) -> list[int]:
-    """The ids of a prompt, which may be given as ids; raises TooLong, and INVALID_REQUEST for an empty text."""
+    """The ids of a prompt, which may be given as ids. Raises TooLong, and INVALID_REQUEST for an empty text."""
     if isinstance(prompt, list):
         return prompt
     ids = await offload(len(prompt), _encode, tokenizer, prompt, special, max_tokens)
@@ -66,7 +66,7 @@ async def chat_ids(tokenizer: ChatTokenizer, request: ChatRequest, max_tokens: i
 
 
 async def conversation_ids(tokenizer: ChatTokenizer, request: ClassifyRequest, max_tokens: int) -> list[int]:
-    """The ids of a whole conversation, without a generation prompt; raises INVALID_REQUEST as `chat_prompt`."""
+    """The ids of a whole conversation, without a generation prompt. Raises INVALID_REQUEST as `chat_prompt`."""
     messages = request.messages or []
     try:
         size = _checked_size(tokenizer, messages, max_tokens, "render it and send it as input")
@@ -76,7 +76,7 @@ async def conversation_ids(tokenizer: ChatTokenizer, request: ClassifyRequest, m
 
 
 async def input_ids(tokenizer: ChatTokenizer, request: ClassifyRequest, max_tokens: int) -> list[list[int]]:
-    """The ids of each input, in order; raises INVALID_REQUEST as `completion_prompts`."""
+    """The ids of each input, in order. Raises INVALID_REQUEST as `completion_prompts`."""
     special = request.add_special_tokens is not False
     try:
         return [await text_ids(tokenizer, text, special, max_tokens) for text in request.inputs]
@@ -95,7 +95,7 @@ def _chars(message: ChatMessage) -> int:
 
 
 def _checked_size(tokenizer: ChatTokenizer, messages: Sequence[ChatMessage], max_tokens: int, remedy: str) -> int:
-    """The size of the work to render messages; raises TooLong, and INVALID_REQUEST without a chat template."""
+    """The size of the work to render messages. Raises TooLong, and INVALID_REQUEST without a chat template."""
     if tokenizer.chat_template is None:
         message = f"messages: expected a model with a chat template, got one without; {remedy}"
         raise TrackwayError(ErrorCode.INVALID_REQUEST, message, param="messages")

@@ -26,7 +26,7 @@ async def respond(
     keep_alive_s: float = KEEP_ALIVE_S,
     context: Context | None = None,
 ) -> Response:
-    """The response of `builder`; a client that disconnects aborts the generations, which run in `context`.
+    """The response of `builder`. A client that disconnects aborts the generations, which run in `context`.
 
     An error before the first token, or before `keep_alive_s` have passed without one, sets the status of a stream.
     """

@@ -51,14 +51,14 @@ class Delta:
     token_ids: list[int]
     logprobs: list[float]
     offsets: list[int]
-    """Each token's offset in the choice's text; empty unless the request needs them for its logprobs."""
+    """Each token's offset in the choice's text. Empty unless the request needs them for its logprobs."""
     finish_reason: WholeEnd | None
     spans: list[WeightSpan] = field(default_factory=list)
     """Weight spans of the choice up to here; final in the last delta."""
     stop: str | None = None
     """The stop string that ended the choice; in the last."""
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
-    """The most likely tokens of each position; empty unless asked for."""
+    """The most likely tokens of each position. Empty unless asked for."""
 
 
 NOTHING = Delta("", [], [], [], None)
@@ -108,7 +108,7 @@ class Detokenizer:
     Text is returned once it is final: a character with incomplete bytes waits for the next token.
 
     A token's text may depend on the preceding ones (a leading space, the bytes of a character), so new ids are decoded
-    together with those of the last returned text; vLLM and TGI do the same.
+    together with those of the last returned text. vLLM and TGI do the same.
     """
 
     def __init__(self, decode: Decode) -> None:

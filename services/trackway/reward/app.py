@@ -1,4 +1,4 @@
-"""The reward service over HTTP. Routes only; the logic is in service.py."""
+"""The reward service over HTTP. Routes only. The logic is in service.py."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -58,7 +58,7 @@ def routes(service: RewardService) -> ServiceRouter:
         "/score_batch", response_class=StreamingResponse, responses={200: {"content": {"application/x-ndjson": {}}}}
     )
     async def score_each(body: BatchRequest[ScoreRequest], request: Request) -> StreamingResponse:
-        """Score solutions at the same time; streams one BatchResult per line of NDJSON, each as it ends. Each equals
+        """Score solutions at the same time. Streams one BatchResult per line of NDJSON, each as it ends. Each equals
         the same request to `/score`, and has its own trace and its own error."""
         return NdjsonStream(run_batch(service.score, body.entries, request.app.state.batch_load))
 
@@ -66,7 +66,7 @@ def routes(service: RewardService) -> ServiceRouter:
     async def score_batch(
         request: Annotated[BatchScoreRequest, Body(examples=[{"requests": [ONE]}])],
     ) -> BatchScore:
-        """Score several solutions; rewards keep the order, and one invalid request rejects the batch."""
+        """Score several solutions. Rewards keep the order, and one invalid request rejects the batch."""
         return BatchScore(rewards=await service.score_batch(request.requests))
 
     @router.get("/scorers", responses=_answer({"scorers": [SCORER]}))

@@ -6,7 +6,7 @@
 A function of verl's reward manager `batch`, with `data_sources`, `solution_strs`, `ground_truths` and `extra_infos`, is
 called with lists of one: its scores must not depend on the other responses.
 
-A function of a module is declared with `@scorer`; one of a file is named in the setting `custom_reward_function`.
+A function of a module is declared with `@scorer`. One of a file is named in the setting `custom_reward_function`.
 """
 
 import inspect
@@ -35,13 +35,13 @@ class RewardFunction(BaseModel):
     name: str = "compute_score"
     """Name of the function in the file."""
     reward_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
-    """Keyword arguments passed to it in addition; they replace those of the same name."""
+    """Keyword arguments passed to it in addition. They replace those of the same name."""
 
 
 class FunctionScorer:
-    """Scores with a function, which may be async; any other runs in a thread.
+    """Scores with a function, which may be async. Any other runs in a thread.
 
-    The function returns a number, or a dict with the number `score`; other numbers of the dict become components,
+    The function returns a number, or a dict with the number `score`. Other numbers of the dict become components,
     `pred` is the answer that it found, and the list `turn_scores` says which parts of the score belong to which turn of
     the model.
     """
@@ -152,7 +152,7 @@ def scorer(data_sources: F) -> F: ...
 @overload
 def scorer(data_sources: str | Sequence[str] | None = None) -> Callable[[F], F]: ...
 def scorer(data_sources: F | str | Sequence[str] | None = None) -> F | Callable[[F], F]:
-    """Make a function the scorer of these data sources; without any, of every data source that has no other scorer.
+    """Make a function the scorer of these data sources. Without any, of every data source that has no other scorer.
 
     The reward service serves it when the function's module, or a package above it, is in its setting `modules`.
     """
@@ -176,7 +176,7 @@ def scorers_of_modules(modules: Sequence[str]) -> list[FunctionScorer]:
 def scorer_of_file(wanted: RewardFunction, reward_model: RewardModelAccess | None = None) -> FunctionScorer:
     """The scorer of `custom_reward_function`, which asks `reward_model` if there is one.
 
-    FileNotFoundError; ValueError when the file has no such function; OwnCodeError when it cannot be imported.
+    FileNotFoundError. ValueError when the file has no such function; OwnCodeError when it cannot be imported.
     """
     module = module_of_file(wanted.path, "custom_reward_function.path")
     function = getattr(module, wanted.name, None)

@@ -6,7 +6,7 @@ from trackway.wire.trajectory import Reward
 
 
 class Gsm8kScorer:
-    """Compares the final answer with the ground truth; `strict`, as verl does, is the default."""
+    """Compares the final answer with the ground truth. `strict`, as verl does, is the default."""
 
     info = ScorerInfo(
         name="gsm8k",
@@ -19,7 +19,7 @@ class Gsm8kScorer:
     )
 
     async def score(self, request: ScoreRequest, method: str) -> Reward:
-        """`correct` is the score; `answered` is 1.0 when the text has a final answer."""
+        """`correct` is the score. `answered` is 1.0 when the text has a final answer."""
         chosen = gsm8k.Method(method)
         correct = gsm8k.score(request.solution_str, request.ground_truth, chosen)
         answer = gsm8k.extract(request.solution_str, chosen)

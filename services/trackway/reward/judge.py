@@ -45,13 +45,13 @@ class JudgeSettings(BaseModel):
     lowest: float = 0.0
     """The number that becomes the score 0."""
     highest: float = 10.0
-    """The number that becomes the score 1; numbers outside the range are an error."""
+    """The number that becomes the score 1. Numbers outside the range are an error."""
     temperature: float = Field(default=0.0, ge=0)
     """Temperature of the judge."""
     max_tokens: int = Field(default=1024, ge=1)
     """Longest answer in tokens."""
     timeout_s: float = Field(default=50.0, gt=0)
-    """Limit of one score in seconds, retries included; keep it below `score_timeout_s`."""
+    """Limit of one score in seconds, retries included. Keep it below `score_timeout_s`."""
     attempts: int = Field(default=3, ge=1)
     """Attempts when the server fails or cannot be reached; until the limit when it is full (429)."""
     max_in_flight: int = Field(default=16, ge=1)

@@ -16,5 +16,5 @@ class Scorer(Protocol):
         ...
 
     async def score(self, request: ScoreRequest, method: str) -> Reward:
-        """Score one solution with a method; raises TrackwayError for an invalid request."""
+        """Score one solution with a method. Raises TrackwayError for an invalid request."""
         ...

@@ -26,7 +26,7 @@ REWARD_MODEL = "reward_model"
 
 
 class RewardModelSettings(BaseModel):
-    """The model that `custom_reward_function` asks; without one, a classifier that is the scorer `reward_model`."""
+    """The model that `custom_reward_function` asks. Without one, a classifier that is the scorer `reward_model`."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
@@ -37,7 +37,7 @@ class RewardModelSettings(BaseModel):
     """URL of the server without `/v1`; http for a function. Null is the service `reward_model` below this service's
     `base_url`. A classifier's has vLLM's `/classify`."""
     timeout_s: float = Field(default=50.0, gt=0)
-    """Limit of one score of a classifier in seconds, retries included; keep it below `score_timeout_s`."""
+    """Limit of one score of a classifier in seconds, retries included. Keep it below `score_timeout_s`."""
     attempts: int = Field(default=5, ge=1)
     """Attempts at a classifier when the server fails or cannot be reached; until the limit when it is full (429)."""
     max_in_flight: int = Field(default=64, ge=1)

@@ -23,7 +23,7 @@ SHOWN_CHARS = 300
 
 
 class RewardService:
-    """Scores solutions; every method raises TrackwayError.
+    """Scores solutions. Every method raises TrackwayError.
 
     timeout_s: limit of one score in seconds. batch_concurrency: concurrent scores of a batch.
     """

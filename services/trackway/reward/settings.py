@@ -19,10 +19,10 @@ class RewardSettings(OwnCodeSettings):
     custom_reward_function: RewardFunction | None = None
     """A function of a Python file that scores every data source, as verl's `custom_reward_function`."""
     functions_file: Path | None = None
-    """The file of a process that serves a reward function, which scores every data source; `trackway.train` writes
+    """The file of a process that serves a reward function, which scores every data source. `trackway.train` writes
     it."""
     reward_model: RewardModelSettings | None = None
-    """verl's reward model, which `custom_reward_function` asks; without one, a classifier that scores every data
+    """verl's reward model, which `custom_reward_function` asks. Without one, a classifier that scores every data
     source: the fields of reward_model.RewardModelSettings."""
     judges: list[JudgeSettings] = Field(default_factory=list[JudgeSettings])
     """Models that score: `base_url`, `model`, and the other fields of judge.JudgeSettings."""

@@ -22,13 +22,13 @@ class WeightedScorers(BaseModel):
     """Data sources that it scores. `*` is every one that has no other scorer."""
     weights: dict[str, Finite] = Field(min_length=1)
     """Weight of each scorer by its name (`gsm8k`, `judge`, `module.function`, `file.py:function`). The score is the sum
-    of the weights times the scores; weights need not add up to 1."""
+    of the weights times the scores. Weights need not add up to 1."""
 
 
 class WeightedScorer:
     """Scores with all of its scorers at the same time. The error of one is the error of the sum.
 
-    Each score becomes a component under its scorer's name, beside that scorer's own components; one whose name is taken
+    Each score becomes a component under its scorer's name, beside that scorer's own components. One whose name is taken
     is called `<scorer>.<component>`. Scores of turns are weighed and added too.
     """
 
@@ -40,7 +40,7 @@ class WeightedScorer:
         self._parts = [(name, weight, scorers[name]) for name, weight in settings.weights.items()]
 
     async def score(self, request: ScoreRequest, method: str) -> Reward:
-        """The weighted sum; raises the first error of a scorer."""
+        """The weighted sum. Raises the first error of a scorer."""
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(scorer.score(request, scorer.info.methods[0])) for *_, scorer in self._parts]

@@ -1,4 +1,4 @@
-"""The rollout service over HTTP. Routes only; the logic is in service.py."""
+"""The rollout service over HTTP. Routes only. The logic is in service.py."""
 
 import hashlib
 import logging
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 async def piece_lines(service: RolloutService, request: GenerateRequest) -> AsyncGenerator[str]:
-    """A line for each GeneratePiece; the last has the receipt, and the error of a generation that failed."""
+    """A line for each GeneratePiece. The last has the receipt, and the error of a generation that failed."""
     last = GeneratePiece()
     with collect_trace_stats() as stats:
         try:
@@ -140,7 +140,7 @@ def routes(service: RolloutService) -> ServiceRouter:
         "/generate_batch", response_class=StreamingResponse, responses={200: {"content": {"application/x-ndjson": {}}}}
     )
     async def generate_batch(body: BatchRequest[GenerateRequest], request: Request) -> StreamingResponse:
-        """Run generations at the same time; streams one BatchResult per line of NDJSON, each as it ends. Each equals
+        """Run generations at the same time. Streams one BatchResult per line of NDJSON, each as it ends. Each equals
         the same request to `/generate`, and has its own trace and its own error."""
         return NdjsonStream(run_batch(service.generate, body.entries, request.app.state.batch_load))
 
@@ -166,13 +166,13 @@ def routes(service: RolloutService) -> ServiceRouter:
 
 
 def control_routes(service: RolloutService) -> ServiceRouter:
-    """The routes by which a trainer controls an engine; they need an operator's token."""
+    """The routes by which a trainer controls an engine. They need an operator's token."""
     router = ServiceRouter(tags=["control"])
     operator = [Depends(needs_admin)]
 
     @router.post("/pause", dependencies=operator)
     async def pause(request: PauseRequest | None = None, mode: PauseMode | None = None) -> PauseReply:
-        """Refuse new requests (503 `paused`); returns when those in flight have finished, are
+        """Refuse new requests (503 `paused`). Returns when those in flight have finished, are
         aborted, or are frozen."""
         return await service.pause(mode or (request or PauseRequest()).mode)
 
@@ -189,7 +189,7 @@ def control_routes(service: RolloutService) -> ServiceRouter:
     @router.post("/inference/v1/abort_requests", include_in_schema=False, dependencies=operator)
     @router.post("/abort_requests", dependencies=operator)
     async def abort(request: AbortRequest | None = None) -> AbortReply:
-        """Abort generations by request id, or all; each returns its tokens so far with finish_reason `abort`."""
+        """Abort generations by request id, or all. Each returns its tokens so far with finish_reason `abort`."""
         return await service.abort(request.request_ids if request else None)
 
     @router.get("/weight_info")
@@ -199,7 +199,7 @@ def control_routes(service: RolloutService) -> ServiceRouter:
 
     @router.post("/sleep", dependencies=operator)
     async def sleep(mode: SleepMode = "wait", tags: Annotated[list[MemoryPart] | None, Query()] = None) -> SleepReply:
-        """Pause, then release GPU memory (all of it, or the parts in `tags`); needs an engine with sleep mode. With
+        """Pause, then release GPU memory (all of it, or the parts in `tags`). Needs an engine with sleep mode. With
         `retract`, requests wait for the wake-up, and those in flight keep their tokens."""
         return await service.sleep(mode, tags)
 
@@ -209,7 +209,7 @@ def control_routes(service: RolloutService) -> ServiceRouter:
         min_weight_version: Annotated[int, Query(ge=0)] = 0,
         x_request_timeout: Annotated[float | None, Header()] = None,
     ) -> SleepReply:
-        """Allocate the memory again, in stages by `tags`; generation continues when all of it is back.
+        """Allocate the memory again, in stages by `tags`. Generation continues when all of it is back.
 
         With `min_weight_version` it returns when such weights are loaded, or 409 `weights_behind` before the deadline.
         """

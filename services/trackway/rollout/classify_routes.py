@@ -77,7 +77,7 @@ class ClassifierService:
         self._started = True
 
     async def ready(self) -> Ready:
-        """Return whether the replica is ready; `broken` when only a restart can help."""
+        """Return whether the replica is ready. `broken` when only a restart can help."""
         stuck = self._classifier.stuck_for()
         if stuck > self._settings.stuck_s:
             reason = f"the classifier has made no progress on its work for {stuck:.0f} s"
@@ -85,7 +85,7 @@ class ClassifierService:
         return Ready(ready=self._started, reason="" if self._started else "the classifier is starting")
 
     def served(self, name: str | None) -> ModelCard:
-        """The served model, by its name or None; raises MODEL_NOT_FOUND for any other name."""
+        """The served model, by its name or None. Raises MODEL_NOT_FOUND for any other name."""
         longest = self._classifier.max_len
         card = ModelCard(id=self._settings.model_name, created=self._created, max_model_len=longest)
         return required_card(card, name)
@@ -96,7 +96,7 @@ class ClassifierService:
         return WeightsReply(version=0, latest=0, model=settings.model_name, replica=settings.replica)
 
     async def classify(self, request: ClassifyRequest) -> ClassifyReply:
-        """The scores of a request's inputs, or of its conversation; raises DEADLINE_EXCEEDED beyond the limit."""
+        """The scores of a request's inputs, or of its conversation. Raises DEADLINE_EXCEEDED beyond the limit."""
         longest, limit = self.served(request.model).max_model_len, self._settings.classify_timeout_s
         try:
             async with asyncio.timeout(limit):

@@ -73,7 +73,7 @@ class ResumableGeneration:
                             return
 
     async def abort(self, request_ids: Sequence[str] | None) -> int:
-        """Abort these generations, or all, without resuming them; returns their number."""
+        """Abort these generations, or all, without resuming them. Returns their number."""
         wanted = None if request_ids is None else {*request_ids}
         aborted = [call for call in self._calls if not call.given_up and (wanted is None or call.request_id in wanted)]
         for call in aborted:

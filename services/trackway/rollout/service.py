@@ -44,7 +44,7 @@ _PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
 
 
 def required_card(card: ModelCard, name: str | None) -> ModelCard:
-    """The served model, if this or nothing is its name; raises MODEL_NOT_FOUND."""
+    """The served model, if this or nothing is its name. Raises MODEL_NOT_FOUND."""
     if name not in (None, card.id):
         message = f"model: expected {card.id!r}, which is served here, got {name!r}; see /v1/models"
         raise TrackwayError(ErrorCode.MODEL_NOT_FOUND, message, param="model")
@@ -72,7 +72,7 @@ class RolloutService:
         await self._engine.stop()
 
     async def ready(self) -> Ready:
-        """Whether the replica is ready; `broken` when only a restart can help."""
+        """Whether the replica is ready. `broken` when only a restart can help."""
         stuck = self._engine.stuck_for()
         if stuck > self._settings.stuck_s:
             reason = f"the engine has made no progress on its work for {stuck:.0f} s"
@@ -122,7 +122,7 @@ class RolloutService:
             await self._describe(span, request, collector.generation())
 
     async def _catch_up(self, version: int) -> None:
-        """Wait for the weights; a short wait after each update is normal and not recorded as an incident."""
+        """Wait for the weights. A short wait after each update is normal and not recorded as an incident."""
         behind, have, began = self._watcher.behind(version), self._engine.version, time.monotonic()
         late = True
         try:
@@ -158,18 +158,18 @@ class RolloutService:
         return ModelList(data=[self.served(None)])
 
     def served(self, name: str | None) -> ModelCard:
-        """The served model, by its name or None; raises MODEL_NOT_FOUND for any other name."""
+        """The served model, by its name or None. Raises MODEL_NOT_FOUND for any other name."""
         card = ModelCard(id=self._settings.model_name, created=self._created, max_model_len=self._engine.max_len)
         return required_card(card, name)
 
     async def pause(self, mode: PauseMode) -> PauseReply:
-        """Refuse new requests; those in flight finish, are aborted, or are frozen."""
+        """Refuse new requests. Those in flight finish, are aborted, or are frozen."""
         async with self._watcher.control:
             await self._pause(mode)
         return self._paused()
 
     async def resume(self) -> PauseReply:
-        """Accept requests again; raises CONFLICT while memory is released."""
+        """Accept requests again. Raises CONFLICT while memory is released."""
         async with self._watcher.control:
             await self._resume()
         return self._paused()
@@ -185,7 +185,7 @@ class RolloutService:
     async def sleep(self, mode: SleepMode, parts: Sequence[MemoryPart] | None) -> SleepReply:
         """Pause, then release memory for the trainer.
 
-        With `retract`, requests in flight and new ones wait for the wake-up; those in flight keep their tokens and
+        With `retract`, requests in flight and new ones wait for the wake-up. Those in flight keep their tokens and
         continue under the weights of then.
         """
         self._needs_sleep()
@@ -201,9 +201,9 @@ class RolloutService:
     async def wake_up(
         self, parts: Sequence[MemoryPart] | None, min_weight_version: int = 0, within_s: float | None = None
     ) -> SleepReply:
-        """Allocate memory again, in stages if requested; generation continues when all of it is back.
+        """Allocate memory again, in stages if requested. Generation continues when all of it is back.
 
-        Returns when weights of the requested version are loaded; raises WEIGHTS_BEHIND when that takes too long.
+        Returns when weights of the requested version are loaded. Raises WEIGHTS_BEHIND when that takes too long.
         """
         self._needs_sleep()
         async with self._watcher.control:

@@ -25,7 +25,7 @@ class RolloutSettings(ServiceSettings):
     model_name: str = "policy"
     """Name in `/v1/models` and in replies."""
     weights_url: str | None = None
-    """Weight store (a folder or any fsspec URL) that this replica follows; without one it stays at version 0."""
+    """Weight store (a folder or any fsspec URL) that this replica follows. Without one it stays at version 0."""
     weights_cache: Path | None = None
     """Folder for copies of versions that are not read in place: of an object store, and those published as deltas. By
     default a temporary one, which all replicas of this host share; up to four copies of the model lie there. A server
@@ -41,7 +41,7 @@ class RolloutSettings(ServiceSettings):
     engine_options: Mapping[str, JsonValue] = Field(default_factory=dict)
     """Settings of an engine of your own, which it reads itself."""
     engine_url: str | None = None
-    """URL of a running vLLM or SGLang server; without one the replica starts its own."""
+    """URL of a running vLLM or SGLang server. Without one the replica starts its own."""
     engine_python: Path | None = None
     """Python interpreter of the environment with vLLM or SGLang, whose pinned dependencies conflict with Trackway's."""
     engine_args: list[str] = Field(default_factory=list)
@@ -94,7 +94,7 @@ class RolloutSettings(ServiceSettings):
     max_num_seqs: int = Field(default=64, ge=1)
     """Maximum requests in a batch, which is also the number of KV slots."""
     max_queue: int = Field(default=1024, ge=0)
-    """Maximum requests in the queue; beyond it requests are answered 429 `overloaded`."""
+    """Maximum requests in the queue. Beyond it requests are answered 429 `overloaded`."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt plus response in tokens, at most the model's own limit; that limit, at most 4096, by default."""
     max_position_embeddings: int | None = Field(default=None, ge=2)
@@ -119,7 +119,7 @@ class RolloutSettings(ServiceSettings):
 
     @property
     def config_overrides(self) -> str | None:
-        """JSON of what replaces keys of the model's `config.json`; None for nothing."""
+        """JSON of what replaces keys of the model's `config.json`, or None for nothing."""
         head = "float32" if self.float32_head and self.engine == "vllm" else None
         changed = {"max_position_embeddings": self.max_position_embeddings, "head_dtype": head}
         given = {name: value for name, value in changed.items() if value is not None}

@@ -2,7 +2,7 @@
 
 A replica generates only after it has read the store, so a late or restarted one never serves old weights. Files are
 fetched, assembled from deltas and verified while requests run. If a version does not load (corrupt, or proof failed),
-the old one stays, the failure is logged once, and loading is retried; a replica whose weights are older than the
+the old one stays, the failure is logged once, and loading is retried. A replica whose weights are older than the
 newest ones that are published whole takes these meanwhile.
 `update_mode` decides about requests in flight: `keep` loads while they run, `wait` and `abort` hold new requests back
 while those in flight finish or are aborted. A version whose run wants a mode is loaded in that one.
@@ -84,7 +84,7 @@ class WeightWatcher:
         return Ready(ready=False, reason=f"weights are not loaded yet: {self._error or 'the store was not read yet'}")
 
     async def gate(self) -> None:
-        """Wait until no update holds requests back; raises PAUSED after the time limit."""
+        """Wait until no update holds requests back. Raises PAUSED after the time limit."""
         try:
             async with asyncio.timeout(self._wait_s):
                 await self._gate.wait()
@@ -153,7 +153,7 @@ class WeightWatcher:
         self._synced = True
 
     async def _load_newest(self, store: WeightStore, version: int) -> None:
-        """Load the version; if it is an incomplete delta, the newest version published whole, and raise."""
+        """Load the version. If it is an incomplete delta, the newest version published whole, and raise."""
         try:
             folder = await asyncio.to_thread(store.fetch, version, self._cache)
         except TrackwayError as error:

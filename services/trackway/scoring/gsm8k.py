@@ -10,7 +10,7 @@ from decimal import Decimal, DecimalException
 from enum import StrEnum
 
 WINDOW = 300
-"""Characters at the end of a solution that are searched; verl's limit, which keeps the regex cheap."""
+"""Characters at the end of a solution that are searched. verl's limit, which keeps the regex cheap."""
 
 _STRICT = re.compile(r"#### (-?[0-9.,]+)")
 _FLEXIBLE = re.compile(r"-?[0-9.,]+")
@@ -52,7 +52,7 @@ def score(solution: str, ground_truth: str, method: Method = Method.STRICT) -> f
 
 
 def _plain(number: str) -> str | None:
-    """Normalizes a number, `-$1,000.50` as `-1000.5`; None for other text and very long numbers."""
+    """Normalizes a number, `-$1,000.50` as `-1000.5`. None for other text and very long numbers."""
     if len(number) > WINDOW:
         return None
     try:

@@ -149,7 +149,7 @@ def _common_routes(
 
 
 def _serve_docs(app: FastAPI) -> None:
-    """Add `/docs` with its files from a package, and the redirect from `/`; addresses are relative, for proxies."""
+    """Add `/docs` with its files from a package, and the redirect from `/`. Addresses are relative, for proxies."""
     router = APIRouter(include_in_schema=False)
 
     @router.get("/")

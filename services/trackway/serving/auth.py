@@ -22,7 +22,7 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
 Guests = Callable[[str, str, RawHeaders], Caller | None]
-"""The caller of a method and path by a key of the service's own, which opens nothing else; None for anyone else."""
+"""The caller of a method and path by a key of the service's own, which opens nothing else, or None for anyone else."""
 
 CALLER = "trackway.caller"
 """Key of the ASGI scope: the Caller."""
@@ -121,7 +121,7 @@ def show_tokens_in_docs(app: FastAPI) -> None:
 
 
 def _bearer(headers: RawHeaders) -> bytes | None:
-    """The presented token, as a bearer or as Anthropic's `x-api-key`; None for none, several, or another scheme."""
+    """The presented token, as a bearer or as Anthropic's `x-api-key`, or None for none, several, or another scheme."""
     credentials = [(name, value) for name, value in headers if name in (b"authorization", b"x-api-key")]
     if len(credentials) != 1:
         return None

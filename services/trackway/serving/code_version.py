@@ -13,7 +13,7 @@ _GIT_S = 5.0
 
 
 def version_of(modules: Sequence[str], code_path: Path | None, files: Iterable[Path]) -> OwnCode | None:
-    """The version of these modules, with all of their top-level packages, and of these files; None when there are none.
+    """The version of these modules, with all of their top-level packages, and of these files. None when there are none.
 
     A missing file is left out; loading it reports the error.
     """
@@ -56,7 +56,7 @@ def _python(root: Path) -> list[Path]:
 
 
 def _commit(folder: Path) -> str:
-    """The commit of the folder's git repository, with `+changes` when it has some; empty without git."""
+    """The commit of the folder's git repository, with `+changes` when it has some. Empty without git."""
     try:
         commit = _git(folder, "rev-parse", "HEAD")
         return f"{commit}+changes" if _git(folder, "status", "--porcelain", "--", ".") else commit

@@ -208,7 +208,7 @@ def bound_server(receive: Receive, settings: ConnectionSettings) -> None:
 def bounded_protocol(
     settings: ConnectionSettings, protocol: type[asyncio.Protocol] = AutoHTTPProtocol
 ) -> type[asyncio.Protocol]:
-    """The protocol class with the limits, for one server; returned unchanged unless it is uvicorn's HTTP/1.1."""
+    """The protocol class with the limits, for one server. Returned unchanged unless it is uvicorn's HTTP/1.1."""
     if issubclass(protocol, BoundedProtocol) or not issubclass(protocol, (AutoHTTPProtocol, H11Protocol)):
         return protocol
     attributes = {

@@ -31,7 +31,7 @@ def installation() -> Installation:
 
 
 def difference(expected: Installation, got: Installation) -> str:
-    """The differences, with both sides; empty if there are none. Aliases of an interpreter in a folder are equal."""
+    """The differences, with both sides. Empty if there are none. Aliases of an interpreter in a folder are equal."""
     differences = []
     if _interpreter(expected) != _interpreter(got):
         ours, theirs = f"{expected.executable} ({expected.python})", f"{got.executable} ({got.python})"

@@ -88,7 +88,7 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
 
 
 def body_problems(error: ValidationError) -> list[dict[str, Any]]:
-    """The first problems of a body in FastAPI's format; a single entry with their number if there are too many."""
+    """The first problems of a body in FastAPI's format. A single entry with their number if there are too many."""
     count = error.error_count()
     if count > _MAX_LISTED:
         return [{"type": "too_many_problems", "loc": ("body",), "msg": f"{count} problems, too many to list"}]

@@ -1,7 +1,7 @@
 """Runs a POST once per `Idempotency-Key`: a repeated key waits for the first response, or gets it again.
 
 A keyed request continues when its client disconnects, since the client will retry. Responses are kept in memory,
-limited in number, bytes and age; transient errors are not kept, as nothing was done. A keyed response is sent when it
+limited in number, bytes and age. Transient errors are not kept, as nothing was done. A keyed response is sent when it
 is complete, so a client that streams must not send a key.
 """
 
@@ -45,7 +45,7 @@ class _Entry:
 
 
 class Idempotency:
-    """ASGI middleware; keeps up to `max_entries` responses, `max_bytes` in all, for `ttl_s` seconds; always the newest.
+    """ASGI middleware. Keeps up to `max_entries` responses, `max_bytes` in all, for `ttl_s` seconds; always the newest.
 
     clock: monotonic seconds.
     """
@@ -129,7 +129,7 @@ class Idempotency:
         return answer
 
     def _forget_old(self) -> None:
-        """Drop responses from the oldest on; stops at one that is still in progress."""
+        """Drop responses from the oldest on. Stops at one that is still in progress."""
         horizon = self.clock() - self.ttl_s
         while self._entries:
             oldest = next(iter(self._entries.values()))

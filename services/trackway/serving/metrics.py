@@ -81,7 +81,7 @@ def seconds_histogram(name: str, description: str, label: str) -> Histogram:
 
 
 class OperationDuration(Collectors):
-    """Durations of an operation of the GenAI conventions, under its name there; `error_type` is empty for a success."""
+    """Durations of an operation of the GenAI conventions, under its name there. `error_type` is empty for a success."""
 
     def __init__(
         self, operation: str, name: str, description: str, *labels: str, buckets: Sequence[float] = _BUCKETS_S

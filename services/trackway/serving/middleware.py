@@ -47,7 +47,7 @@ class TraceContext:
 
 
 def _carried(scope: Scope) -> dict[str, str]:
-    """The trace headers; repeated lines are joined to one list (RFC 9110, 5.3), as a proxy may have split them."""
+    """The trace headers. Repeated lines are joined to one list (RFC 9110, 5.3), as a proxy may have split them."""
     carried: dict[str, str] = {}
     for raw, value in scope["headers"]:
         if raw in _TRACE_HEADERS:

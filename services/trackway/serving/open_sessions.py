@@ -28,7 +28,7 @@ class OpenSessions:
         self._open: dict[str, _Open] = {}
 
     def to_end(self, caller: str) -> str | None:
-        """The session to end before the caller opens another one; None if there is room. Raises OVERLOADED."""
+        """The session to end before the caller opens another one, or None if there is room. Raises OVERLOADED."""
         candidates, most, setting = self._open, self._most, self._settings[0]
         own = {session_id: session for session_id, session in self._open.items() if session.caller == caller}
         if self._most_of_one is not None and len(own) >= self._most_of_one:
@@ -51,7 +51,7 @@ class OpenSessions:
         self._open[session_id] = _Open(caller)
 
     def remove(self, session_id: str) -> str | None:
-        """The caller of a session that has ended; None for an unknown one."""
+        """The caller of a session that has ended, or None for an unknown one."""
         removed = self._open.pop(session_id, None)
         return None if removed is None else removed.caller
 

@@ -43,7 +43,7 @@ class OwnCodeSettings(ServiceSettings):
         return []
 
     def version(self) -> OwnCode | None:
-        """The version of the own code that the settings name, from its files as they are now; None without any."""
+        """The version of the own code that the settings name, from its files as they are now, or None without any."""
         return version_of(self.modules, self.code_path, self.own_files)
 
 

@@ -108,7 +108,7 @@ class RequestBounds:
 
 
 def json_exceeds(limit: JsonSize, body: bytes) -> bool:
-    """Return whether JSON in UTF-8 exceeds `limit`, without parsing it; for other bytes the result is a guess.
+    """Return whether JSON in UTF-8 exceeds `limit`, without parsing it. For other bytes the result is a guess.
 
     Most bodies have few commas, colons and brackets. Otherwise those within strings are excluded.
     """
@@ -152,7 +152,7 @@ def _check_header(name: bytes, value: bytes) -> None:
 
 
 def header_of(scope: Scope, name: bytes) -> str | None:
-    """The value of the first header of this name, in lower case; None without one."""
+    """The value of the first header of this name, in lower case, or None without one."""
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
 
 

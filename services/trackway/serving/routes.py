@@ -19,7 +19,7 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is a model; RequestValidationError lists the first problems."""
+    """A route whose body is a model. RequestValidationError lists the first problems."""
 
     @classmethod
     def error_answer(cls, error: TrackwayError) -> JSONResponse:

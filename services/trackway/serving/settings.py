@@ -30,7 +30,7 @@ class ConnectionSettings(BaseSettings):
     """Seconds for a request's header to be complete; then its connection is closed."""
     max_connections: int = Field(default=4096, ge=1)
     """Connections of one process, at most three quarters of its limit of open files. Beyond it the longest idle
-    connection is closed; when none is idle, a new connection is answered 429."""
+    connection is closed. When none is idle, a new connection is answered 429."""
 
 
 class ServiceSettings(ConnectionSettings):
@@ -55,15 +55,15 @@ class ServiceSettings(ConnectionSettings):
     direct_host: str | None = None
     """Under Ray Serve: address at which each replica also answers directly, on a free port that `/replicas` lists.
     `node` is the node's own address, for callers on other nodes. None takes 127.0.0.1 when base_url is on this machine,
-    else `node`; with an empty one replicas answer only through the proxy, as the trainer always does."""
+    else `node`. With an empty one replicas answer only through the proxy, as the trainer always does."""
     probe_dir: str | None = Field(default=None, min_length=1, max_length=56)
     """Under Ray Serve: folder in which each replica answers readiness probes at a Unix socket of its own
-    (`python -m trackway.deploy.probe`); None for none."""
+    (`python -m trackway.deploy.probe`), or None for none."""
     drain_s: float = Field(default=10.0, ge=0)
     """Under Ray Serve: longest time in seconds that a stopping replica takes further calls at its own port, until its
-    tool instances are released and its callers have left; keep it below Serve's graceful_shutdown_timeout_s."""
+    tool instances are released and its callers have left. Keep it below Serve's graceful_shutdown_timeout_s."""
     auth: AuthSettings = Field(default_factory=AuthSettings)
-    """Tokens of this service's callers; without any, only callers on this machine are answered."""
+    """Tokens of this service's callers. Without any, only callers on this machine are answered."""
     tracing: TracingSettings = Field(default_factory=TracingSettings)
     """Export of spans."""
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)

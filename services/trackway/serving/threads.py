@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 async def in_thread(call: Callable[[], T], limiter: anyio.CapacityLimiter | None = None) -> T:
-    """The result of `call`, which runs in a thread; UserCodeExit when it calls `sys.exit` or raises no Exception.
+    """The result of `call`, which runs in a thread. UserCodeExit when it calls `sys.exit` or raises no Exception.
 
     Waits for the thread even when cancelled: a thread cannot be stopped, and while it runs, a tool's instance must not
     get another call.

@@ -104,12 +104,12 @@ class AuthSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
     tokens: Tokens = Field(default_factory=dict)
-    """Tokens by name; errors and logs show the name."""
+    """Tokens by name. Errors and logs show the name."""
     tokens_file: Path | None = None
     """JSON file of further tokens by name, e.g. a mounted secret: `{"agents": {"secret": "..."}}`; read again when it
     changes."""
     trust_loopback: bool = True
-    """True if a caller with a loopback address is on this machine; set it to false behind a local proxy that hides its
+    """True if a caller with a loopback address is on this machine. Set it to false behind a local proxy that hides its
     clients' addresses."""
 
     @property
@@ -137,7 +137,7 @@ class TokenTable:
 
     @classmethod
     def of(cls, settings: AuthSettings) -> Self | None:
-        """The table; None when no token is configured."""
+        """The table, or None when no token is configured."""
         return cls(settings) if settings.given else None
 
     def find(self, secret: bytes) -> Caller | None:
@@ -154,7 +154,7 @@ class TokenTable:
         return hmac.digest(self._pass_key, digest, "sha256").hex()
 
     def _refresh(self) -> None:
-        """Reload a changed file; for an unusable one the old tokens stay and one error is logged."""
+        """Reload a changed file. For an unusable one the old tokens stay and one error is logged."""
         now = self._clock()
         if self._settings.tokens_file is None or now - self._looked_at < CHECK_EVERY_S:
             return

@@ -97,7 +97,7 @@ async def contained(awaitable: Awaitable[T]) -> T:
 async def run_user_code(call: Callable[[], Awaitable[T]]) -> T:
     """The result of `call`, in its own task, which is cancelled with its caller.
 
-    Raises the code's error as an Exception; a CancelledError that the code itself raised becomes UserCodeExit.
+    Raises the code's error as an Exception. A CancelledError that the code itself raised becomes UserCodeExit.
     """
 
     async def run() -> T:

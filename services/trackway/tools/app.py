@@ -80,7 +80,7 @@ def create_app(
 
 
 async def reap_for_ever(server: ToolServer, sessions: Sequence[SessionInstances], interval_s: float) -> None:
-    """Expire idle instances every `interval_s` seconds; errors are logged."""
+    """Expire idle instances every `interval_s` seconds. Errors are logged."""
     while True:
         await asyncio.sleep(interval_s)
         try:

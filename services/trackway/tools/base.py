@@ -1,6 +1,6 @@
 """The tool interface: four async methods around state that lasts as long as the trajectory.
 
-The class is verl's `verl/tools/base_tool.py` in spirit (create, execute, calc_reward, release); unlike there, one
+The class is verl's `verl/tools/base_tool.py` in spirit (create, execute, calc_reward, release). Unlike there, one
 instance serves all calls of a trajectory. A tool keeps its state by instance id. The server handles deadlines,
 concurrency, argument checks and output size.
 """
@@ -37,7 +37,7 @@ class ToolLimits(BaseModel):
     call_timeout_s: float = Field(default=30.0, gt=0)
     """Time limit of a create, execute, reward or release in seconds. A slower one is cancelled and answered 504."""
     stop_timeout_s: float = Field(default=2.0, gt=0)
-    """Seconds for a cancelled call to stop; after that its instance is lost, and its slot stays taken."""
+    """Seconds for a cancelled call to stop. After that its instance is lost, and its slot stays taken."""
     wait_timeout_s: float = Field(default=60.0, gt=0)
     """Longest wait of a call for its instance and for a free slot of its tool, in seconds; then it is answered 429."""
     tool_concurrency: int = Field(default=64, ge=1)

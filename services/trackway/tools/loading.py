@@ -67,7 +67,7 @@ def load_tools(
 
     `configs` has configs by tool name.
 
-    ValueError for an unknown name, a wrong file, a config without a tool or two tools of one name; TypeError for a
+    ValueError for an unknown name, a wrong file, a config without a tool or two tools of one name. TypeError for a
     class or function that is not a tool. The message names the setting or file, and the entry.
     """
     planned = [

@@ -41,7 +41,7 @@ class NemoGymFace:
         self.sessions = SessionInstances(server)
 
     def seed(self, caller: str, row: Json) -> str:
-        """A new session for this row; returns its cookie."""
+        """A new session for this row. Returns its cookie."""
         cookie = uuid.uuid4().hex
         extra_info = row.get("extra_info")
         self._seeded[caller, cookie] = _Session(extra_info if isinstance(extra_info, dict) else {})
@@ -62,7 +62,7 @@ class NemoGymFace:
         return result.text
 
     async def verify(self, key: SessionKey, row: GymVerify) -> Reward:
-        """The reward service's score of what the model wrote; the session ends."""
+        """The reward service's score of what the model wrote. The session ends."""
         session = self._seeded.pop(key, _Session({}))
         try:
             rewards: Json = {**await self.sessions.rewards(key)}

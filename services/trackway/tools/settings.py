@@ -15,7 +15,7 @@ class ToolsSettings(ToolLimits, OwnCodeSettings):
     model_config = SettingsConfigDict(frozen=False)
 
     tools: list[str] = Field(default_factory=lambda: ["calculator", "calc_gsm8k_reward"])
-    """Built-in tools to offer, by name; none by default when `modules` or functions_file define tools, or
+    """Built-in tools to offer, by name. None by default when `modules` or functions_file define tools, or
     tool_config_path or function_tool_path is given."""
     extra_tools: list[str] = Field(default_factory=list)
     """Additional tools by import path `pkg.mod:name`: subclasses of BaseTool, or functions with `@function_tool`.
@@ -25,11 +25,11 @@ class ToolsSettings(ToolLimits, OwnCodeSettings):
     function_tool_path: Path | None = None
     """A Python file. Its functions with `@function_tool` are offered."""
     functions_file: Path | None = None
-    """The file of a process that serves functions as tools; `trackway.train` writes it."""
+    """The file of a process that serves functions as tools. `trackway.train` writes it."""
     tool_config: dict[str, ToolConfig] = Field(default_factory=dict)
     """Config by tool name, merged over the tool's own. It may lower the limits of a call for that tool."""
     max_instances: int = Field(default=16384, ge=1)
-    """Maximum instances on this replica; one more is answered 429."""
+    """Maximum instances on this replica. One more is answered 429."""
     instance_ttl_s: float = Field(default=3600.0, gt=0)
     """Seconds without a call after which an instance is released, as when its trajectory's process was killed."""
     reap_interval_s: float = Field(default=30.0, gt=0)
@@ -38,7 +38,7 @@ class ToolsSettings(ToolLimits, OwnCodeSettings):
     """MCP sessions (`Mcp-Session-Id`) open at once on this replica, 40 kB each. For one more the session that has been
     idle for longest ends, or 429 is the answer."""
     mcp_max_sessions_per_token: int = Field(default=512, ge=1)
-    """MCP sessions that were opened with one token; without tokens `mcp_max_sessions` alone holds."""
+    """MCP sessions that were opened with one token. Without tokens `mcp_max_sessions` alone holds."""
     mcp_session_room_s: float = Field(default=60.0, ge=0)
     """Seconds without a request after which an MCP session may end to make room for another."""
     mcp_session_idle_s: float = Field(default=1800.0, gt=0)

@@ -106,7 +106,7 @@ def _routes(runs: RunManager) -> ServiceRouter:
         responses={200: {"content": {"application/x-ndjson": {}}}},
     )
     async def metrics(run: RunNameInPath, follow: bool = False) -> StreamingResponse:
-        """One MetricsRow per line; with `follow`, until the run has ended."""
+        """One MetricsRow per line. With `follow`, until the run has ended."""
         runs.registry.info(run)  # raises 404 for an unknown run, before the response's status has been sent
 
         async def lines() -> AsyncIterator[str]:
@@ -134,7 +134,7 @@ def _sessions(intake: SessionIntake) -> ServiceRouter:
 
     @router.get("/sessions/run")
     async def session_run(run: RunNameInPath | None = None) -> SessionRun:
-        """Settings that a run fixes for each session that it trains on; without a name, the run in progress."""
+        """Settings that a run fixes for each session that it trains on. Without a name, the run in progress."""
         return await asyncio.to_thread(intake.run, run)
 
     @router.post("/runs/{run}/sessions", status_code=202)

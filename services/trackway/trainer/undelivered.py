@@ -6,7 +6,7 @@ _NAMES = {"mlflow": "MLflow", "weave": "Weave", "wandb": "W&B", "tensorboard": "
 
 
 def sentences(summary: BackendSummary) -> list[str]:
-    """A sentence about waiting data and one about lost data; empty when the backend has everything."""
+    """A sentence about waiting data and one about lost data. Empty when the backend has everything."""
     name, messages = _NAMES.get(summary.backend, summary.backend), []
     if summary.waiting:
         parts = [

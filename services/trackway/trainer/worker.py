@@ -61,7 +61,7 @@ logger = logging.getLogger("trackway.trainer")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train the folder's run; return the process's exit status."""
+    """Train the folder's run. Return the process's exit status."""
     parser = argparse.ArgumentParser(prog="trackway.trainer.worker", description="Train one run.")
     parser.add_argument("folder", type=Path, help="the run's folder, with config.json and services.json")
     parser.add_argument("--lifeline", action="store_true", help="read secrets from standard input, stop when it closes")
@@ -101,7 +101,7 @@ def receive_secrets(deadline_s: float) -> None:
 
 
 def _failed(folder: RunFolder, error: TrackwayError) -> int:
-    """Mark the run FAILED; return the exit status."""
+    """Mark the run FAILED. Return the exit status."""
     logger.error("the run failed", exc_info=error)
     message = f"{error.code}: {error.message}"
     if isinstance(error, StorageError):
@@ -209,7 +209,7 @@ def _watch_lifeline(interrupt: Callable[[], object]) -> None:
 
 
 def flush_or_drop() -> None:
-    """Flush standard output and error; discard what a full disk refuses, which would set the exit status to 120."""
+    """Flush standard output and error. Discard what a full disk refuses, which would set the exit status to 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -25,7 +25,7 @@ LOOK_FOR_ORPHANS_S = 30.0
 POSTPONE_AFTER = 3
 """Retryable answers to one stored batch before it moves behind the others."""
 REFUSED_AFTER = 3
-"""Doubtful answers to one batch before it counts as refused; at most POSTPONE_AFTER, so that all are for one batch."""
+"""Doubtful answers to one batch before it counts as refused. At most POSTPONE_AFTER, so that all are for one batch."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ class BackendQueue:
             return BackendStats(self._exported, self._refused, dropped, self._waiting(), self._disk_bytes())
 
     def wait_empty(self, deadline: float) -> bool:
-        """Wait until the queue is empty, at most until `deadline` (time.monotonic); False if it is not."""
+        """Wait until the queue is empty, at most until `deadline` (time.monotonic). False if it is not."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting(), max(0.0, deadline - time.monotonic()))
 
     def close(self, deadline: float) -> bool:
-        """Send until `deadline` (time.monotonic), then move the rest to disk; False if something was left."""
+        """Send until `deadline` (time.monotonic), then move the rest to disk. False if something was left."""
         with self._changed:
             self._closing_at = deadline
             self._changed.notify_all()
@@ -148,7 +148,7 @@ class BackendQueue:
         self._endpoint.close()
 
     def _wait_for_work(self, pause: float) -> bool:
-        """Pause, then wait for a batch; False when the thread should exit."""
+        """Pause, then wait for a batch. False when the thread should exit."""
         with self._changed:
             if pause:
                 self._changed.wait_for(lambda: self._closing_at is not None, pause)
@@ -162,7 +162,7 @@ class BackendQueue:
             return bool(self._waiting()) and not hopeless and time.monotonic() < self._closing_at
 
     def _send_next(self) -> Answer | None:
-        """Send the oldest batch; returns the answer, or None when there is nothing to send."""
+        """Send the oldest batch. Returns the answer. None when there is nothing to send."""
         stored = self._disk_queue.oldest() if self._disk_queue else None
         if stored is not None:
             answer = self._judged(self._endpoint.post(stored[1]))

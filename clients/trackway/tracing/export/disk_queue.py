@@ -52,7 +52,7 @@ class DiskQueue:
         self.adopt()
 
     def _made(self) -> tuple[Path, FileLock | None]:
-        """Create and lock a folder for this process. Raises StorageError; the folder is then removed."""
+        """Create and lock a folder for this process. Raises StorageError. The folder is then removed."""
         name = f"{self._owner}-{os.getpid()}-{os.urandom(3).hex()}"
         # Hidden until it is locked, because another process would adopt an unlocked folder.
         hidden = self._siblings / f".{name}"
@@ -76,7 +76,7 @@ class DiskQueue:
         return self._spans
 
     def push(self, batch: Batch) -> bool:
-        """Store a batch; False when the bound would be exceeded or the disk is full."""
+        """Store a batch. False when the bound would be exceeded or the disk is full."""
         with self._guard:
             if not self._folder.is_dir() and not self._begin_again():
                 return False
@@ -103,7 +103,7 @@ class DiskQueue:
             return True
 
     def _begin_again(self) -> bool:
-        """Replace a deleted folder; False when a new one cannot be created."""
+        """Replace a deleted folder. False when a new one cannot be created."""
         try:
             folder, lock = self._made()
         except OSError:
@@ -118,7 +118,7 @@ class DiskQueue:
         return True
 
     def oldest(self) -> tuple[Path, Batch] | None:
-        """The batch to send next, which stays in the queue until `remove`; unreadable files are set aside."""
+        """The batch to send next, which stays in the queue until `remove`. Unreadable files are set aside."""
         while True:
             with self._guard:
                 path = next(iter(self._sizes), None)
@@ -155,7 +155,7 @@ class DiskQueue:
                     self._newest = None
 
     def adopt(self) -> int:
-        """Take over the files of processes that have exited; returns the number of batches."""
+        """Take over the files of processes that have exited. Returns the number of batches."""
         adopted = 0
         with contextlib.suppress(FileNotFoundError):  # deleted; the next batch creates it again
             for folder in sorted(self._siblings.iterdir()):
@@ -198,7 +198,7 @@ class DiskQueue:
         self._spans += _spans(path)
 
     def _forget(self, path: Path) -> bool:
-        """Remove a file from the counts; False when it was not in the queue."""
+        """Remove a file from the counts. False when it was not in the queue."""
         size = self._sizes.pop(path, None)
         if size is None:
             return False
@@ -223,7 +223,7 @@ def _spans(path: Path) -> int:
 
 
 def _locked(folder: Path) -> FileLock | None:
-    """The folder's lock; None when another process holds it."""
+    """The folder's lock, or None when another process holds it."""
     try:
         return acquire_lock(folder / _LOCK)
     except OSError:

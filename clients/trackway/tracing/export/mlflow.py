@@ -48,7 +48,7 @@ class MlflowEndpoint(Endpoint):
         super().__init__(url, headers, settings.export_timeout_s, verify=verify, trust_env=trust_env)
 
     def post(self, batch: Batch) -> Answer:
-        """Send one batch to the experiment it names; never raises."""
+        """Send one batch to the experiment it names. Never raises."""
         wanted = batch.headers.get(names.MLFLOW_EXPERIMENT_HEADER, "")
         if not wanted.startswith(_BY_NAME):
             return super().post(batch)
@@ -115,7 +115,7 @@ def _tls_and_environment(uri: str) -> tuple[bool | ssl.SSLContext, bool]:
 
 
 def credentials() -> dict[str, str]:
-    """The authorization header from MLflow's environment variables; empty without them."""
+    """The authorization header from MLflow's environment variables. Empty without them."""
     token = os.environ.get("MLFLOW_TRACKING_TOKEN")
     user = os.environ.get("MLFLOW_TRACKING_USERNAME")
     if token:

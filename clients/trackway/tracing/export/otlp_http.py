@@ -52,7 +52,7 @@ class Answer:
 class Endpoint:
     """Sends batches one at a time, from one thread.
 
-    `timeout_s` bounds each exchange as a whole; httpx's own timeouts would bound each read alone, however many a slow
+    `timeout_s` bounds each exchange as a whole. httpx's own timeouts would bound each read alone, however many a slow
     answer takes.
     """
 
@@ -77,7 +77,7 @@ class Endpoint:
         self._runner = asyncio.Runner()
 
     def post(self, batch: Batch) -> Answer:
-        """Send one batch; never raises."""
+        """Send one batch. Never raises."""
         try:
             return answer_of(self._in_time(self._exchange(self._url(), batch)), batch.spans)
         except (httpx.LocalProtocolError, UnicodeEncodeError) as error:
@@ -93,7 +93,7 @@ class Endpoint:
         self._runner.close()
 
     def _in_time(self, exchange: Coroutine[Any, Any, T]) -> T:
-        """The result of an exchange; raises TimeoutError when it takes longer than `timeout_s`."""
+        """The result of an exchange. Raises TimeoutError when it takes longer than `timeout_s`."""
 
         async def bounded() -> T:
             async with asyncio.timeout(self._timeout_s):

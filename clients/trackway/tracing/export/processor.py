@@ -86,7 +86,7 @@ class ExportSpanProcessor(SpanProcessor):
             return self._changed.wait_for(lambda: not self._queue and not self._encoding, timeout_millis / 1000)
 
     def shutdown(self) -> None:
-        """Reject further spans; the thread exits when the queue is empty."""
+        """Reject further spans. The thread exits when the queue is empty."""
         with self._changed:
             self._stop = True
             self._changed.notify_all()

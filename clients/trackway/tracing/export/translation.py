@@ -223,7 +223,7 @@ def _json(value: object) -> str:
 
 
 def _loaded(text: object) -> JsonValue:
-    """The JSON value of a text; None for anything else."""
+    """The JSON value of a text, or None for anything else."""
     try:
         return json.loads(text) if isinstance(text, str) else None
     except ValueError:
@@ -231,7 +231,7 @@ def _loaded(text: object) -> JsonValue:
 
 
 def _object(text: object) -> dict[str, JsonValue]:
-    """The JSON object of a text; empty for anything else."""
+    """The JSON object of a text. Empty for anything else."""
     value = _loaded(text)
     return value if isinstance(value, dict) else {}
 

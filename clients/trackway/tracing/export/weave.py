@@ -45,7 +45,7 @@ def full_project(name: str, key: SecretStr | None) -> str | None:
 
 
 def project_url(project: str, trace_server: str) -> str | None:
-    """The page of `entity/project` in W&B's app, as weave's client builds it; None where the app is unknown.
+    """The page of `entity/project` in W&B's app, as weave's client builds it, or None where the app is unknown.
 
     WANDB_APP_URL and WANDB_BASE_URL say it, else the trace server: W&B's own, or `https://<host>/traces`.
     """
@@ -67,7 +67,7 @@ def _app_of(api: str) -> str:
 
 
 def default_entity(key: SecretStr) -> str | None:
-    """The key's default entity, asked of WANDB_BASE_URL or hosted W&B; None, with a warning, when it is not told."""
+    """The key's default entity, asked of WANDB_BASE_URL or hosted W&B. None, with a warning, when it is not told."""
     try:
         return _asked(key.get_secret_value(), os.environ.get("WANDB_BASE_URL") or HOSTED_WANDB)
     except (httpx.HTTPError, ValidationError) as error:

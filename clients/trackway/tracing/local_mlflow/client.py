@@ -65,7 +65,7 @@ def _pinned(uri: str) -> Path | None:
 
 
 def check(uri: str) -> None:
-    """Raise ValueError if spans could never be sent to this URI; starts no server and makes no request."""
+    """Raise ValueError if spans could never be sent to this URI. Starts no server and makes no request."""
     database = local_database(uri)
     if database is not None and _address(ServerFiles(database)) is None:
         _check_installed(database)
@@ -78,7 +78,7 @@ def answers(uri: str) -> bool:
 
 
 def server_command(database: Path, port: int | None = None, linger_s: float | None = None) -> list[str]:
-    """The command that runs a server in the foreground; without `linger_s`, until it receives SIGTERM."""
+    """The command that runs a server in the foreground. Without `linger_s`, until it receives SIGTERM."""
     command = [sys.executable, "-I", mlflow_server.__file__, str(database)]
     command += [] if port is None else ["--port", str(port)]
     return command if linger_s is None else [*command, "--linger", str(linger_s)]
@@ -152,7 +152,7 @@ class _LocalServer:
         )
 
     def _attach(self, end: float) -> None:
-        """Register as a user until this process exits; waits for a server that is being stopped."""
+        """Register as a user until this process exits. Waits for a server that is being stopped."""
         while (users := flocked(self._files.users, exclusive=False)) is None:
             if time.monotonic() > end:
                 raise LocalMlflowError(f"{self._files.users} stays locked by a server that is stopping")
@@ -218,7 +218,7 @@ def _is_held(files: ServerFiles) -> bool:
 
 
 def _address(files: ServerFiles) -> str | None:
-    """The server's address; None if it was left by a supervisor that was killed."""
+    """The server's address, or None if it was left by a supervisor that was killed."""
     uri = _json(files.address).get("uri")
     return str(uri) if uri and _is_held(files) else None
 
@@ -240,7 +240,7 @@ def _healthy(address: str) -> bool:
 
 
 def _is_our_process(pid: object) -> bool:
-    """Return whether the process is a supervisor; assumed where there is no /proc."""
+    """Return whether the process is a supervisor. Assumed where there is no /proc."""
     if not isinstance(pid, int):
         return False
     command = Path(f"/proc/{pid}/cmdline")

@@ -7,7 +7,7 @@ Its files are in the folder `<database>.server`:
 
     lock           locked by the supervisor, so there is at most one. The text identifies it
     users          share-locked by every process that uses the server; the kernel releases it when a process dies
-    address.json   address of the server while it answers; readable by its owner only
+    address.json   address of the server while it answers. Readable by its owner only
     failed         why the last start failed, or why the server stopped
     server.log     output of supervisor and server
 """
@@ -86,7 +86,7 @@ class ServerFiles:
 
 
 def flocked(path: Path, exclusive: bool) -> int | None:
-    """A descriptor that holds the file's lock until it is closed; None when the lock is taken.
+    """A descriptor that holds the file's lock until it is closed, or None when the lock is taken.
 
     Apart from `trackway.system.locks`, because these locks are shared by users and inherited by the supervisor.
     """
@@ -141,7 +141,7 @@ def _keep(files: ServerFiles, port: int | None, linger_s: float | None) -> int:
 
 
 def _serve(files: ServerFiles, port: int | None, linger_s: float | None) -> str | None:
-    """Run the server with restarts; returns the reason why it failed, or None when it is no longer needed."""
+    """Run the server with restarts. Returns the reason why it failed. None when it is no longer needed."""
     failures, allowed = 0, STARTS if port is None else 1
     while True:
         healthy_at = None

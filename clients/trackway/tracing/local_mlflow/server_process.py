@@ -44,7 +44,7 @@ def extend(app: FastAPI) -> None:
 
 
 async def _record_assessments(request: Request) -> JSONResponse:
-    """Record `assessments`, each as in MLflow's own route; answers with the ids of traces that are `missing`."""
+    """Record `assessments`, each as in MLflow's own route. Answers with the ids of traces that are `missing`."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -84,7 +84,7 @@ def _record(assessments: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _serve(command: Sequence[str], extra_env: Mapping[str, str], **options: object) -> None:
-    """Run `python -m uvicorn ...` here instead of in a child; exits once the server has stopped."""
+    """Run `python -m uvicorn ...` here instead of in a child. Exits once the server has stopped."""
     os.environ.update(extra_env)
     from mlflow.server.fastapi_app import app
 

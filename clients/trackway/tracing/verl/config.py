@@ -42,7 +42,7 @@ class RolloutTraceConfig:
 
     def __init__(self) -> None:
         self.backend: str | None = None
-        """Names of the backends, with a comma between several; None when nothing is traced."""
+        """Names of the backends, with a comma between several, or None when nothing is traced."""
         self.client: Tracing | None = None
         self.token2text: bool = False
         self.project_name: str | None = None
@@ -101,7 +101,7 @@ class RolloutTraceConfig:
 
     @classmethod
     def get_backend(cls) -> str | None:
-        """The names of the backends, separated by commas; None when nothing is traced."""
+        """The names of the backends, separated by commas, or None when nothing is traced."""
         return cls.get_instance().backend
 
     @classmethod
@@ -200,7 +200,7 @@ def _spool_dir(settings: TracingSettings) -> Path | None:
 
 
 def _start_server(uri: str) -> None:
-    """Start the server early, because a start takes seconds; errors are reported by the backend's queue."""
+    """Start the server early, because a start takes seconds. Errors are reported by the backend's queue."""
     with contextlib.suppress(Exception):
         local_mlflow.server_uri(uri)
 

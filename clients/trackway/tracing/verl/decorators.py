@@ -30,7 +30,7 @@ logger = logging.getLogger("trackway.tracing")
 
 
 class NonRaisingSpan:
-    """Opens and ends a span around user code; errors of the span itself are logged and not raised."""
+    """Opens and ends a span around user code. Errors of the span itself are logged and not raised."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[SpanHandle]]) -> None:
         self._make = make
@@ -83,7 +83,7 @@ class Operation:
         self._owner = first if first in ("self", "cls") else None
 
     def arguments(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, object]:
-        """Arguments by name, with defaults, without `self` and `cls`; empty if they do not match the signature."""
+        """Arguments by name, with defaults, without `self` and `cls`. Empty if they do not match the signature."""
         try:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError:
@@ -106,7 +106,7 @@ class Operation:
 def recorded_call(
     operation: Operation, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> Iterator["RecordedCall"]:
-    """The span of one call; it raises only what the block raises."""
+    """The span of one call. It raises only what the block raises."""
     root = open_root.get()
     open_root.set(None)
     try:
@@ -119,7 +119,7 @@ def recorded_call(
 
 
 class RecordedCall:
-    """Inputs and outputs of one call; no method raises."""
+    """Inputs and outputs of one call. No method raises."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class RecordedCall:
 
 
 def own_target() -> TraceTarget | None:
-    """The target of `RolloutTraceConfig`; None when another tracing is active."""
+    """The target of `RolloutTraceConfig`, or None when another tracing is active."""
     config = RolloutTraceConfig.get_instance()
     return config.target if config.client is not None and config.client is active_tracing() else None
 
@@ -292,13 +292,13 @@ def _trajectory(values: Mapping[str, object], name: str, record: bool) -> Abstra
 
 
 def _tag(value: object) -> names.Tag:
-    """The value with its type, because Weave compares by type; numpy numbers become Python numbers."""
+    """The value with its type, because Weave compares by type. NumPy numbers become Python numbers."""
     plain = plain_number(value)
     return plain if isinstance(plain, str | bool | int | float) else str(plain)
 
 
 def _group(tags: Mapping[str, names.Tag]) -> dict[str, str]:
-    """Attributes of the GRPO group, which is the session and Weave's thread; empty if the tags do not identify it."""
+    """Attributes of the GRPO group, which is the session and Weave's thread. Empty if the tags do not identify it."""
     try:
         group = names.group_id(Tags.model_validate({"rollout_n": 0, **tags}))
     except ValidationError:

@@ -23,12 +23,12 @@ MAX_VALUES = 4096
 MAX_DEPTH = 12
 MAX_BITS = 1024
 HUGE_TEXT = 1 << 20
-"""Characters; a longer text is cut here already, a shorter one only with all others, by a limit in bytes."""
+"""Characters. A longer text is cut here already, a shorter one only with all others, by a limit in bytes."""
 KEPT_OF_HUGE = 4096
 
 
 def bounded(value: object) -> object:
-    """A bounded copy of `value` of plain dicts, lists, strings and numbers; never raises."""
+    """A bounded copy of `value` of plain dicts, lists, strings and numbers. Never raises."""
     return _Copy().of(value, 0)
 
 
@@ -39,7 +39,7 @@ def plain_number(value: object) -> object:
 
 
 def fields(value: object) -> dict[str, object] | None:
-    """The named parts of a pydantic model or a dataclass, not copied; None for anything else."""
+    """The named parts of a pydantic model or a dataclass, not copied, or None for anything else."""
     if isinstance(value, BaseModel):
         return dict(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -67,7 +67,7 @@ class TopLogprob(OpenAIReply):
     token: str
     logprob: float
     bytes: list[int] | None
-    """The token's text as UTF-8 bytes; None for a token that is part of a character."""
+    """The token's text as UTF-8 bytes, or None for a token that is part of a character."""
 
 
 class ChatLogprob(TopLogprob):

@@ -155,7 +155,7 @@ class SampledRequest(OpenAIRequest):
 
     @property
     def structured_outputs(self) -> StructuredOutputs | None:
-        """The grammar of the answer; raises ValidationError for a schema beyond the bounds."""
+        """The grammar of the answer. Raises ValidationError for a schema beyond the bounds."""
         return None
 
     @property
@@ -226,7 +226,7 @@ class TextPart(WireRequest):
 
 
 class ChatMessage(OpenAIRequest):
-    """One message of the conversation so far; fields that clients add to our messages are dropped."""
+    """One message of the conversation so far. Fields that clients add to our messages are dropped."""
 
     model_config = ConfigDict(extra="ignore", ser_json_inf_nan=NON_FINITE)
 
@@ -297,7 +297,7 @@ class ResponseFormat(OpenAIRequest):
 
     @cached_property
     def structured_outputs(self) -> StructuredOutputs | None:
-        """The grammar; raises ValidationError for a schema beyond the bounds of what may guide."""
+        """The grammar. Raises ValidationError for a schema beyond the bounds of what may guide."""
         if self.type == "text":
             return None
         if self.json_schema is None:
@@ -315,7 +315,7 @@ class ChatRequest(SampledRequest):
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_tokens: Int | None = Field(default=None, ge=1)
     max_completion_tokens: Int | None = Field(default=None, ge=1)
-    """Takes precedence over `max_tokens`; without both, the rest of the model's context length."""
+    """Takes precedence over `max_tokens`. Without both, the rest of the model's context length."""
     logprobs: bool = False
     top_logprobs: Int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
     """Most likely tokens to return at each position, the sampled one among them; with `logprobs`."""
@@ -336,7 +336,7 @@ class ChatRequest(SampledRequest):
 
     @property
     def structured_outputs(self) -> StructuredOutputs | None:
-        """The grammar of the answer's text; None for a forced call, which has no text."""
+        """The grammar of the answer's text, or None for a forced call, which has no text."""
         return self.response_format.structured_outputs if self.response_format and self.is_guided else None
 
     @property

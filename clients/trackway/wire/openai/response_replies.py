@@ -83,7 +83,7 @@ class ResponseText(WireReply):
 
 
 class ResponsesReply(WireReply):
-    """One response; null fields are sent, as by OpenAI."""
+    """One response. Null fields are sent, as by OpenAI."""
 
     id: str
     object: Literal["response"] = "response"
@@ -181,7 +181,7 @@ class ArgumentsDoneEvent(_PartEvent):
 
 
 class ErrorEvent(ResponsesEvent):
-    """The stream failed; `error` repeats the fields, as OpenAI's clients raise it."""
+    """The stream failed. `error` repeats the fields, as OpenAI's clients raise it."""
 
     type: Literal["error"] = "error"
     code: str

@@ -12,7 +12,7 @@ from trackway.wire.rollout import MAX_TOP_LOGPROBS
 
 
 class EchoedItem(WireRequest):
-    """A part of the conversation; clients return items of a response with fields of any age, which have no effect."""
+    """A part of the conversation. Clients return items of a response with fields of any age, which have no effect."""
 
     model_config = ConfigDict(extra="ignore", ser_json_inf_nan=NON_FINITE)
 

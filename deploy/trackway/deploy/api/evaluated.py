@@ -36,11 +36,11 @@ class Evaluated:
 
     @property
     def score(self) -> float | None:
-        """Mean score of the rows; None when every rollout failed."""
+        """Mean score of the rows, or None when every rollout failed."""
         return self.summary.score.value if self.summary.score else None
 
     def against(self, other: "Evaluated") -> Paired | None:
-        """The difference to another evaluation, row by row, with a 95 % interval; None without a common row."""
+        """The difference to another evaluation, row by row, with a 95 % interval, or None without a common row."""
         return self._store.compared(other._store)
 
     def trajectories(self) -> "pandas.DataFrame":
@@ -55,7 +55,7 @@ class Evaluated:
 
 
 def frame_of(trajectories: Sequence[Trajectory]) -> "pandas.DataFrame":
-    """The trajectories as a table, with the columns of the run's parquet files; nested values are objects."""
+    """The trajectories as a table, with the columns of the run's parquet files. Nested values are objects."""
     import pandas
 
     records = [to_record(trajectory) | trajectory.model_dump(mode="json") for trajectory in trajectories]

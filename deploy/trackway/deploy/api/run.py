@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A run, in progress or ended. It goes on by itself; `wait` follows it."""
+    """A run, in progress or ended. It goes on by itself. `wait` follows it."""
 
     def __init__(self, services: "Services", session: RunSession, info: RunInfo, at_end: Callable[[], None]) -> None:
         self._services = services
@@ -57,7 +57,7 @@ class Run:
     def wait(self) -> Self:
         """Follow the run to its end, then wait until backends have what it recorded.
 
-        An interrupt makes it save a checkpoint and stop, and is raised again; the same call of `train` resumes it.
+        An interrupt makes it save a checkpoint and stop, and is raised again. The same call of `train` resumes it.
         Raises UserError when the run fails.
         """
         with self._until_end():

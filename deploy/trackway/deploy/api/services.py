@@ -43,7 +43,7 @@ class Services:
 
     @property
     def deployment(self) -> Deployment | None:
-        """The running services and their addresses; None until the first run starts them."""
+        """The running services and their addresses, or None until the first run starts them."""
         return recorded(self.outputs)
 
     def __enter__(self) -> Self:
@@ -71,7 +71,7 @@ class Services:
         config: str | Path = "default",
         **keys: Any,
     ) -> Run:
-        """Start a run and return it; `Run.wait` follows it. The services start if they do not run.
+        """Start a run and return it. `Run.wait` follows it. The services start if they do not run.
 
         rows: files, or rows: dicts with `prompt` and `answer`, or with verl's columns; a DataFrame; a Hugging Face
             dataset.

@@ -1,4 +1,4 @@
-"""Check of this machine for each part of Trackway, with remedies. Starts nothing; needs only the base."""
+"""Check of this machine for each part of Trackway, with remedies. Starts nothing. Needs only the base."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ class Finding(BaseModel):
     ok: bool
     found: str
     remedy: str = ""
-    """How to get it; empty when it is there."""
+    """How to get it. Empty when it is there."""
     demo: bool = False
     """Whether `trackway demo` cannot run without it."""
 
@@ -131,7 +131,7 @@ def _gpu_memory(model: str, ranks: int) -> Iterator[Finding]:
 
 
 def _template(model: str) -> Finding:
-    """Whether the model can be offered tools; its tokenizer is read, not its weights."""
+    """Whether the model can be offered tools. Its tokenizer is read, not its weights."""
     name = "chat template"
     if missing_packages("trainer"):
         return Finding(name=name, ok=True, found="not read: needs trackway[trainer]")
@@ -199,7 +199,7 @@ def _disk(outputs: Path) -> Finding:
 
 
 def _shared_memory() -> Iterator[Finding]:
-    """Ray's object store; without room it is a file in /tmp, and slower."""
+    """Ray's object store. Without room it is a file in /tmp, and slower."""
     folder = Path("/dev/shm")
     if folder.exists():
         free = shutil.disk_usage(folder).free / 1e9
@@ -209,7 +209,7 @@ def _shared_memory() -> Iterator[Finding]:
 
 
 def _clock() -> Finding:
-    """Spans of several machines are ordered by their clocks; on one machine it does not matter."""
+    """Spans of several machines are ordered by their clocks. On one machine it does not matter."""
     command = ["timedatectl", "show", "--property=NTPSynchronized", "--value"]
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout.strip()

@@ -20,7 +20,7 @@ class Findings(BaseModel):
     unsupported: list[UnsupportedKey] = Field(default_factory=list)
     """Keys of verl that ask for what Trackway does not have. The plan leaves them out, and the run cannot start."""
     missing_here: list[str] = Field(default_factory=list)
-    """A model, file, GPU, package, API key or service that this machine lacks; the run cannot start here."""
+    """A model, file, GPU, package, API key or service that this machine lacks. The run cannot start here."""
     replaced_here: list[str] = Field(default_factory=list)
     """Requests that this machine cannot meet and that the run can do without."""
     not_checked: list[str] = Field(default_factory=list)
@@ -52,7 +52,7 @@ class Findings(BaseModel):
             raise UserError("\n".join([f"{len(reasons)} problems prevent this run from starting", *_listed(reasons)]))
 
     def report(self) -> RenderableType:
-        """The problems as text for a terminal; empty without problems."""
+        """The problems as text for a terminal. Empty without problems."""
         kinds = (
             ("wrong on any machine", self.wrong, "red"),
             ("missing here", self._missing, "yellow"),

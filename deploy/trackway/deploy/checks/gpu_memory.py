@@ -27,7 +27,7 @@ class GpuMemory:
     """Forecast of a run's GPUs. Engines are those that take memory of a GPU."""
 
     total: int | None
-    """Bytes of the smallest GPU; None if the GPUs are not on this machine."""
+    """Bytes of the smallest GPU, or None if the GPUs are not on this machine."""
     learner: LearnerMemory
     """One rank, on a GPU that it may share with an engine of the rollout service."""
     engine: EngineMemory | None
@@ -63,7 +63,7 @@ class GpuMemory:
 
 
 def gpu_memory(config: RunConfig, services: dict[str, Any], gpus: list[int], download: bool) -> GpuMemory | None:
-    """Forecast a run on GPUs of these sizes in bytes, none if unknown; None for a run on CPUs or an unknown model.
+    """Forecast a run on GPUs of these sizes in bytes, none if unknown. None for a run on CPUs or an unknown model.
 
     `services` is the Serve config of its services, empty if unknown. `download` fetches the `config.json` of a Hugging
     Face id.
@@ -86,7 +86,7 @@ def gpu_memory(config: RunConfig, services: dict[str, Any], gpus: list[int], dow
 
 
 def _engine(args: dict[str, Any], path: str, download: bool) -> EngineMemory | None:
-    """Forecast the engine of a rollout service; None for one that uses no GPU of this machine."""
+    """Forecast the engine of a rollout service. None for one that uses no GPU of this machine."""
     settings = RolloutSettings(**args)
     server = settings.engine in SERVERS
     if not args or not (server or settings.engine == "torch"):

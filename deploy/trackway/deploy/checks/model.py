@@ -12,7 +12,7 @@ _KEY = "actor_rollout_ref.model.path"
 
 
 def tokenizer_here(path: str, fetch: bool, findings: Findings) -> "PreTrainedTokenizerBase | None":
-    """The model's tokenizer; None, with an entry in `findings`, when this machine does not have it yet.
+    """The model's tokenizer. None, with an entry in `findings`, when this machine does not have it yet.
 
     With `fetch`, the tokenizer of a Hub id is downloaded, without the weights.
     """
@@ -40,7 +40,7 @@ def tokenizer_here(path: str, fetch: bool, findings: Findings) -> "PreTrainedTok
 
 
 def _is_cached(path: str) -> bool | None:
-    """Return whether the Hub's cache has the model; None when `path` is not a valid id."""
+    """Return whether the Hub's cache has the model, or None when `path` is not a valid id."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.utils import HFValidationError
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MEASURED_ROWS = 10_000
-"""Most prompts per key that a dry run tokenizes; more would take minutes."""
+"""Most prompts per key that a dry run tokenizes. More would take minutes."""
 WORDS_PER_TOKEN = 4
 """Upper bound of the average number of words per token of a prompt."""
 KEYS = {"data.train_files": "train_max_samples", "data.val_files": "val_max_samples"}
@@ -23,7 +23,7 @@ _SHOWN_EVERY = 500
 
 
 class RowsHere:
-    """Reads a run's files and measures its prompts; problems are added to the findings."""
+    """Reads a run's files and measures its prompts. Problems are added to the findings."""
 
     def __init__(self, config: RunConfig, findings: Findings, report: Report, most_measured: int | None) -> None:
         self._config = config
@@ -38,7 +38,7 @@ class RowsHere:
 
     @property
     def number(self) -> int | None:
-        """The number of training rows; None when unknown."""
+        """The number of training rows, or None when unknown."""
         rows = self.used.get("data.train_files")
         return None if rows is None else len(rows.samples)
 
@@ -75,7 +75,7 @@ class RowsHere:
         return getattr(self._config.data, key.removeprefix("data."))
 
     def _rows_of(self, key: str) -> Rows | None:
-        """The rows of all files of a key; None when a file is missing or invalid."""
+        """The rows of all files of a key, or None when a file is missing or invalid."""
         read: list[Rows] = []
         for file in self._files(key):
             if "://" in file:
@@ -97,7 +97,7 @@ class RowsHere:
         return rows if choice.of_kept else rows.at(choice.positions(len(rows.samples)))
 
     def _unmeasurable(self, tokenizer: object, served: Served, rows: int) -> str:
-        """The reason why prompts cannot be measured; empty when they can."""
+        """The reason why prompts cannot be measured. Empty when they can."""
         if tokenizer is None:
             return f"the tokenizer of {self._config.actor_rollout_ref.model.path} is not on this machine"
         if served.tools is None:

@@ -3,7 +3,7 @@
 checked = check_run(subject, load=True, report=board.report)
 checked.findings.refuse()
 
-With `load=False` (a dry run) the checks read files and query running services; nothing is started, downloaded or
+With `load=False` (a dry run) the checks read files and query running services. Nothing is started, downloaded or
 written. With `load=True` they also load the tokenizer, every prompt, agent loops, scorers and tools.
 """
 
@@ -64,12 +64,12 @@ class Subject:
 
     config: RunConfig
     services: RunServices | None
-    """Services to start for the run; None when they are already running."""
+    """Services to start for the run. None when they are already running."""
     deployment: Deployment | None
-    """The running services; None when none are running."""
+    """The running services, or None when none are running."""
     settings: UpSettings
     occupied: str = ""
-    """The reason why the run's name is not available; empty when it is."""
+    """The reason why the run's name is not available. Empty when it is."""
     unsupported: Sequence[UnsupportedKey] = ()
     """Keys that `config` leaves out, as Trackway does not have what they ask for."""
     changes: Mapping[str, JsonValue] = field(default_factory=dict[str, JsonValue])
@@ -101,7 +101,7 @@ class Checked:
 
 
 class RunCheck:
-    """Checks one run; each method adds to `findings`."""
+    """Checks one run. Each method adds to `findings`."""
 
     def __init__(self, subject: Subject, load: bool, report: Report) -> None:
         self._subject = subject
@@ -250,7 +250,7 @@ class RunCheck:
         return served
 
     def tokenizer(self) -> "PreTrainedTokenizerBase | None":
-        """The model's tokenizer; None when this machine does not have it."""
+        """The model's tokenizer, or None when this machine does not have it."""
         path, services = self._subject.config.actor_rollout_ref.model.path, self._subject.services
         if services and serve_config.args_of(services.serve_config, "agent").get("chat_model"):
             return None
@@ -283,7 +283,7 @@ class RunCheck:
 
 
 def check_run(subject: Subject, load: bool, report: Report = lambda name, state: None) -> Checked:
-    """Run all checks; problems are collected in the findings and not raised."""
+    """Run all checks. Problems are collected in the findings and not raised."""
     check, config = RunCheck(subject, load, report), subject.config
     check.values()
     check.machine()

@@ -22,7 +22,7 @@ START_S = 60.0
 
 
 def offered_by(config: dict[str, Any], findings: Findings, start: bool) -> Served:
-    """The agents, scorers and tools of a Serve config; load errors are added to the findings.
+    """The agents, scorers and tools of a Serve config. Load errors are added to the findings.
 
     With `start`, tools and MCP servers are started as the tool server starts them, and closed again. Without it, the
     tools of MCP servers are unknown.

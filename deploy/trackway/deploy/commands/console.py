@@ -54,7 +54,7 @@ def console(
 
 
 def services_of(outputs: Path, services_url: str | None) -> dict[str, str]:
-    """Addresses of the running services by name; none where nothing was started or attached."""
+    """Addresses of the running services by name. None where nothing was started or attached."""
     from trackway.deploy.deployment.attach import address
     from trackway.deploy.deployment.record import Deployment
     from trackway.wire.health import ServiceName

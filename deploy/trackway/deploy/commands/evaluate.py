@@ -54,7 +54,7 @@ def evaluate(
     process, in seconds and without Ray. Ctrl-C keeps what has ended; --resume continues. The result is a run in the
     outputs folder, so the console shows its rollouts. Exit status 1 if a rollout failed.
 
-    A URL is any server with OpenAI's chat completions, https://host/v1; it needs no rollout service.
+    A URL is any server with OpenAI's chat completions, https://host/v1. It needs no rollout service.
 
     Example: trackway evaluate tiny-demo --data test.jsonl --n 4
     """
@@ -102,7 +102,7 @@ def evaluate(
 
 
 def _evaluated(prepared: "EvaluationRun", as_json: bool) -> "Evaluation":
-    """Check and run the evaluation, with a bar; Ctrl-C says how to continue."""
+    """Check and run the evaluation, with a bar. Ctrl-C says how to continue."""
     name = prepared.evaluation.name
     with board(as_json) as shown:
         findings, rows = prepared.check(shown.report)

@@ -26,7 +26,7 @@ def templates() -> list[str]:
 
 
 def write_project(folder: Path, template: str) -> list[Path]:
-    """Write a template's project into a new or empty folder, which gives it its name; returns the files in it.
+    """Write a template's project into a new or empty folder, which gives it its name. Returns the files in it.
 
     Raises:
         UserError: an unknown template, an unusable name, or a folder that is not empty; nothing is written.

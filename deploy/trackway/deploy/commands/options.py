@@ -40,14 +40,14 @@ DEMO_MEMORY_GB = 4.0
 
 
 def json_of(document: str) -> Any:
-    """The option `--json`; `document` says what is printed."""
+    """The option `--json`. `document` says what is printed."""
     return typer.Option(
         "--json", help=f"Print one JSON document and nothing else: {document}. An error is a document as well."
     )
 
 
 def up_settings(**options: Any) -> "UpSettings":
-    """Settings from the options that are not None; the others keep their defaults."""
+    """Settings from the options that are not None. The others keep their defaults."""
     from trackway.deploy.local.settings import UpSettings
 
     return UpSettings.read(**{name: value for name, value in options.items() if value is not None})

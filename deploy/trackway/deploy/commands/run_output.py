@@ -67,7 +67,7 @@ def run_to_end(session: "RunSession", name: str, begin: "Callable[[Show], RunInf
 
 
 def deliver(session: "RunSession", info: "RunInfo", quiet: bool) -> "RunInfo":
-    """Wait with a progress bar until backends have what the run recorded; returns the run with its counts of then.
+    """Wait with a progress bar until backends have what the run recorded. Returns the run with its counts of then.
 
     Ctrl-C ends the wait, and says what is left and how to send it.
     """

@@ -149,6 +149,6 @@ def _print_lines(lines: Iterable[str]) -> None:
 
 
 def _state(run: "FoundRun") -> str:
-    """The state; a run that no service answers for may have ended without writing it."""
+    """The state. A run that no service answers for may have ended without writing it."""
     state = run.info.state
     return f"{state.value} when last written" if run.services is None and state not in ENDED else state.value

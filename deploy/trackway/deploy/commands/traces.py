@@ -76,7 +76,7 @@ Validate = Annotated[bool | None, typer.Option("--validate/--train", help="Only 
 def open_store(
     backend: Backend, outputs: Path, project: str | None, mlflow_uri: str | None, fallback: str | None = None
 ) -> TraceStore:
-    """The store selected by the options; `fallback` is the MLflow URI used when the outputs folder has no MLflow.
+    """The store selected by the options. `fallback` is the MLflow URI used when the outputs folder has no MLflow.
 
     Raises:
         UserError: no store is configured, or its package is not installed.

@@ -24,7 +24,7 @@ def try_row(
 ) -> None:
     """Run one row before any training: its turns, tool calls, reward, tokens and seconds.
 
-    Uses the running services of the outputs folder; without any, it starts what it needs in this process, in seconds
+    Uses the running services of the outputs folder. Without any, it starts what it needs in this process, in seconds
     and without Ray. Rows, tools, scorer and agent loop are checked first, as by `trackway train --preflight`. Exit
     status 1 if a trajectory failed. The same command samples the same tokens; trackway.seed=7 samples others.
 

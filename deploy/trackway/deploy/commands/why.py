@@ -36,7 +36,7 @@ def why(
 
 
 def reasons(info: "RunInfo", now_s: float) -> Iterator[str]:
-    """The run's state, and a line for each wait, below the wait that it causes; `now_s` is in seconds since 1970."""
+    """The run's state, and a line for each wait, below the wait that it causes. `now_s` is in seconds since 1970."""
     from trackway.wire.trainer import ENDED, RunState
 
     yield f"run {info.run} is {info.state}, after step {info.step} of {info.total_steps}" + (

@@ -23,7 +23,7 @@ _SETTINGS: dict[str, type[OwnCodeSettings]] = {
 
 
 def own_code(config: dict[str, Any]) -> dict[str, OwnCodeSettings]:
-    """The settings of each service that loads own code; invalid ones, which Serve reports, are left out."""
+    """The settings of each service that loads own code. Invalid ones, which Serve reports, are left out."""
     found: dict[str, OwnCodeSettings] = {}
     names = [application["name"] for application in config["applications"]]
     for name in (name for name in _SETTINGS if name in names):

@@ -19,7 +19,7 @@ def runs_already(rollout_args: dict[str, Any]) -> bool:
 
 
 def engine_python(rollout_args: dict[str, Any]) -> str | None:
-    """The interpreter for the engine's server, from the Serve config or the environment; None when neither has it."""
+    """The interpreter for the engine's server, from the Serve config or the environment. None when neither has it."""
     return _setting(rollout_args, "engine_python")
 
 

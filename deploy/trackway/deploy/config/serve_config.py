@@ -175,7 +175,7 @@ def own_gpus(config: Mapping[str, Any]) -> set[str]:
 
 
 def args_of(config: dict[str, Any], service: str) -> dict[str, Any]:
-    """The settings of one service; empty when the config does not have it."""
+    """The settings of one service. Empty when the config does not have it."""
     return next(
         (
             application.get("args", {})

@@ -82,14 +82,14 @@ class RunServices:
     serve_config: dict[str, Any]
     engine: str
     replicas: int | None = None
-    """Replicas of the rollout service; None keeps the base config's number."""
+    """Replicas of the rollout service. None keeps the base config's number."""
     arithmetic: str = ""
     """How the number of replicas follows from the number of GPUs."""
     decisions: list[Decision] = field(default_factory=list)
     has_tool_files: bool = True
     """True if the tool files named by the run exist on this machine."""
     missing: list[str] = field(default_factory=list)
-    """Requirements of the run that this machine lacks; the run cannot start here."""
+    """Requirements of the run that this machine lacks. The run cannot start here."""
 
     @property
     def replaced(self) -> list[str]:
@@ -130,7 +130,7 @@ def gpu_bytes() -> list[int]:
 
 
 def cannot_transfer(engine: str, gpus: int, replicas: int) -> list[str]:
-    """Why weights cannot reach engines by CUDA IPC on a machine with `gpus` GPUs; empty when they may."""
+    """Why weights cannot reach engines by CUDA IPC on a machine with `gpus` GPUs. Empty when they may."""
     got = f"engine {engine}" if engine != "vllm" else NO_GPU if not gpus else ""
     remedy = "set rollout.name=vllm on a machine with a GPU"
     if not got and replicas > 1:
@@ -148,7 +148,7 @@ def decided_already(config: RunConfig) -> list[Decision]:
 
 
 def too_many_nodes(config: RunConfig) -> str:
-    """Why services of this machine are not enough for the run; empty when one machine is."""
+    """Why services of this machine are not enough for the run. Empty when one machine is."""
     nodes = config.trainer.nnodes or 1
     if nodes == 1:
         return ""
@@ -202,7 +202,7 @@ def _engine(name: str | None, gpus: int, args: dict[str, Any]) -> str:
 
 
 def _place_on_gpus(config: RunConfig, gpus: int, services: RunServices) -> RunConfig:
-    """Place the rollout replicas; return the configuration with the number of the run's GPUs."""
+    """Place the rollout replicas. Return the configuration with the number of the run's GPUs."""
     rollout, asked = config.actor_rollout_ref.rollout, config.trainer.n_gpus_per_node
     if (rollout.name, rollout.tensor_model_parallel_size, asked) == (None, None, None):
         if gpus > 1:
@@ -414,7 +414,7 @@ def _set_reward_model(config: RunConfig, gpus: int, base: dict[str, Any], servic
 
 
 def not_scoring(folder: Path) -> str:
-    """Why the reward model of a folder cannot score without a function; empty when it can, or is not here yet."""
+    """Why the reward model of a folder cannot score without a function. Empty when it can, or is not here yet."""
     if not (folder / "config.json").is_file() or is_classifier(folder):
         return ""
     return (

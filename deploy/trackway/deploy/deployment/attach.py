@@ -96,7 +96,7 @@ def wait_for(
 
 
 def folder_here(info: RunInfo) -> "RunFolder | None":
-    """The folder of a run; None when this machine does not mount the services' volume."""
+    """The folder of a run, or None when this machine does not mount the services' volume."""
     from trackway.trainer.run_state.folder import RunFolder
 
     folder = RunFolder(Path(info.folder))

@@ -10,7 +10,7 @@ from trackway.system.user_error import UserError
 
 
 def check_interpreters(deployment: Deployment) -> None:
-    """Compare the installation of every replica with this process; raises UserError or TrackwayError."""
+    """Compare the installation of every replica with this process. Raises UserError or TrackwayError."""
     here = installation()
     for service in deployment.services:
         for replica in replicas_at(deployment.url(service)):

@@ -60,7 +60,7 @@ RAY_ITSELF = ("raylet", "gcs_server", "ray-dashboard", "ray::RuntimeEnv", "ray::
 
 
 def stop_tree(record: ProcessRecord, grace_s: float = 8.0) -> None:
-    """Terminate a process and all its descendants; kill those that remain after `grace_s` seconds.
+    """Terminate a process and all its descendants. Kill those that remain after `grace_s` seconds.
 
     Of a Ray node, the node itself is killed as soon as its workers have ended.
     """

@@ -14,11 +14,11 @@ class Deployment(BaseModel):
     """A deployment's record: written by `up` or `attach`, read by every other command, removed by `down`."""
 
     base_url: str
-    """The services' address, each below its own prefix; empty when every service has an address of its own."""
+    """The services' address, each below its own prefix. Empty when every service has an address of its own."""
     service_urls: dict[str, str] = Field(default_factory=dict)
     """Addresses of attached services that are not below `base_url`, by name."""
     dashboard_url: str
-    """Ray's REST API; empty for services attached without `--ray-url`."""
+    """Ray's REST API. Empty for services attached without `--ray-url`."""
     token: str = ""
     """Bearer token of the Ray cluster that `up` started. Only the owner can read the file."""
     mlflow_uri: str
@@ -67,6 +67,6 @@ class Deployment(BaseModel):
 
     @classmethod
     def load(cls, outputs: Path) -> "Deployment | None":
-        """The record; None when nothing was started or attached."""
+        """The record, or None when nothing was started or attached."""
         path = cls.path(outputs)
         return cls.model_validate_json(path.read_text()) if path.exists() else None

@@ -36,7 +36,7 @@ def recorded(outputs: Path) -> Deployment | None:
 
 
 def load_running(outputs: Path) -> Deployment:
-    """The running deployment of an outputs folder; attached services count as running if at least one answers.
+    """The running deployment of an outputs folder. Attached services count as running if at least one answers.
 
     Raises:
         NothingRuns: nothing is running; the message has the remedy.
@@ -76,7 +76,7 @@ def summarize_reasons(late: Mapping[str, str]) -> str:
 
 
 async def _reason(url: str, path: str, reply: type[BaseModel]) -> str:
-    """The reason why there is no answer; empty when there is one."""
+    """The reason why there is no answer. Empty when there is one."""
     try:
         await ServiceClient(url, policy=_ASK).call("GET", path, reply=reply)
     except TrackwayError as error:

@@ -15,7 +15,7 @@ _KEPT = ("proxy_location", "http_options", "grpc_options", "target_capacity")
 
 
 def ray_token() -> str:
-    """Ray's token from RAY_AUTH_TOKEN, the file of RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token; empty without one.
+    """Ray's token from RAY_AUTH_TOKEN, the file of RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token. Empty without one.
 
     Raises:
         UserError: the file of RAY_AUTH_TOKEN_PATH cannot be read.

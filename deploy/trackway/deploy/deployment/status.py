@@ -108,7 +108,7 @@ def _up_to_date(replica: ReplicaInfo) -> bool:
 
 
 def replicas_at(url: str) -> list[ReplicaInfo]:
-    """Every replica of the service at this URL; raises TrackwayError when it does not answer."""
+    """Every replica of the service at this URL. Raises TrackwayError when it does not answer."""
     return run(replicas_of(ServiceClient(url, policy=_ASK))).replicas
 
 

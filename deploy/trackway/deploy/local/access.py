@@ -25,7 +25,7 @@ def address_of(host: str) -> str:
 def check_access(config: dict[str, Any]) -> None:
     """Raise UserError if other machines can reach a service without a token, or if our own token is not accepted.
 
-    `config` is a completed Serve config; token settings that it omits come from the environment, as in the services.
+    `config` is a completed Serve config. Token settings that it omits come from the environment, as in the services.
     """
     host, ours = host_of(config), resolve_token()
     for application in config["applications"]:

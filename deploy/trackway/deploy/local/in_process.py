@@ -28,7 +28,7 @@ _POLL_S = 0.1
 
 @asynccontextmanager
 async def services_here(config: dict[str, Any], model: Path | None, start_s: float) -> AsyncIterator[AgentClient]:
-    """A client of the agent service; all services have the settings of the Serve config and this model.
+    """A client of the agent service. All services have the settings of the Serve config and this model.
 
     None for the agent's `chat_model`, which needs no rollout service.
 
@@ -78,6 +78,6 @@ async def _until_ready(http: httpx.AsyncClient, start_s: float) -> None:
 
 
 async def _ready(http: httpx.AsyncClient) -> Ready:
-    """Whether the rollout service has loaded the model; the other services are ready once they have started."""
+    """Whether the rollout service has loaded the model. The other services are ready once they have started."""
     answer = await http.get("http://rollout/ready", headers=authorization(resolve_token()))
     return Ready.model_validate_json(answer.content)

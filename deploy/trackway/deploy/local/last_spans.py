@@ -17,7 +17,7 @@ _ASK = CallPolicy.question(5.0)
 
 
 def deliver_spans(deployment: Deployment, report: Report) -> int:
-    """Wait until every replica's spans are delivered, while any are; the number that are left."""
+    """Wait until every replica's spans are delivered, while any are. The number that are left."""
     began = since = time.monotonic()
     fewest = left = spans_waiting(deployment)
     if not left:
@@ -33,7 +33,7 @@ def deliver_spans(deployment: Deployment, report: Report) -> int:
 
 
 def spans_waiting(deployment: Deployment) -> int:
-    """The spans that the replicas still have to deliver; a service that does not answer counts as 0."""
+    """The spans that the replicas still have to deliver. A service that does not answer counts as 0."""
 
     async def ask() -> int:
         return sum(await asyncio.gather(*(_waiting(deployment.url(name)) for name in deployment.services)))

@@ -8,7 +8,7 @@ _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+).*;.*\bextra == ['\"](?P<extra>[\w-
 
 
 def missing_packages(extra: str) -> list[str]:
-    """The packages that `trackway[extra]` names and that are not installed, sorted; versions are not compared.
+    """The packages that `trackway[extra]` names and that are not installed, sorted. Versions are not compared.
 
     Raises ValueError for an extra that does not exist.
     """

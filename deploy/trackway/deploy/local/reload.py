@@ -43,7 +43,7 @@ def changes(config: dict[str, Any], stop: Event | None = None) -> Iterator[None]
 
 
 def reload(deployment: Deployment, report: Report, config: dict[str, Any] | None = None) -> list[str]:
-    """Restart the services whose own code changed, and wait until they are ready; returns their names.
+    """Restart the services whose own code changed, and wait until they are ready. Returns their names.
 
     config: replaces the deployment's Serve config; own code may differ, and nothing else.
 

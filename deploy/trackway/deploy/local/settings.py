@@ -58,7 +58,7 @@ class UpSettings(BaseSettings):
 
     @property
     def mlflow_database(self) -> Path | None:
-        """Database of the MLflow server to start; None when `mlflow_uri` is a running server.
+        """Database of the MLflow server to start. None when `mlflow_uri` is a running server.
 
         Raises ValueError when `mlflow_uri` is neither a server's address nor a local database.
         """

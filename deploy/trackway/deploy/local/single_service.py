@@ -41,7 +41,7 @@ def app_of(service: ServiceName, config: Path | None = None) -> Any:
 
 
 def run_app(app: Any, host: str, port: int) -> None:
-    """Serve the app until SIGINT or SIGTERM; requests in progress end first."""
+    """Serve the app until SIGINT or SIGTERM. Requests in progress end first."""
     uvicorn.run(app, host=host, port=port, log_level="warning", access_log=False)
 
 

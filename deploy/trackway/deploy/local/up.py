@@ -194,7 +194,7 @@ def _wait(
     report: Report,
     retries: int = 1,
 ) -> None:
-    """Wait until `done`; a Ray process that exits during start-up, as on a busy machine, is restarted once."""
+    """Wait until `done`. A Ray process that exits during start-up, as on a busy machine, is restarted once."""
     while not done():
         for position, process in enumerate(deployment.processes):
             if process.name == name and process.find() is None and retries > 0:

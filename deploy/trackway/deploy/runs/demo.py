@@ -40,9 +40,9 @@ class Summary(BaseModel):
     model_config = ConfigDict(ser_json_inf_nan=NON_FINITE)
 
     accuracy_before: float | None
-    """Accuracy of the weights that the run started from; None without a validation before its first step."""
+    """Accuracy of the weights that the run started from. None without a validation before its first step."""
     accuracy_after: float | None
-    """Accuracy of its newest validation after a step; None without one."""
+    """Accuracy of its newest validation after a step. None without one."""
     steps: int
     trajectories: int
     """Validation included."""
@@ -112,7 +112,7 @@ class RunOutput:
 
 
 def set_aside(outputs: Path) -> Path | None:
-    """Rename the folder of an earlier demo; returns the new path, or None when there was none."""
+    """Rename the folder of an earlier demo. Returns the new path. None when there was none."""
     if not outputs.exists():
         return None
     aside = outputs.with_name(f"{outputs.name}-{datetime.fromtimestamp(outputs.stat().st_mtime):%Y%m%d-%H%M%S}")
@@ -170,7 +170,7 @@ def summarise(deployment: Deployment, folder: RunFolder, info: RunInfo, clock: P
     """The summary of the run, and notes on what could not be read from here.
 
     Checks every trace in MLflow. Writes `summary.json`, and `reward.png` if matplotlib is installed. Raises UserError
-    when the MLflow of local services lacks the run or does not answer; for attached services that is a note.
+    when the MLflow of local services lacks the run or does not answer. For attached services that is a note.
     """
     if not deployment.attached and not info.experiment_id:
         raise UserError(f"expected the run in MLflow, got none; see {folder.log} for the reason")
@@ -189,7 +189,7 @@ def summarise(deployment: Deployment, folder: RunFolder, info: RunInfo, clock: P
 def _complete(
     deployment: Deployment, info: RunInfo, output: RunOutput, backends: Sequence[TraceBackend], notes: list[str]
 ) -> int | None:
-    """The number of complete traces; None, with a note, when they cannot be read."""
+    """The number of complete traces. None, with a note, when they cannot be read."""
     mlflow_uri = deployment.mlflow_uri or info.mlflow_uri
     if not (mlflow_uri and info.experiment_id) or TraceBackend.MLFLOW not in backends:
         notes.append("traces were not checked: the address of their MLflow is unknown here")
@@ -217,11 +217,11 @@ def sentence(summary: Summary) -> str:
 
 
 def count_complete(mlflow_uri: str, experiment_id: str, traced: list[Trajectory], rule: Rule) -> int:
-    """The number of traced trajectories with a complete trace in MLflow; waits up to a deadline for late spans."""
+    """The number of traced trajectories with a complete trace in MLflow. Waits up to a deadline for late spans."""
     store = traces.MlflowStore(mlflow_uri, [experiment_id])
     return len(traced) - len(settle(store, traced, TRACES_DEADLINE_S, rule))
 
 
 def gaps_on_one_machine(tree: traces.TraceTree | None, trajectory: Trajectory) -> list[str]:
-    """The gaps of a trace; each of the five services must also have processes of its own."""
+    """The gaps of a trace. Each of the five services must also have processes of its own."""
     return [*rules.gaps(tree, trajectory), *(rules.shared_processes(tree) if tree else [])]

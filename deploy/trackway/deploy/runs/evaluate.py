@@ -67,7 +67,7 @@ Progress = Callable[[Sequence[Trajectory], int], None]
 
 @dataclass(frozen=True)
 class Options:
-    """Choices of the command line; None keeps what the configuration has."""
+    """Choices of the command line. None keeps what the configuration has."""
 
     rows: Path | None = None
     n: int = 1
@@ -123,7 +123,7 @@ class EvaluationRun:
 
     @property
     def mlflow_uri(self) -> str | None:
-        """Address of the MLflow that gets the result; None without the logger or without a known address."""
+        """Address of the MLflow that gets the result, or None without the logger or without a known address."""
         config, deployment = self.subject.config, self.subject.deployment
         if "mlflow" not in config.trainer.logger:
             return None
@@ -222,7 +222,7 @@ def resumed(name: str, outputs: Path) -> EvaluationRun:
 
 
 def rescored(name: str, overrides: list[str], target: str | None, outputs: Path, report: Report) -> Evaluation:
-    """Score the rollouts of an evaluation again, with its configuration and the overrides; no model runs."""
+    """Score the rollouts of an evaluation again, with its configuration and the overrides. No model runs."""
     store = EvaluationStore.find(outputs, name)
     before, config, outputs = store.evaluation(), store.config(), store.path.parent
     if overrides:
@@ -284,7 +284,7 @@ def _prepared(evaluation: Evaluation, config: RunConfig, running: Deployment | N
 
 
 def _endpoint(what: str, options: Options) -> ChatModelSettings | None:
-    """The server and the model at a URL; None for anything else. Raises UserError and TrackwayError."""
+    """The server and the model at a URL, or None for anything else. Raises UserError and TrackwayError."""
     if not what.startswith(("http://", "https://")):
         if options.model or options.api_key_env:
             raise UserError(f"--model and --api-key-env: expected a URL to evaluate, got {what!r}; leave them out")
@@ -319,7 +319,7 @@ class _Source(NamedTuple):
 
 
 def _source(what: str, step: int | None, outputs: Path) -> _Source | None:
-    """The run and the checkpoint that are meant; None when `what` is a model."""
+    """The run and the checkpoint that are meant, or None when `what` is a model."""
     named = Path(what).absolute()
     if named.name.startswith(PREFIX) and named.is_dir():
         return _Source(RunFolder(named.parent.parent), named)

@@ -24,11 +24,11 @@ class FoundRun:
     info: RunInfo
     outputs: Path
     services: Deployment | None
-    """The running services that answered for it; None when it was read from its files."""
+    """The running services that answered for it, or None when it was read from its files."""
 
     @property
     def log(self) -> Path | None:
-        """The log of its process; None when it lies on another machine."""
+        """The log of its process, or None when it lies on another machine."""
         return None if self.services is not None and self.services.attached else self.folder.log
 
     @property
@@ -99,7 +99,7 @@ def rewards(rows: Sequence[MetricsRow]) -> list[float]:
 
 
 def idle_time(rows: Sequence[MetricsRow]) -> str:
-    """How long each side of the run waited for the other, as a sentence; empty before the first step."""
+    """How long each side of the run waited for the other, as a sentence. Empty before the first step."""
     steps, learner = _total(rows, "timing_s/step"), _total(rows, "timing_s/gen")
     rollouts = _total(rows, "fully_async/rollouter/version_time") - _total(rows, "fully_async/rollouter/active_time")
     if not steps:
@@ -125,7 +125,7 @@ def _runs_of(outputs: Path) -> Iterator[FoundRun]:
 
 
 def _changed(found: FoundRun) -> float:
-    """When its state changed last, in seconds since 1970; later than any for a run on another machine."""
+    """When its state changed last, in seconds since 1970. Later than any for a run on another machine."""
     try:
         return (found.outputs.resolve() / found.info.run / "state.json").stat().st_mtime
     except OSError:

@@ -34,7 +34,7 @@ class Unsent:
 
     @property
     def total(self) -> int:
-        """All of it; 0 when nothing is left."""
+        """All of it. 0 when nothing is left."""
         return self.spans + self.feedback + self.rows
 
     def __str__(self) -> str:
@@ -60,12 +60,12 @@ def run_notes(deployment: Deployment) -> list[str]:
 
 
 def tracking_losses(info: RunInfo) -> list[str]:
-    """Sentences about lost or waiting metrics and feedback of a run; empty when all arrived."""
+    """Sentences about lost or waiting metrics and feedback of a run. Empty when all arrived."""
     return [sentence for summary in info.tracking for sentence in sentences(summary)]
 
 
 def rollout_losses(info: RunInfo, outputs: Path | None) -> list[str]:
-    """A sentence about the rollouts that failed; empty when none did.
+    """A sentence about the rollouts that failed. Empty when none did.
 
     `outputs` is None for services that run elsewhere.
     """
@@ -77,7 +77,7 @@ def rollout_losses(info: RunInfo, outputs: Path | None) -> list[str]:
 
 
 def trace_losses(info: RunInfo, outputs: Path | None) -> list[str]:
-    """Sentences about lost or waiting spans of a run; empty when all arrived.
+    """Sentences about lost or waiting spans of a run. Empty when all arrived.
 
     `outputs` is None for services that run elsewhere.
     """

@@ -2,7 +2,7 @@
 
 session = RunSession.open(subject, report)     # running services, or those that it starts
 session.submit(subject, show)                  # starts the run, or goes on with it
-info = session.follow(name, show)              # until it ends; Ctrl-C makes it save a checkpoint and stop
+info = session.follow(name, show)              # until it ends. Ctrl-C makes it save a checkpoint and stop
 info = session.deliver(info, show_unsent)      # until the backends have what the run recorded
 session.close(report)                          # ends what `open` started
 """
@@ -105,8 +105,8 @@ class RunSession:
         """Resume a run from its last checkpoint, or with `skip_damaged` from the last intact one.
 
         Does nothing for a run that is active, for example because it was resumed automatically. Waits for a run that is
-        being stopped; if that run finishes instead, there is nothing to resume. `changes` are new values of CHANGEABLE
-        keys; UserError for an active run.
+        being stopped. If that run finishes instead, there is nothing to resume. `changes` are new values of CHANGEABLE
+        keys. UserError for an active run.
         """
 
         async def resume() -> RunInfo:

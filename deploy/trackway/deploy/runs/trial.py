@@ -40,12 +40,12 @@ class Tried(BaseModel):
 
     file: str
     row: int
-    """Number of the row in its file; the first is 1."""
+    """Number of the row in its file. The first is 1."""
     sample: Sample
     trajectories: list[Trajectory]
     """Trajectories by rollout number."""
     advantages: list[float | None]
-    """Advantage of each trajectory; None for those that a training step would leave out."""
+    """Advantage of each trajectory, or None for those that a training step would leave out."""
 
 
 @dataclass
@@ -128,7 +128,7 @@ def _row(rows: Rows, number: int) -> tuple[Sample, RowLocation]:
 
 
 def advantages_of(trajectories: list[Trajectory], config: RunConfig) -> list[float | None]:
-    """The advantage of each trajectory within the group; None for one that a training step would leave out.
+    """The advantage of each trajectory within the group, or None for one that a training step would leave out.
 
     What an estimator takes from the batch is taken from the group. One that needs more, such as the model's
     distribution, a greedy rollout or a value model, is replaced by rloo, whose baseline is the group's mean, and there

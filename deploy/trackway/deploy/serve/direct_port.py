@@ -65,7 +65,7 @@ class DirectPort:
 
     @property
     def in_flight(self) -> int:
-        """Requests at this port that are not answered yet, queued ones included; entries of batches count singly."""
+        """Requests at this port that are not answered yet, queued ones included. Entries of batches count singly."""
         return len(self._requests) + self._batch_load.extra
 
     def load(self) -> float:

@@ -38,7 +38,7 @@ class Refusal(BaseModel):
 
 
 class ReplicaPass(NamedTuple):
-    """The pass that one replica accepts instead of a token; None when it has no direct port."""
+    """The pass that one replica accepts instead of a token, or None when it has no direct port."""
 
     replica: str
     opens: str | None
@@ -150,7 +150,7 @@ async def _steer(broadcast: Broadcast, request: Request, method: str, path: str)
 
 
 def agreed(what: str, answers: Sequence[object], ask_again_s: float = _ASK_AGAIN_S) -> SleepReplies:
-    """The answers of all replicas; raises the gravest refusal, with every replica's reason."""
+    """The answers of all replicas. Raises the gravest refusal, with every replica's reason."""
     refusals = [refusal for answer in answers if (refusal := _refusal(answer))]
     if not refusals:
         replies = [answer for answer in answers if isinstance(answer, SleepReply)]

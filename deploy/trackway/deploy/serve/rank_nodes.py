@@ -25,7 +25,7 @@ from trackway.trainer.learner.ranks.launch import LOST, RankError, handed_over, 
 START_S = 120.0
 """Longest wait for the actors to start."""
 ANSWER_S = 10.0
-"""Longest wait for a node's answer about a rank; a node that is silent for longer is lost."""
+"""Longest wait for a node's answer about a rank. A node that is silent for longer is lost."""
 REMOVAL_S = 10.0
 """Longest wait for Ray to free the nodes."""
 POLL_S = 0.05

@@ -58,7 +58,7 @@ class Board:
         """Seconds from the board's start until each component was ready."""
 
     def report(self, name: str, state: str) -> None:
-        """Show what a component does; a state of `_ENDS` ends its row."""
+        """Show what a component does. A state of `_ENDS` ends its row."""
         if state not in _ENDS:
             self._rows[name] = Spinner("dots", f"{name} {state}")
         elif name not in self.seconds:
@@ -98,7 +98,7 @@ class RunBar:
         self._rewards: dict[int, float] = {}
 
     def show(self, info: "RunInfo") -> None:
-        """Show the run's progress; without a terminal, one line per step. Prints each message of an active run once."""
+        """Show the run's progress. Without a terminal, one line per step. Prints each message of an active run once."""
         from trackway.wire.trainer import ENDED
 
         if info.message and info.message != self._last_message and info.state not in ENDED and not self._quiet:
@@ -143,7 +143,7 @@ def run_detail(info: "RunInfo") -> str:
 
 
 def rollout_account(info: "RunInfo") -> list[str]:
-    """A sentence that says where the rollouts are; empty before the first."""
+    """A sentence that says where the rollouts are. Empty before the first."""
     states = {
         name.replace("_", " "): count for name, count in info.rollout_states.items() if count and name != "submitted"
     }

@@ -49,7 +49,7 @@ class Environment(ABC):
 
     @abstractmethod
     async def begin(self) -> str:
-        """Begin the episode; returns what the model reads first, if anything. UNAVAILABLE is tried again."""
+        """Begin the episode. Returns what the model reads first, if anything. UNAVAILABLE is tried again."""
 
     @abstractmethod
     async def step(self, tool: str, arguments: dict[str, JsonValue]) -> Step:

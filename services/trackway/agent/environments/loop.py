@@ -120,7 +120,7 @@ class EnvironmentTool:
 
 
 async def _state(environment: Environment) -> dict[str, JsonValue]:
-    """The environment's state; an episode that has ended well may be gone."""
+    """The environment's state. An episode that has ended well may be gone."""
     try:
         return await environment.state()
     except TrackwayError as error:

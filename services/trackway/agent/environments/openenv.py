@@ -109,7 +109,7 @@ class OpenEnv(Environment):
         ]
 
     async def _ask(self, kind: str, data: dict[str, JsonValue] | None = None) -> dict[str, JsonValue]:
-        """The data of the answer; _Refused for an error, UNAVAILABLE when the connection ends."""
+        """The data of the answer. _Refused for an error, UNAVAILABLE when the connection ends."""
         if self._socket is None:
             raise self.failed(f"an answer to {kind}", "no connection")
         message: dict[str, JsonValue] = {"type": kind} if data is None else {"type": kind, "data": data}

@@ -30,7 +30,7 @@ class ChatReader:
         """A call, and its fields without the messages as digests have them."""
 
     def read(self, body: bytes) -> SessionChat:
-        """The call; raises ValidationError."""
+        """The call. Raises ValidationError."""
         try:
             fields: JsonValue = from_json(body)
             if not isinstance(fields, dict) or not isinstance(messages := fields.pop("messages", None), list):

@@ -57,7 +57,7 @@ _ENGINES = ("podman", "docker")
 def run_command(
     container: ContainerSettings, name: str, variables: Iterable[str], max_memory_bytes: int | None
 ) -> list[str]:
-    """Runs the image as the container `name` with these variables; the row comes on its standard input."""
+    """Runs the image as the container `name` with these variables. The row comes on its standard input."""
     return [
         *(_engine(container.engine), "run", "--rm", "--interactive", "--init", f"--name={name}"),
         f"--network={container.network}",
@@ -70,7 +70,7 @@ def run_command(
 
 
 def remove_command(container: ContainerSettings, name: str) -> list[str]:
-    """Ends and removes the container; docker's goes on when the process that ran it is killed."""
+    """Ends and removes the container. Docker's goes on when the process that ran it is killed."""
     return [_engine(container.engine), "rm", "--force", name]
 
 
@@ -87,7 +87,7 @@ def _engine(wanted: str | None) -> str:
 
 
 AgentFunction = Callable[[SessionAccess, Sample], Awaitable[float | None] | float | None]
-"""Runs the agent for a row, and may return its score; a plain function runs in a thread."""
+"""Runs the agent for a row, and may return its score. A plain function runs in a thread."""
 
 logger = logging.getLogger("trackway.agent")
 
@@ -131,7 +131,7 @@ class ExternalAgent(SessionAgent):
     """Own program: started for each rollout, calls the model by a base URL (setting `external`)."""
 
     external_name: ClassVar[str] = ""
-    """Its name in the setting `external_agents`; empty for the setting `external`."""
+    """Its name in the setting `external_agents`. Empty for the setting `external`."""
 
     def __init__(self, services: AgentContext) -> None:
         super().__init__(services)
@@ -246,7 +246,7 @@ class Program:
     """For messages."""
     command: list[str]
     max_memory_bytes: int = 0
-    """Bound of the processes' memory; 0 for none, or one that the container engine holds."""
+    """Bound of the processes' memory. 0 for none, or one that the container engine holds."""
     cleanup: list[str] = field(default_factory=list[str])
     """A command that ends what may be left."""
     cleanup_s: float = 0.0
@@ -276,7 +276,7 @@ def guarded(program: Program, owner: int) -> list[str]:
 
 @cache
 def can_hide_processes() -> bool:
-    """Whether this host gives a program a PID namespace; tried once, with a warning if it does not."""
+    """Whether this host gives a program a PID namespace. Tried once, with a warning if it does not."""
     got = f"{sys.platform}, not Linux"
     if sys.platform == "linux":
         command = [sys.executable, "-I", "-S", "-c", ""]
@@ -302,7 +302,7 @@ def can_hide_processes() -> bool:
 
 
 async def _ended(process: Process, guard_s: float) -> None:
-    """Wait until the guard has ended all processes; kill the process group where it does not.
+    """Wait until the guard has ended all processes. Kill the process group where it does not.
 
     asyncio's `wait` also waits for the pipes, which a process that could not be ended may hold open.
     """
@@ -321,7 +321,7 @@ async def _ended(process: Process, guard_s: float) -> None:
 
 
 async def _read_up(reading: "asyncio.Task[None]") -> None:
-    """Wait for the rest of the output; a process that could not be ended may hold it open."""
+    """Wait for the rest of the output. A process that could not be ended may hold it open."""
     await asyncio.wait({reading}, timeout=_GUARD_S)
     reading.cancel()
 
@@ -329,7 +329,7 @@ async def _read_up(reading: "asyncio.Task[None]") -> None:
 async def posted(
     http: httpx.AsyncClient, url: str, settings: ExternalSettings, access: SessionAccess, episode: SessionEpisode
 ) -> ExternalReply:
-    """The answer of the URL to one rollout; it has until the trajectory's deadline. Raises AGENT_FAILED."""
+    """The answer of the URL to one rollout. It has until the trajectory's deadline. Raises AGENT_FAILED."""
     rollout = ExternalRollout(**dict(access), sample=episode.sample)
     headers = {name: value.get_secret_value() for name, value in settings.headers.items()}
     headers |= {"content-type": "application/json", REQUEST_TIMEOUT: f"{episode.deadline.remaining:.3f}"}

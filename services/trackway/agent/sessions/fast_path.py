@@ -3,7 +3,7 @@
 Also notes which sessions have a request in progress.
 
 Only ordinary calls of this replica's sessions are answered here. Others (a session elsewhere, another content type, no
-body) are passed to FastAPI, whose routes are the documented ones; answers and errors are the same.
+body) are passed to FastAPI, whose routes are the documented ones. Answers and errors are the same.
 """
 
 import re
@@ -35,7 +35,7 @@ class ModelCall(Generic[B]):
     """One of the model's routes."""
 
     read: Callable[[bytes, Session], B]
-    """Validates the body; raises ValidationError."""
+    """Validates the body. Raises ValidationError."""
     answer: Callable[[B, Session, Request], Awaitable[Response]]
     route: type[ErrorFormatRoute]
     """Answers its errors."""
@@ -62,7 +62,7 @@ class _Route:
 
 
 class SessionFastPath:
-    """ASGI middleware; must be the innermost, so that all others apply to its routes too."""
+    """ASGI middleware. Must be the innermost, so that all others apply to its routes too."""
 
     def __init__(self, app: ASGIApp, sessions: Sessions, calls: Mapping[str, ModelCall[Any]]) -> None:
         self.app = app
@@ -97,7 +97,7 @@ class SessionFastPath:
 
 
 def _whole_body(message: Message) -> bytes:
-    """The body of the request; empty when the message has a part of it."""
+    """The body of the request. Empty when the message has a part of it."""
     is_whole = message["type"] == "http.request" and not message.get("more_body", False)
     return message.get("body", b"") if is_whole else b""
 

@@ -28,7 +28,7 @@ class Conversation:
     options: str
     """Tools and template variables, as canonical JSON."""
     keys: tuple[bytes, ...]
-    """Digests of its options with the first 0, 1, 2, ... messages; the last is that of the whole conversation."""
+    """Digests of its options with the first 0, 1, 2, ... messages. The last is that of the whole conversation."""
 
     @classmethod
     def of(
@@ -38,7 +38,7 @@ class Conversation:
         template: Mapping[str, JsonValue] | None = None,
         meaning_of: Callable[[ChatMessage], Meaning] = meaning,
     ) -> "Conversation":
-        """The conversation of these messages; neighbouring ones of the model are to be joined before."""
+        """The conversation of these messages. Neighbouring ones of the model are to be joined before."""
         values: list[JsonValue] = [[tool.model_dump(mode="json") for tool in tools], {**(template or {})}]
         options = canonical(values)
         conversation = cls((), options, (sha256(options.encode()).digest(),))
@@ -55,7 +55,7 @@ class Conversation:
 
 
 class Conversations:
-    """The conversations of a session's calls; what one shares with the one before is not worked out again."""
+    """The conversations of a session's calls. What one shares with the one before is not worked out again."""
 
     def __init__(self) -> None:
         self.meaning = KnownMeanings()
@@ -80,7 +80,7 @@ class Place(NamedTuple):
     """Place of a call."""
 
     parent: int | None
-    """The sampled node that it continues; None for a root."""
+    """The sampled node that it continues, or None for a root."""
     known: int
     """Messages of the call that the parent's conversation has."""
     reason: RootReason | None
@@ -120,7 +120,7 @@ class TokenGraph:
     calls: int = 0
     """Calls so far."""
     has_task: bool = False
-    """True if a call was about the task; without one, the calls that look auxiliary are the task."""
+    """True if a call was about the task. Without one, the calls that look auxiliary are the task."""
 
     def place(self, conversation: Conversation) -> Place:
         """Place of a call with this conversation; adds nothing."""
@@ -162,7 +162,7 @@ class TokenGraph:
         return ids
 
     def context(self, place: Place, call: int, ids: Sequence[int], auxiliary: bool = False) -> GraphNode:
-        """The node of what the engine is shown beyond the parent; that of an equal earlier call if there is one."""
+        """The node of what the engine is shown beyond the parent. That of an equal earlier call if there is one."""
         for step in self.path(place.parent):
             if step.kind is NodeKind.AUXILIARY:  # a title is not continued
                 self._is_of_task(step)

@@ -45,7 +45,7 @@ class GraphRow(NamedTuple):
 
 
 def training_rows(nodes: Sequence[GraphNode]) -> list[GraphRow]:
-    """The rows of a graph, in the order in which their last turns were sampled; empty without a sampled token."""
+    """The rows of a graph, in the order in which their last turns were sampled. Empty without a sampled token."""
     continued: set[int] = set()
     for node in reversed(nodes):
         if node.kind is NodeKind.SAMPLED and (node.delivered or node.id in continued):
@@ -96,7 +96,7 @@ class SessionAgent(AgentLoop):
     generates_alone = True
     episode_class = SessionEpisode
     opener: str | None = None
-    """The caller that opened the session; None for a session of a rollout."""
+    """The caller that opened the session, or None for a session of a rollout."""
 
     @abstractmethod
     async def attend(self, session: Session) -> None:
@@ -202,6 +202,6 @@ class OpenSession(SessionAgent):
 
 
 async def opened(task: "asyncio.Task[object]", session: "asyncio.Future[Session]", within_s: float) -> Session | None:
-    """The session once its task has opened it; None when the task ended before, or the time has passed."""
+    """The session once its task has opened it, or None when the task ended before, or the time has passed."""
     await asyncio.wait({task, session}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
     return session.result() if session.done() else None

@@ -144,7 +144,7 @@ def _call(call_id: str, name: str, arguments: str) -> CallMeaning:
 
 
 def _unflattened(text: str) -> tuple[str, tuple[CallMeaning, ...]]:
-    """The text before smolagents' list of calls, and the calls; the text alone if it ends with none.
+    """The text before smolagents' list of calls, and the calls. The text alone if it ends with none.
 
     A call whose arguments are in the text is not one: CodeAgent repeats the code of its text as a call.
     """

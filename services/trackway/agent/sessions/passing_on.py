@@ -48,7 +48,7 @@ class PassingOn:
         self.client = client
 
     async def __call__(self, request: Request) -> Response | None:
-        """The answer of the session's replica; None when that is this one.
+        """The answer of the session's replica, or None when that is this one.
 
         Raises:
             TrackwayError: `not_found` for a call without a session, or for one that is gone, before the body is read;

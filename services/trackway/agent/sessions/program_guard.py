@@ -30,7 +30,7 @@ _CLEANUP_S = 10.0
 
 
 def main() -> int:
-    """Run the program to its end, its owner's, or the bound of memory; returns its exit status."""
+    """Run the program to its end, its owner's, or the bound of memory. Returns its exit status."""
     owner, max_bytes, cleanup, hides, *command = sys.argv[1:]
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -74,7 +74,7 @@ def main() -> int:
 
 
 def init(command: list[str]) -> int:
-    """Run the command as the first process of a PID namespace; returns its exit status, and ends what it has left."""
+    """Run the command as the first process of a PID namespace. Returns its exit status, and ends what it has left."""
     try:
         program = subprocess.Popen(command, start_new_session=True)
     except OSError as error:
@@ -148,7 +148,7 @@ def _reaped() -> dict[int, int]:
 
 
 def _memory() -> int:
-    """Bytes of the processes' own memory that is resident; files that they map are not counted."""
+    """Bytes of the processes' own memory that is resident. Files that they map are not counted."""
     total = 0
     for pid in _below():
         with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:

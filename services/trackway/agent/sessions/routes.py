@@ -83,7 +83,7 @@ class RunningSessions:
         """The sessions that are trained, each with the hand-over of its trajectory to the run."""
 
     async def open(self, request: SessionRequest, opener: str) -> SessionAccess:
-        """Begin a session of this caller; raises OVERLOADED when the replica is full."""
+        """Begin a session of this caller. Raises OVERLOADED when the replica is full."""
         sessions = self._services.sessions
         sessions.make_room(opener)
         self._tasks = {name: task for name, task in self._tasks.items() if name in sessions}
@@ -225,7 +225,7 @@ def _session(sessions: Sessions, running: RunningSessions) -> APIRouter:
 
     @router.post("/end")
     async def end(session_id: str) -> Trajectory:
-        """End the session; returns its trajectory, scored."""
+        """End the session. Returns its trajectory, scored."""
         return await running.end(sessions.find(session_id))
 
     @router.get("/trajectory")
@@ -265,7 +265,7 @@ def _openai(at: str) -> APIRouter:
 
     @router.post("/v1/completions", response_model=None, responses=_either(Completion))
     async def completions(body: Annotated[SessionCompletion, Body()], session: Called, request: Request) -> Response:
-        """Continue prompts; one that begins with an earlier prompt and its completion continues the recorded ids."""
+        """Continue prompts. One that begins with an earlier prompt and its completion continues the recorded ids."""
         return await _completions(body, session, request)
 
     @router.post("/v1/responses", response_model=None, responses=_either(ResponsesReply))
@@ -293,7 +293,7 @@ def _anthropic(at: str) -> APIRouter:
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: Annotated[SessionTokenCount, Body()], session: Called) -> CountTokensReply:
-        """The number of tokens of a conversation; recorded as an auxiliary call."""
+        """The number of tokens of a conversation. Recorded as an auxiliary call."""
         session.note_fields([*body.left_out.sampling, *body.left_out.ignored])
         return CountTokensReply(input_tokens=await session.count(message_input.chat_of(body)))
 
@@ -391,7 +391,7 @@ def _either(whole: Any) -> dict[int | str, dict[str, Any]]:
 
 
 def guest(sessions: Sessions, method: str, path: str, headers: RawHeaders) -> Caller | None:
-    """The caller of a session's model by its key; None for another path or key: an agent does not score itself.
+    """The caller of a session's model by its key, or None for another path or key: an agent does not score itself.
 
     A key for another replica's session is passed on there unread, with nothing but this call. A key whose session has
     gone lets its caller know that, and opens nothing else.

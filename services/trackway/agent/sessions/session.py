@@ -60,7 +60,7 @@ Build = Callable[[ChatRequest, ChatTokenizer, list[int]], ResponseBuilder]
 """Makes the builder of a response in the format of the route, for a prompt of these ids."""
 
 _OF_THE_CALL = ("max_tokens", "stop_token_ids", "logprobs", "structured_outputs")
-"""Sampling parameters that the call may choose; the others are the run's."""
+"""Sampling parameters that the call may choose. The others are the run's."""
 _FOREIGN_IDS = (b"session-id", b"session_id", b"session-affinity", b"thread-id", b"conversation-id", b"user-agent")
 """Endings of headers that are recorded as attributes."""
 _GAVE_WAY = "it was idle for longest and made room for another session (max_sessions)"
@@ -144,7 +144,7 @@ class SessionEpisode(Episode):
 
 
 class Session:
-    """The calls of one agent; `generate` continues `episode`, the trajectory that the calls become.
+    """The calls of one agent. `generate` continues `episode`, the trajectory that the calls become.
 
     Created in the task of the trajectory: calls arrive in tasks of their own and run in a copy of its context, under
     its root span.
@@ -178,7 +178,7 @@ class Session:
         self.conversation: list[ChatMessage] | None = None
         """The messages of the last answered call of chat that is not auxiliary, its answer included."""
         self.ended = asyncio.Event()
-        """Set when the agent has ended; no call is taken then."""
+        """Set when the agent has ended. No call is taken then."""
         self.gave_way = False
         """Whether it ended to make room for another session."""
         self._generate, self._tokens = generate, tokens
@@ -214,7 +214,7 @@ class Session:
 
     @property
     def traceparent(self) -> str | None:
-        """The root span as a header; None when the session is not traced."""
+        """The root span as a header, or None when the session is not traced."""
         carried: dict[str, str] = {}
         self._context.copy().run(inject, carried)
         return carried.get("traceparent") if self._root.trace_flags.sampled else None
@@ -263,7 +263,7 @@ class Session:
         return chat.model_copy(update={"response_format": None})
 
     async def count(self, chat: ChatRequest) -> int:
-        """The tokens of a conversation as a prompt, of at most the session's context length; an auxiliary call."""
+        """The tokens of a conversation as a prompt, of at most the session's context length. An auxiliary call."""
         self._admit_beside()
         self.graph.beside(NodeKind.AUXILIARY, self._number())
         limits = self.episode.limits
@@ -276,7 +276,7 @@ class Session:
             raise TrackwayError(ErrorCode.INVALID_REQUEST, message, param="messages") from error
 
     def earlier(self, response_id: str | None, *, keep_system: bool) -> list[ChatMessage]:
-        """The messages of `previous_response_id`; raises INVALID_REQUEST for one that this session did not answer."""
+        """The messages of `previous_response_id`. Raises INVALID_REQUEST for one that this session did not answer."""
         if response_id is None:
             return []
         if response_id not in self._responses:
@@ -303,7 +303,7 @@ class Session:
         return body.model_copy(update={"input": items})
 
     def score_call(self, call_id: str, score: float) -> None:
-        """Note the score of an answered call; raises NOT_FOUND for an id that this session did not give."""
+        """Note the score of an answered call. Raises NOT_FOUND for an id that this session did not give."""
         if call_id not in self._sampled_nodes:
             message = f"call_id: expected the id of a response of this session, got {call_id[:80]!r}"
             raise TrackwayError(ErrorCode.NOT_FOUND, f"{message}; take it from the response")
@@ -388,7 +388,7 @@ class Session:
             raise
 
     def _repeated(self, key: bytes, call: CallInProgress) -> CallAnswer | None:
-        """The answer to the call of this body that the call is a retry of; None for another call."""
+        """The answer to the call of this body that the call is a retry of, or None for another call."""
         answers = self._answers.get(key, [])
         lost = next((answer for answer in answers if answer.is_lost), None)
         if lost is None and call.is_retry and key in self._left:
@@ -487,7 +487,7 @@ class Session:
         return await self._respond(call, asked, builder, placed, most, record)
 
     async def _continued(self, asked: CompletionRequest, prompt: str | list[int]) -> Placed:
-        """The prompt behind what it continues; only what is new of a text is tokenised."""
+        """The prompt behind what it continues. Only what is new of a text is tokenised."""
         place = self.graph.place_text(prompt)
         new = prompt[place.known :]
         if new or place.parent is None:
@@ -505,7 +505,7 @@ class Session:
         return limits.max_prompt_length if place.parent is None else limits.max_response_length
 
     async def _within_limits(self, place: Place, rendered: Awaitable[list[int]]) -> list[int]:
-        """The ids that a call adds; INVALID_REQUEST, and the bound's name for the session, when they are too many."""
+        """The ids that a call adds. INVALID_REQUEST, and the bound's name for the session, when they are too many."""
         longest = self._longest(place)
         try:
             ids = await rendered
@@ -529,7 +529,7 @@ class Session:
         most: int,
         record: Callable[[list[Delta]], None],
     ) -> Response:
-        """The response, of at most `most` tokens for each choice; a stream of comments while its budget is held."""
+        """The response, of at most `most` tokens for each choice. A stream of comments while its budget is held."""
         try:
             max_tokens = await self._reserved(call, most, len(prompts) * asked.n)
         except TimeoutError:
@@ -540,7 +540,7 @@ class Session:
         return await respond(call.request, model, builder, jobs, stream=call.stream, record=record, context=context)
 
     async def _chat_again(self, answer: CallAnswer, chat: ChatRequest, build: Build, *, stream: bool) -> Response:
-        """The recorded answer; its new ids of tool calls continue the same nodes."""
+        """The recorded answer. Its new ids of tool calls continue the same nodes."""
         recorded = answer.complete
         builder = build(self._forced_chat(chat), self.tokenizer, self._prompts_again(recorded)[0])
         messages = joined_turns(chat.messages)
@@ -561,7 +561,7 @@ class Session:
         return await self._respond_again(answer, builder, lambda: None, stream=asked.stream)
 
     def _prompts_again(self, recorded: Recorded) -> list[list[int]]:
-        """The prompt of each choice; the call is noted as a retry."""
+        """The prompt of each choice. The call is noted as a retry."""
         self.graph.beside(NodeKind.RETRY, self._number(), repeats=recorded.number)
         return [self.graph.ids(node.parent) for node in recorded.nodes]
 
@@ -589,7 +589,7 @@ class Session:
         return [*ids, *(self.tokenizer.encode(prefix, add_special_tokens=False) if prefix else [])]
 
     def _most_tokens(self, prompts: Sequence[Placed], asked: int | None) -> int:
-        """Tokens that each choice may have by the limits; raises INVALID_REQUEST when there is no room for one."""
+        """Tokens that each choice may have by the limits. Raises INVALID_REQUEST when there is no room for one."""
         limits, params = self.episode.limits, self.episode.request.sampling_params
         room = min(asked or params.max_tokens, params.max_tokens)
         for place, _, new, ids in prompts:
@@ -602,9 +602,9 @@ class Session:
         return room
 
     async def _reserved(self, call: CallInProgress, most: int, choices: int) -> int:
-        """Tokens that each choice may have, reserved until the call ends; waits for what other calls hold.
+        """Tokens that each choice may have, reserved until the call ends. Waits for what other calls hold.
 
-        Raises INVALID_REQUEST when none is left, or the client has left; TimeoutError when a stream needs a keep-alive.
+        Raises INVALID_REQUEST when none is left, or the client has left. TimeoutError when a stream needs a keep-alive.
         """
         while self._budget.must_wait(most, choices) and not self.ended.is_set():
             async with asyncio.timeout(KEEP_ALIVE_S if call.stream else None):
@@ -632,7 +632,7 @@ class Session:
         return asked.model_copy(update=self._sampling(asked))
 
     def _sampling(self, asked: SampledRequest) -> dict[str, object]:
-        """The run's sampling; the call may name further stop tokens."""
+        """The run's sampling. The call may name further stop tokens."""
         params = self.episode.request.sampling_params
         return {
             "temperature": params.temperature,
@@ -672,7 +672,7 @@ class Session:
     ) -> GenerateReply:
         """One generation, in a task of its own in the session's context; closing the session cancels the task.
 
-        `told` gets the tokens as they come; a cancellation after `enough` was set is the normal end of it.
+        `told` gets the tokens as they come. A cancellation after `enough` was set is the normal end of it.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -745,7 +745,7 @@ class Session:
 class SessionModel:
     """The model of a session, as model_api generates with it, in tasks of the session's context.
 
-    `shown` prompt tokens were shown before; `caller` is the span of the call; `asked` is its body.
+    `shown` prompt tokens were shown before. `caller` is the span of the call. `asked` is its body.
     """
 
     def __init__(self, session: Session, shown: int, caller: trace.Span, asked: SampledRequest) -> None:
@@ -759,7 +759,7 @@ class SessionModel:
         return await self._session.generate(request, self._shown, self._caller, self._asked)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[GeneratePiece]:
-        """The tokens as they come; closing the iterator ends the generation, as a stop string does."""
+        """The tokens as they come. Closing the iterator ends the generation, as a stop string does."""
         pieces: asyncio.Queue[GeneratePiece | None] = asyncio.Queue()
         enough = asyncio.Event()
         generating = asyncio.create_task(

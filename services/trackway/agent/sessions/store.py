@@ -17,13 +17,13 @@ _KEY = re.compile(rf"sk-({_ID.pattern})-[0-9a-f]{{32}}")
 
 
 def replica_of(session_id: str) -> str | None:
-    """The replica that a session lives in; None for text that is no session id."""
+    """The replica that a session lives in, or None for text that is no session id."""
     match = _ID.fullmatch(session_id)
     return match.group(1) if match else None
 
 
 def session_of(key: str) -> str | None:
-    """The session that a key is for; None for text that is no session's key."""
+    """The session that a key is for, or None for text that is no session's key."""
     match = _KEY.fullmatch(key)
     return match.group(1) if match else None
 
@@ -56,7 +56,7 @@ class Sessions:
         }
         """Slots of each agent that this replica runs itself."""
         self.direct_url: Callable[[], str] = lambda: ""
-        """The address of the replica's own port; empty without one."""
+        """The address of the replica's own port. Empty without one."""
 
     def __contains__(self, session_id: str) -> bool:
         return session_id in self._entries

@@ -1,6 +1,6 @@
 """Runs an agent loop written for verl: its `run` gets a row and a model, and its output becomes the trajectory.
 
-The ids, logprobs and weight versions of the model's tokens are those of the generations; the output says which of their
+The ids, logprobs and weight versions of the model's tokens are those of the generations. The output says which of their
 tokens are in the response, by its mask.
 """
 
@@ -42,7 +42,7 @@ class RecordedGeneration:
 
 
 class VerlAgentLoop(AgentLoop):
-    """Adapter of a class with verl's interface; `adapted` makes a subclass for each."""
+    """Adapter of a class with verl's interface. `adapted` makes a subclass for each."""
 
     loop_class: ClassVar[Callable[..., Any]]
     arguments: ClassVar[Mapping[str, Any]] = {}
@@ -127,7 +127,7 @@ class Model:
     async def generate(
         self, request_id: str, *, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], **options: Any
     ) -> TokenOutput:
-        """Continue `prompt_ids`; `options` are accepted for media that are None or empty.
+        """Continue `prompt_ids`. `options` are accepted for media that are None or empty.
 
         Raises:
             TrackwayError: `invalid_request` for a sampling parameter or media that are not supported, or a prompt that
@@ -200,7 +200,7 @@ def adapted(loop_class: Callable[..., Any], arguments: Mapping[str, Any] | None 
 def _placed(
     generations: Sequence[RecordedGeneration], ids: Sequence[int], mask: Sequence[int]
 ) -> list[tuple[RecordedGeneration, int]]:
-    """The generations in the response, each with its first position; those that the loop discarded are left out.
+    """The generations in the response, each with its first position. Those that the loop discarded are left out.
 
     TrackwayError when a token with mask 1 is of none of them.
     """

@@ -1,6 +1,6 @@
 """The classes that an agent loop of verl's imports (verl/experimental/agent_loop), with verl's names and fields.
 
-A loop sees its `server_manager`, tokenizer and configuration as in verl; adapter.py runs it. Images, videos and audio
+A loop sees its `server_manager`, tokenizer and configuration as in verl. adapter.py runs it. Images, videos and audio
 are not supported.
 """
 
@@ -73,7 +73,7 @@ class LLMServerClient(Protocol):
 
 
 class Config(dict[str, Any]):
-    """A mapping whose keys are attributes too, as OmegaConf's; AttributeError lists the keys that there are."""
+    """A mapping whose keys are attributes too, as OmegaConf's. AttributeError lists the keys that there are."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
@@ -88,7 +88,7 @@ class DictConfigWrap(NamedTuple):
 
 
 class ToolParser:
-    """verl's parser of tool calls (tool_parser.py) over the format of that name; malformed calls are dropped."""
+    """verl's parser of tool calls (tool_parser.py) over the format of that name. Malformed calls are dropped."""
 
     def __init__(self, tokenizer: Any, tool_format: ToolFormat) -> None:
         self.tokenizer = tokenizer
@@ -145,7 +145,7 @@ class AgentLoopBase(ABC):
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        """One trajectory; `kwargs` are the columns of the row."""
+        """One trajectory. `kwargs` are the columns of the row."""
 
     async def apply_chat_template(
         self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
@@ -190,7 +190,7 @@ class AgentLoopBase(ABC):
         return merged, [*response_mask, *[0] * len(appended)], logprobs
 
     async def process_multi_modal_info(self, messages: Messages) -> dict[str, Any]:
-        """No media; ValueError when a message has some."""
+        """No media. ValueError when a message has some."""
         if any(not isinstance(message.get("content"), str | None) for message in messages):
             raise ValueError(
                 "expected messages of text, got content in parts; images, videos and audio are not supported"

@@ -24,7 +24,7 @@ from trackway.wire.openai.requests import ChatMessage, ChatRequest
 
 
 def chat_of(request: CountTokensRequest) -> ChatRequest:
-    """The request as a chat; raises RequestValidationError for what a chat cannot express."""
+    """The request as a chat. Raises RequestValidationError for what a chat cannot express."""
     fields: dict[str, object] = {
         **request.model_dump(include=SAME_FIELDS),
         "tools": [{"type": "function", "function": _function(tool)} for tool in request.tools],

@@ -58,7 +58,7 @@ class AnthropicRoute(ErrorFormatRoute):
 
 
 def anthropic_error(error: TrackwayError) -> AnthropicErrorReply:
-    """The body; also sent as an event when a stream fails after its start."""
+    """The body. Also sent as an event when a stream fails after its start."""
     status = status_of(error)
     kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     body = error.to_reply().error.model_dump(mode="json")

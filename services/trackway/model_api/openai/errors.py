@@ -18,7 +18,7 @@ class OpenAIRoute(ErrorFormatRoute):
 
 
 def openai_body(error: TrackwayError) -> dict[str, JsonValue]:
-    """The body; also sent as an event when a stream fails after its start."""
+    """The body. Also sent as an event when a stream fails after its start."""
     kind = "server_error" if error.status >= 500 else _TYPES.get(error.status, "invalid_request_error")
     body = error.to_reply().error.model_dump(mode="json")
     return {"error": {**body, "type": kind, "param": error.detail.get("param")}}

@@ -27,7 +27,7 @@ class Admission:
 
     @contextmanager
     def admit(self, token_ids: Sequence[int]) -> Iterator[None]:
-        """Hold a place for an input; raises INVALID_REQUEST and OVERLOADED as `Classifier.classify`."""
+        """Hold a place for an input. Raises INVALID_REQUEST and OVERLOADED as `Classifier.classify`."""
         check_prompt(token_ids, self.max_len + 1, self._vocab_size)
         began = time.monotonic()
         if self.in_flight >= self._bound:

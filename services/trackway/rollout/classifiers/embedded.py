@@ -80,7 +80,7 @@ class TorchClassifier:
         self._loop = asyncio.create_task(self._run(model), name="torch-classifier")
 
     async def stop(self) -> None:
-        """Stop after the batch in work; inputs that wait are answered UNAVAILABLE."""
+        """Stop after the batch in work. Inputs that wait are answered UNAVAILABLE."""
         if self._loop is not None:
             self._loop.cancel()
             with suppress(asyncio.CancelledError):
@@ -92,7 +92,7 @@ class TorchClassifier:
         self._waiting.clear()
 
     async def classify(self, token_ids: Sequence[int]) -> float:
-        """The logit of an input; see `Classifier.classify`."""
+        """The logit of an input. See `Classifier.classify`."""
         if self._loop is None or self._loop.done():
             raise _stopped()
         with self._admission.admit(token_ids):
@@ -106,7 +106,7 @@ class TorchClassifier:
                     self._waiting.remove(waiting)
 
     def stuck_for(self) -> float:
-        """Seconds since the batch in work began; infinite when the task that computes has ended."""
+        """Seconds since the batch in work began. Infinite when the task that computes has ended."""
         if self._loop is not None and self._loop.done():
             return math.inf
         return 0.0 if self._batch_began is None else time.monotonic() - self._batch_began
@@ -168,9 +168,9 @@ def next_batch(waiting: Sequence[WaitingInput], most: int, tokens: int, *, pads:
 def load_classifier(
     folder: Path, device: torch.device, dtype: torch.dtype, max_positions: int | None = None
 ) -> PreTrainedModel:
-    """The folder's model; raises WEIGHTS_CORRUPT when weights are missing, which transformers would make up.
+    """The folder's model. Raises WEIGHTS_CORRUPT when weights are missing, which transformers would make up.
 
-    `max_positions` replaces `max_position_embeddings`; a model that learned its positions has no weights for more.
+    `max_positions` replaces `max_position_embeddings`. A model that learned its positions has no weights for more.
     """
     indexed_files(folder)  # transformers reads what they name
     override = {} if max_positions is None else {"max_position_embeddings": max_positions}

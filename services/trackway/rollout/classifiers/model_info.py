@@ -1,4 +1,4 @@
-"""Facts about a classifier in its `config.json`; read without torch."""
+"""Facts about a classifier in its `config.json`. Read without torch."""
 
 import json
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class _ConfigFile(BaseModel):
 
 
 def is_classifier(folder: Path) -> bool:
-    """Return whether the folder's model is a `*ForSequenceClassification`; False for a folder without `config.json`."""
+    """Return whether the folder's model is a `*ForSequenceClassification`. False for a folder without `config.json`."""
     try:
         file = _ConfigFile.model_validate_json((folder / "config.json").read_text())
     except (OSError, ValidationError):
@@ -55,7 +55,7 @@ class ClassifierInfo:
 
     @classmethod
     def read(cls, folder: Path, max_positions: int | None = None) -> Self:
-        """Reads `config.json`; raises INVALID_REQUEST for a model with several labels, or an unreadable folder.
+        """Reads `config.json`. Raises INVALID_REQUEST for a model with several labels, or an unreadable folder.
 
         `max_positions` replaces `max_position_embeddings`.
         """

@@ -19,7 +19,7 @@ class Classifier(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Stop; inputs that wait are answered UNAVAILABLE."""
+        """Stop. Inputs that wait are answered UNAVAILABLE."""
         ...
 
     async def classify(self, token_ids: Sequence[int]) -> float:
@@ -31,7 +31,7 @@ class Classifier(Protocol):
         ...
 
     def stuck_for(self) -> float:
-        """Seconds without progress although there is work; 0.0 when idle, infinite when a server is lost."""
+        """Seconds without progress although there is work. 0.0 when idle, infinite when a server is lost."""
         ...
 
     def stats(self) -> EngineStats:

@@ -72,7 +72,7 @@ class ServerClassifier(ABC):
                 await client.close()
 
     async def classify(self, token_ids: Sequence[int]) -> float:
-        """The logit of an input; see `Classifier.classify`."""
+        """The logit of an input. See `Classifier.classify`."""
         if self._client is None:
             message = "expected a started classifier, got one that is starting or has stopped; retry later"
             raise TrackwayError(ErrorCode.UNAVAILABLE, message)
@@ -90,7 +90,7 @@ class ServerClassifier(ABC):
         return logit
 
     def stuck_for(self) -> float:
-        """Seconds since the last answer while inputs wait for one; infinite when the server is lost."""
+        """Seconds since the last answer while inputs wait for one. Infinite when the server is lost."""
         if self._process is not None and not self._process.alive:
             return math.inf
         return time.monotonic() - self._moved if self._admission.in_flight else 0.0
@@ -102,7 +102,7 @@ class ServerClassifier(ABC):
 
     @abstractmethod
     def _command(self, port: int) -> list[str]:
-        """Command of the server process, the interpreter first; `engine_args` are appended."""
+        """Command of the server process, the interpreter first. `engine_args` are appended."""
 
     @abstractmethod
     def _environment(self, folder: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Inference engines. `protocol` defines what an engine offers; `open_engine` creates the one that the settings name."""
+"""Inference engines. `protocol` defines what an engine offers. `open_engine` creates the one that the settings name."""
 
 from importlib import import_module
 from typing import cast

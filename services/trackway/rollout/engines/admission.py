@@ -14,7 +14,7 @@ OF_REWARD_MODEL = ("reward.reward_model.rollout.max_model_len", "")
 
 
 def too_long(max_model_len: int, positions: int, keys: tuple[str, str] = OF_POLICY) -> str:
-    """Why a model that reads `positions` tokens cannot have this context length; empty when it can.
+    """Why a model that reads `positions` tokens cannot have this context length. Empty when it can.
 
     Rotary positions could be computed beyond, but the model was not trained on them. `keys` are the remedy in a run.
     """

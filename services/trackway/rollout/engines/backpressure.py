@@ -7,7 +7,7 @@ _LONGEST_S = 60.0
 class RetryAfterEstimator:
     """Spreads the retry times of rejected requests at the rate at which slots come free.
 
-    Retries then arrive as they can be served, not all at once; half of the queue is kept in reserve.
+    Retries then arrive as they can be served, not all at once. Half of the queue is kept in reserve.
     """
 
     def __init__(self, slots: int, stay_s: float) -> None:

@@ -6,7 +6,7 @@ from trackway.wire.trajectory import WeightSpan, add_span, settle_spans
 
 
 class Collector:
-    """Joins parts; the finish reason is `abort` until a part has one."""
+    """Joins parts. The finish reason is `abort` until a part has one."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []

@@ -18,7 +18,7 @@ Swapping = Callable[[], AbstractAsyncContextManager[None]]
 
 
 class Capability(StrEnum):
-    """Optional features of an engine; a route that needs a missing one is refused."""
+    """Optional features of an engine. A route that needs a missing one is refused."""
 
     WAIT = "wait"
     """Pause after the requests in flight have finished."""
@@ -45,14 +45,14 @@ class Generation:
     finish_reason: FinishReason
     spans: list[WeightSpan]
     top_logprobs: Sequence[TopLogprobs] = ()
-    """The most likely tokens of each position; empty unless asked for."""
+    """The most likely tokens of each position. Empty unless asked for."""
     cached_tokens: int = 0
     """Prompt tokens whose KV was reused from the cache, if the engine tells."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The next tokens of a stream; `finish_reason` is None except in the last piece, which may be empty."""
+    """The next tokens of a stream. `finish_reason` is None except in the last piece, which may be empty."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -63,7 +63,7 @@ class Piece:
     top_logprobs: Sequence[TopLogprobs] = ()
     """As in Generation."""
     weight_versions: Sequence[WeightSpan] = ()
-    """Spans of all tokens of the request, which replace the versions of its pieces; in the last piece of an engine
+    """Spans of all tokens of the request, which replace the versions of its pieces. In the last piece of an engine
     that learns them at the end."""
     cached_tokens: int = 0
     """As in Generation; in the last piece."""
@@ -105,7 +105,7 @@ class Engine(Protocol):
 
     @property
     def judgement(self) -> Judgement | None:
-        """The verdict on the current weights; None for the base weights."""
+        """The verdict on the current weights, or None for the base weights."""
         ...
 
     @property
@@ -115,7 +115,7 @@ class Engine(Protocol):
 
     @property
     def asleep(self) -> frozenset[MemoryPart]:
-        """Parts of the memory that are released; empty for an engine without SLEEP."""
+        """Parts of the memory that are released. Empty for an engine without SLEEP."""
         ...
 
     async def start(self) -> None:
@@ -123,11 +123,11 @@ class Engine(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Stop; requests in flight return as aborted."""
+        """Stop. Requests in flight return as aborted."""
         ...
 
     async def generate(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> Generation:
-        """Continue a prompt; cancelling the call aborts the request.
+        """Continue a prompt. Cancelling the call aborts the request.
 
         Raises INVALID_REQUEST for a prompt that is too long or has unknown ids, OVERLOADED when the queue is full,
         PAUSED while paused, ENGINE_FAILED when the model's output is not finite or a step failed.
@@ -142,15 +142,15 @@ class Engine(Protocol):
         ...
 
     async def abort(self, request_id: str) -> int:
-        """Abort the requests with this id, which return their tokens so far; returns their number."""
+        """Abort the requests with this id, which return their tokens so far. Returns their number."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Refuse new requests; returns when those in flight have finished, are aborted, or are frozen."""
+        """Refuse new requests. Returns when those in flight have finished, are aborted, or are frozen."""
         ...
 
     async def resume(self) -> None:
-        """Accept requests again and continue frozen ones; raises CONFLICT while memory is released."""
+        """Accept requests again and continue frozen ones. Raises CONFLICT while memory is released."""
         ...
 
     async def load_weights(
@@ -168,18 +168,18 @@ class Engine(Protocol):
         ...
 
     async def sleep(self, parts: Sequence[MemoryPart]) -> None:
-        """Release the memory of these parts; needs SLEEP and a paused engine without requests. Idempotent."""
+        """Release the memory of these parts. Needs SLEEP and a paused engine without requests. Idempotent."""
         ...
 
     async def wake_up(self, parts: Sequence[MemoryPart]) -> None:
-        """Allocate the memory of these parts; weights are restored or loaded again, and are those that slept.
+        """Allocate the memory of these parts. Weights are restored or loaded again, and are those that slept.
 
         Idempotent. Raises UNAVAILABLE without the memory for them.
         """
         ...
 
     def stuck_for(self) -> float:
-        """Seconds without progress although there is work; 0.0 when idle."""
+        """Seconds without progress although there is work. 0.0 when idle."""
         ...
 
     def stats(self) -> EngineStats:

@@ -1,4 +1,4 @@
-"""The tensors of a folder of safetensors, read from the headers without torch; adds a tied model's missing head.
+"""The tensors of a folder of safetensors, read from the headers without torch. Adds a tied model's missing head.
 
 A file has the header's length in 8 bytes, the JSON header (name: dtype, shape, offsets), and the tensors' bytes.
 """
@@ -44,7 +44,7 @@ class Tensor(NamedTuple):
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder by name; raises WEIGHTS_CORRUPT for none, or a file that is not safetensors."""
+    """All tensors of a folder by name. Raises WEIGHTS_CORRUPT for none, or a file that is not safetensors."""
     by_name: dict[str, Tensor] = {}
     try:
         for file in sorted(folder.glob("*.safetensors")):

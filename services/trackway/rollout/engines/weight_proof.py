@@ -8,7 +8,7 @@ difference between the versions, and e the difference between the engine and the
 
 is 1 for the new weights and 0 for the old ones, whatever the size of d; independent rounding moves it by about
 rounding / (d sqrt(tokens)). Its standard error is heteroscedasticity-consistent (HC3: MacKinnon and White 1985) and
-widened, as tokens of a sequence share a part of their rounding. Above 1/8 nothing is decided by value; below, four
+widened, as tokens of a sequence share a part of their rounding. Above 1/8 nothing is decided by value. Below, four
 errors around the nearness must exclude 1/4 for the new weights and 3/4 for the old. So n tokens distinguish versions
 that differ by d > 12 rounding / sqrt(n): for 512 tokens and bfloat16's 0.02 that is 0.011. If the engine's type is
 narrower than the published one, its rounding may be entirely along d, and d > 4 rounding is needed.
@@ -47,7 +47,7 @@ class Judgement:
     tokens: int = 0
     """Number of tokens that the engine scored."""
     nearness: float | None = None
-    """1 for the new version, 0 for the previous one; None without a previous version."""
+    """1 for the new version, 0 for the previous one, or None without a previous version."""
     error: float | None = None
     """Error of the nearness."""
     off: float = 0.0
@@ -89,7 +89,7 @@ class _Answers:
     got: list[float] = field(default_factory=list)
     new: list[float] = field(default_factory=list)
     old: list[float] = field(default_factory=list)
-    """The differences; empty unless all are known."""
+    """The differences. Empty unless all are known."""
 
 
 def compare_digests(
@@ -176,7 +176,7 @@ def judge(
 
 
 def require_accepted(judgement: Judgement, proof: WeightProof, version: int, folder: Path) -> Judgement:
-    """Return the judgement; raises WEIGHTS_STALE or WEIGHTS_CORRUPT unless it is accepted."""
+    """Return the judgement. Raises WEIGHTS_STALE or WEIGHTS_CORRUPT unless it is accepted."""
     if judgement.verdict.accepted:
         return judgement
     detail = {"verdict": judgement.verdict.value, "tensors": judgement.tensors, "off": str(judgement.off)}

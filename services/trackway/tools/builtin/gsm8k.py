@@ -82,7 +82,7 @@ class Gsm8kTool(BaseTool):
         return ToolResult(text=f"Current parsed {answer=} {reward=}", reward=step_reward)
 
     async def calc_reward(self, instance_id: str, /, **kwargs: JsonValue) -> float:
-        """The score of the last call; 0.0 before the first."""
+        """The score of the last call. 0.0 before the first."""
         return self._states[instance_id].last
 
     async def release(self, instance_id: str, /, **release_kwargs: JsonValue) -> None:

@@ -53,7 +53,7 @@ class PythonTool(BaseTool):
         self._interpreters: dict[str, Interpreter] = {}
 
     async def start(self) -> None:
-        """Check the sandbox; raises SandboxUnavailableError when code cannot be isolated here."""
+        """Check the sandbox. Raises SandboxUnavailableError when code cannot be isolated here."""
         self._launcher = await launcher_for(self._settings)
 
     async def close(self) -> None:

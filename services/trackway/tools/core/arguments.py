@@ -25,7 +25,7 @@ _PATTERNS = FancyRegexOptions(backtrack_limit=10_000)
 
 
 class ArgumentCheck:
-    """The compiled parameter schema of one tool; unknown arguments are refused unless the schema allows them.
+    """The compiled parameter schema of one tool. Unknown arguments are refused unless the schema allows them.
 
     The arguments come from a parsed request, which nests at most 255 deep. A recursive schema takes over 10,000.
     ValueError when the schema itself is not a valid JSON schema.

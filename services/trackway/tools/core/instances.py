@@ -5,7 +5,7 @@
     BUSY -hang-> STUCK -release-> RELEASED             (its call was cancelled but still runs; released when it ends)
 
 This module only keeps state and calls no tool. An id is `<replica>-<start>-<uuid>`: an unknown id with the prefix of
-another replica, or of this one before a restart, is lost; with the current prefix it was released or expired.
+another replica, or of this one before a restart, is lost. With the current prefix it was released or expired.
 """
 
 import asyncio
@@ -142,7 +142,7 @@ class InstanceTable:
 
     @asynccontextmanager
     async def held(self, instance: Instance, wait_timeout_s: float) -> AsyncIterator[Instance]:
-        """BUSY within the block; waits for the previous call. OVERLOADED when that takes too long."""
+        """BUSY within the block. Waits for the previous call. OVERLOADED when that takes too long."""
         async with acquired(instance.lock, wait_timeout_s, f"instance {instance.id}"):
             self._require_usable(instance)
             instance.move(Event.BEGIN)

@@ -87,7 +87,7 @@ class ToolServer:
         self._limited_tools[tool.name] = LimitedTool(tool, self._limits)
 
     async def start(self) -> None:
-        """Load the sources' tools and start all tools; if one fails, all that were started are closed."""
+        """Load the sources' tools and start all tools. If one fails, all that were started are closed."""
         try:
             for source in self._sources:
                 self._started.append(source)
@@ -197,7 +197,7 @@ class ToolServer:
         )
 
     async def reap(self) -> int:
-        """Release the expired instances; returns their number."""
+        """Release the expired instances. Returns their number."""
         expired = self._instances.take_expired()
         for instance in expired:
             logger.warning("instance %s (%s) of %r expired", instance.id, instance.session_id, instance.tool.name)
@@ -225,7 +225,7 @@ class ToolServer:
 
     @asynccontextmanager
     async def _calling(self, instance: Instance) -> AsyncIterator[LimitedTool]:
-        """Within a call of an instance; if the tool does not stop in time, the instance is stuck until it does."""
+        """Within a call of an instance. If the tool does not stop in time, the instance is stuck until it does."""
         limited_tool = self._limited_tool(instance)
         async with self._instances.held(instance, limited_tool.limits.wait_timeout_s):
             try:

@@ -43,12 +43,12 @@ class SessionInstances:
         self._lost_state: OrderedDict[SessionKey, dict[str, str]] = OrderedDict()
         """Tools of each session whose state is gone, with the reason to report at their next call."""
         self._calls: dict[asyncio.Task[tuple[str, ToolResult]], SessionKey | None] = {}
-        """Active calls; with the session, if the caller has left."""
+        """Active calls. With the session, if the caller has left."""
 
     async def execute(
         self, key: SessionKey, tool: str, request: ExecuteRequest, create_kwargs: dict[str, JsonValue]
     ) -> tuple[str, ToolResult]:
-        """Run a call; returns its instance's id and result. `create_kwargs` apply at the first call.
+        """Run a call. Returns its instance's id and result. `create_kwargs` apply at the first call.
 
         If the caller leaves, a running call continues within its limits, since cancelling it would lose the tool's
         state, and the next call waits for it. A call that has not started is cancelled.

@@ -66,7 +66,7 @@ def result_of(returned: object) -> ToolResult:
 
 
 def text_of(response: object) -> str:
-    """Returns text unchanged and anything else as JSON; errors of an iterator are raised."""
+    """Returns text unchanged and anything else as JSON. Errors of an iterator are raised."""
     if isinstance(response, str):
         return response
     if isinstance(response, ToolResult):
@@ -85,7 +85,7 @@ def text_of(response: object) -> str:
 
 
 def _well_formed(value: object) -> object:
-    """Removes lone surrogates from dicts, lists and texts; anything else is unchanged."""
+    """Removes lone surrogates from dicts, lists and texts. Anything else is unchanged."""
     if isinstance(value, str):
         return well_formed(value)
     if isinstance(value, Mapping):
@@ -245,7 +245,7 @@ def _noted(function: F, name: str | None, schema: ToolSchema | dict[str, JsonVal
 
 
 class FunctionTool(BaseTool):
-    """A decorated function; a function that is not async runs in a thread, so that it does not block the server."""
+    """A decorated function. A function that is not async runs in a thread, so that it does not block the server."""
 
     stateless = True
 
@@ -280,7 +280,7 @@ def functions_of_modules(modules: Sequence[str]) -> list[Callable[..., object]]:
 def functions_of_file(path: Path) -> list[Callable[..., object]]:
     """The decorated functions of a Python file, in order.
 
-    FileNotFoundError; ValueError when the file has none; OwnCodeError when it cannot be imported.
+    FileNotFoundError. ValueError when the file has none; OwnCodeError when it cannot be imported.
     """
     module = module_of_file(path, "function_tool_path")
     functions = [value for value in vars(module).values() if is_function_tool(value)]

@@ -1,7 +1,7 @@
 """The two execute routes without FastAPI, whose overhead is several times the work of a small tool.
 
 Only ordinary requests are answered here. Others (another route, another content type, no body) are passed to FastAPI,
-whose routes are the documented ones; errors are the same.
+whose routes are the documented ones. Errors are the same.
 """
 
 import re
@@ -41,7 +41,7 @@ class FastPathRoute(Generic[M]):
         return match[1] if match else None
 
     def parsed(self, message: Message) -> M | None:
-        """The body; None when it is not for this route. Raises INVALID_REQUEST, as FastAPI's route would."""
+        """The body, or None when it is not for this route. Raises INVALID_REQUEST, as FastAPI's route would."""
         body = message.get("body", b"")
         if message["type"] != "http.request" or message.get("more_body", False) or not body:
             return None
@@ -60,7 +60,7 @@ class FastPathRoute(Generic[M]):
 
 
 class FastPathMiddleware:
-    """ASGI middleware; must be the innermost, so that all others apply to its routes too."""
+    """ASGI middleware. Must be the innermost, so that all others apply to its routes too."""
 
     def __init__(self, app: ASGIApp, routes: Sequence[FastPathRoute]) -> None:
         self.app = app

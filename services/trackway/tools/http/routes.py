@@ -1,4 +1,4 @@
-"""The tool server's routes. Routes only; the logic is in server.py and get_observation.py.
+"""The tool server's routes. Routes only. The logic is in server.py and get_observation.py.
 
 Errors: 4xx is the caller's (the agent shows a 422 to the model), 5xx is the server's or the tool's.
 """
@@ -74,14 +74,14 @@ def instance_routes(server: ToolServer) -> ServiceRouter:
         responses=responses(201, examples.CREATED, *CREATES, links=_TAKES_INSTANCE),
     )
     async def create_instance(request: Annotated[CreateInstance, Body(examples=[examples.CREATE])]) -> InstanceCreated:
-        """Create a tool's state for a trajectory; send the same `x-session-id` with every call."""
+        """Create a tool's state for a trajectory. Send the same `x-session-id` with every call."""
         return await server.create(request)
 
     @router.post("/instances/{instance_id}/execute", responses=responses(200, examples.EXECUTED, *CALLS))
     async def execute_instance(
         instance_id: Name, request: Annotated[ExecuteRequest, Body(examples=[examples.EXECUTE])]
     ) -> ToolResult:
-        """Run a call; calls of an instance run one after another. With an `Idempotency-Key` it never runs twice."""
+        """Run a call. Calls of an instance run one after another. With an `Idempotency-Key` it never runs twice."""
         return await server.execute(instance_id, request)
 
     @router.post("/instances/{instance_id}/reward", responses=responses(200, examples.REWARD, *CALLS))
@@ -166,7 +166,7 @@ def nemo_gym_routes(face: NemoGymFace) -> ServiceRouter:
 
     @router.post("/verify", responses=responses(200, {"reward": 1.0}, *POSTED))
     async def verify(http: Request, row: dict[str, JsonValue]) -> Response:
-        """The request with the reward service's score; the session ends."""
+        """The request with the reward service's score. The session ends."""
         key = session(http)
         try:
             reward = await face.verify(key, GymVerify.model_validate(row))

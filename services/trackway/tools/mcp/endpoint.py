@@ -187,7 +187,7 @@ async def _unsent(message: Message) -> None:
 
 
 def _session_of(request: Request | None) -> SessionKey | None:
-    """The caller and its session; None when the request names no session."""
+    """The caller and its session, or None when the request names no session."""
     if request is None:
         return None
     named = request.headers.get(MCP_SESSION_ID) or request.headers.get(SESSION_ID)

@@ -61,7 +61,7 @@ def to_mcp_error(error: TrackwayError) -> CallToolResult:
 
 
 def meta_of(result: CallToolResult) -> ResultMeta:
-    """Our keys of `_meta`; invalid ones of another server are ignored."""
+    """Our keys of `_meta`. Invalid ones of another server are ignored."""
     try:
         return ResultMeta.model_validate(result.meta or {})
     except ValidationError:

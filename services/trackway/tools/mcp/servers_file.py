@@ -19,7 +19,7 @@ class McpServer(UserEntry):
     """A server: reached by `url` (streamable HTTP), or started by `command` (stdio)."""
 
     type: Literal["http", "streamable-http", "streamable_http", "streamableHttp", "stdio"] | None = None
-    """Written by other clients; must match `url` or `command`."""
+    """Written by other clients. Must match `url` or `command`."""
     url: str | None = None
     auth_token: SecretStr | None = None
     """Sent as `Authorization: Bearer ...`; verl's key."""

@@ -27,7 +27,7 @@ class McpLimits(UserEntry):
     connect_timeout_s: float = Field(default=30.0, gt=0)
     """Seconds for a server's first response. A process may have to be downloaded first."""
     max_sessions: int | None = Field(default=None, ge=1)
-    """Maximum trajectories with a session, by default 64 processes or 1024 ids; beyond it calls are answered 429."""
+    """Maximum trajectories with a session, by default 64 processes or 1024 ids. Beyond it calls are answered 429."""
 
 
 @dataclass(eq=False)
@@ -92,7 +92,7 @@ class McpSessions:
     async def call(self, held: Held, tool: str, arguments: dict[str, JsonValue], meta: Meta) -> CallToolResult:
         """Run a call in that session.
 
-        INSTANCE_LOST when the session ended with its state; UNAVAILABLE, which can be retried, when nothing is lost.
+        INSTANCE_LOST when the session ended with its state. UNAVAILABLE, which can be retried, when nothing is lost.
         """
         connection: McpConnection | None = None
         try:

@@ -75,7 +75,7 @@ class McpTool(BaseTool):
 
 
 class McpSource(ToolSource):
-    """Servers by name, and their selected tools; None is all. ValueError when the config is invalid."""
+    """Servers by name, and their selected tools. None is all. ValueError when the config is invalid."""
 
     def __init__(
         self, origin: str, servers: Mapping[str, McpServer], config: ToolConfig, selected: Sequence[str] | None = None
@@ -128,7 +128,7 @@ class McpSource(ToolSource):
 
 
 def _split(origin: str, config: ToolConfig) -> tuple[ToolConfig, McpLimits]:
-    """The config of the tools and of the sessions; verl's key `timeout` is the call's time limit."""
+    """The config of the tools and of the sessions. verl's key `timeout` is the call's time limit."""
     config = dict(config)
     if "timeout" in config:
         config.setdefault("call_timeout_s", config.pop("timeout"))

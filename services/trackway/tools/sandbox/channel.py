@@ -20,7 +20,7 @@ async def ready(channel: socket.socket) -> None:
 
 
 async def ask(channel: socket.socket, code: str) -> bool:
-    """Run a cell of code; returns whether it raised nothing."""
+    """Run a cell of code. Returns whether it raised nothing."""
     token = secrets.token_bytes(len(READY))
     data = code.encode("utf-8", "surrogatepass")
     try:

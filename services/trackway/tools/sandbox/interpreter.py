@@ -17,7 +17,7 @@ from trackway.tools.sandbox.process import InterpreterProcess
 from trackway.tools.sandbox.repl import BROKEN
 
 MAX_OUTPUT_BYTES = 16 << 20
-"""Maximum output of a call; reading more would cost the service too much time."""
+"""Maximum output of a call. Reading more would cost the service too much time."""
 _READ_BYTES = 1 << 16
 _BUSY_WATCH_S, _IDLE_WATCH_S = 0.1, 2.0
 _OWN_END_S = 1.0
@@ -84,7 +84,7 @@ class Interpreter:
         return CellResult(output.text(), succeeded)
 
     async def stop(self) -> None:
-        """Kill the interpreter and all its processes; returns when all have exited."""
+        """Kill the interpreter and all its processes. Returns when all have exited."""
         if self._process is not None:
             await self._end(self._process)
         elif self._burial is not None:
@@ -169,14 +169,14 @@ class Interpreter:
 
 
 def _drain(process: InterpreterProcess, output: BoundedOutput) -> None:
-    """Read the pipe's current content; threads and forks may print forever."""
+    """Read the pipe's current content. Threads and forks may print forever."""
     (waiting,) = struct.unpack("i", fcntl.ioctl(process.output, termios.FIONREAD, b"\0" * 4))
     if waiting:
         output.feed(os.read(process.output, waiting))
 
 
 async def _exit_status(process: InterpreterProcess, timeout_s: float) -> int | None:
-    """The exit status, or None; waits for the exit of all its processes, or for `timeout_s`."""
+    """The exit status, or None. Waits for the exit of all its processes, or for `timeout_s`."""
     end = asyncio.get_running_loop().time() + timeout_s
     while not process.ended and asyncio.get_running_loop().time() < end:
         await asyncio.sleep(_POLL_S)

@@ -28,7 +28,7 @@ class SandboxUnavailableError(RuntimeError):
 async def launcher_for(settings: SandboxSettings) -> Launcher:
     """A tested launcher, which isolates code unless isolation is unavailable and not required.
 
-    SandboxUnavailableError when code cannot be isolated here; ValueError when `settings.python` is no interpreter.
+    SandboxUnavailableError when code cannot be isolated here. ValueError when `settings.python` is no interpreter.
     """
     if sys.platform != "linux":
         raise SandboxUnavailableError(f"expected Linux, whose namespaces and limits hold code back, got {sys.platform}")

@@ -20,7 +20,7 @@ _DEVICES = ("null", "full", "random", "urandom")
 """Not `zero`: memory shared through it has no limit."""
 _ENVIRONMENT = {"HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
 _NOTHING = ("--size", "4096", "--tmpfs")
-"""A minimal file system; made read-only after its content is set."""
+"""A minimal file system. Made read-only after its content is set."""
 
 _ORDINARY = ("--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000")
 _ROOT = ("--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")

@@ -109,7 +109,7 @@ class SandboxedProcess(InterpreterProcess):
         self._first = (pid, os.pidfd_open(pid))
 
     def pause(self) -> None:
-        """Stop every process but the first, which runs no sandboxed code; repeated until none is running.
+        """Stop every process but the first, which runs no sandboxed code. Repeated until none is running.
 
         Processes that fork meanwhile may escape one call. The next stops them.
         """
@@ -187,7 +187,7 @@ def _descendants(first: int) -> list[int]:
 
 
 def _state(pid: int) -> str:
-    """The letter in /proc/<pid>/stat; X when there is no such process."""
+    """The letter in /proc/<pid>/stat. X when there is no such process."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as stat:
         return stat.read().rpartition(") ")[2][0]
     return "X"

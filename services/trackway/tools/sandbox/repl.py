@@ -26,7 +26,7 @@ BROKEN = 70
 
 
 def confine(limits: "dict[str, tuple[int, int]]", user: "int | None") -> None:
-    """Set every limit and become `user`; afterwards no limit can be raised."""
+    """Set every limit and become `user`. Afterwards no limit can be raised."""
     os.nice(5)
     with open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")
@@ -42,7 +42,7 @@ def confine(limits: "dict[str, tuple[int, int]]", user: "int | None") -> None:
 
 
 def fresh_output() -> io.TextIOWrapper:
-    """One stream for stdout and stderr, so that their order is kept; cells may have closed or replaced the last."""
+    """One stream for stdout and stderr, so that their order is kept. Cells may have closed or replaced the last."""
     sys.stdout = sys.stderr = out = open(  # noqa: SIM115
         1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
     )
@@ -60,7 +60,7 @@ class Cells:
         sys.modules["__main__"] = self._module
 
     def run(self, code: str) -> bool:
-        """Run one cell; False when it raised."""
+        """Run one cell. False when it raised."""
         self._count += 1
         out = fresh_output()
         try:

@@ -83,7 +83,7 @@ _ALLOW, _KILL = 0x7FFF0000, 0x80000000
 
 
 def filter_program(machine: str | None = None) -> bytes | None:
-    """The filter for bubblewrap's `--seccomp`; None for a machine whose system call numbers are not known here."""
+    """The filter for bubblewrap's `--seccomp`, or None for a machine whose system call numbers are not known here."""
     known = _MACHINES.get(machine or platform.machine())
     if known is None:
         return None
@@ -123,7 +123,7 @@ def _when(test: int, value: int, then: list[bytes]) -> list[bytes]:
 
 
 def _mmap() -> list[bytes]:
-    """Shared memory needs a file in /tmp, whose size is limited; otherwise it outlives the processes that map it."""
+    """Shared memory needs a file in /tmp, whose size is limited. Otherwise it outlives the processes that map it."""
     return [
         _line(_LOAD, _FOURTH_ARGUMENT),
         *_when(_IF_ANY_BIT, _MAP_HUGETLB, [_refuse(errno.ENOMEM)]),

@@ -76,7 +76,7 @@ def named_tool(
 
 
 def _with_paths(config: ToolConfig, keys: Sequence[str], folder: Path) -> ToolConfig:
-    """The config with absolute paths under these keys; relative ones are relative to `folder`."""
+    """The config with absolute paths under these keys. Relative ones are relative to `folder`."""
     paths = {key: str(folder.absolute() / path) for key in keys if isinstance(path := config.get(key), str)}
     return {**config, **paths}
 

@@ -2,7 +2,7 @@
 
 A trajectory's instances last from its first action to `finish`, or until they expire. Its actions run in sequence,
 those of different trajectories concurrently, and a failure is reported in its own entry. Errors of the model and
-rejections by a tool become observations; errors of the server end that trajectory, as in verl-tool.
+rejections by a tool become observations. Errors of the server end that trajectory, as in verl-tool.
 
 Tool calls are read in the formats of verl-tool's models, and observations are marked up: Hermes' `<tool_call>`;
 `<python>` tags and Markdown fences for the tool `python`, `<search>` tags for `search`. The marks follow verl-tool's
@@ -45,7 +45,7 @@ class Action:
 
 
 def read_action(text: str, offered: Collection[str]) -> Action | None:
-    """The calls in the text; None when there is none for the offered tools."""
+    """The calls in the text, or None when there is none for the offered tools."""
     if BEGIN in text:
         return Action(_hermes(text), lambda answer: f"\n<tool_response>\n{_bare(answer)}\n</tool_response>\n")
     if "python" in offered:

@@ -1,4 +1,4 @@
-"""The classes that a tool of verl's imports (verl/tools), with verl's names and fields; adapter.py runs such a tool."""
+"""The classes that a tool of verl's imports (verl/tools), with verl's names and fields. adapter.py runs such a tool."""
 
 import uuid
 from typing import Any, Protocol
@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class ToolResponse(BaseModel):
-    """Result of `create` and `execute` for the model; images and videos become markers in the text."""
+    """Result of `create` and `execute` for the model. Images and videos become markers in the text."""
 
     text: str | None = None
     image: list[Any] | None = None
@@ -23,7 +23,7 @@ class ToolResponse(BaseModel):
 
 
 class OpenAIFunctionPropertySchema(BaseModel):
-    """A parameter; further keywords of JSON schema are kept."""
+    """A parameter. Further keywords of JSON schema are kept."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -88,13 +88,13 @@ class BaseTool:
         return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Create the state of a trajectory; returns the instance's id."""
+        """Create the state of a trajectory. Returns the instance's id."""
         return instance_id or str(uuid.uuid4()), ToolResponse()
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """Run a call; returns the response, its reward and its metrics."""
+        """Run a call. Returns the response, its reward and its metrics."""
         return ToolResponse(text="Updated the tool state."), 0.0, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:

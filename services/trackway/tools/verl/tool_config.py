@@ -25,7 +25,7 @@ class FunctionEntry(UserEntry):
     description: str = ""
     parameters: dict[str, JsonValue] = Field(default_factory=lambda: {"type": "object", "properties": {}})
     strict: bool = False
-    """Unused, as in verl; arguments are always checked against the schema here."""
+    """Unused, as in verl. Arguments are always checked against the schema here."""
 
 
 class SchemaEntry(UserEntry):

@@ -65,7 +65,7 @@ class AlgorithmConfig(Section):
     """Computation of advantages from rewards."""
 
     adv_estimator: str = "grpo"
-    """Estimator of advantages; gae is PPO, with a value model (`critic.*`). verl's default is gae."""
+    """Estimator of advantages. Gae is PPO, with a value model (`critic.*`). verl's default is gae."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide by the group's standard deviation in the grpo estimators and gdpo. false is Dr.GRPO."""
     gamma: float = Field(default=1.0, ge=0, le=1)

@@ -26,9 +26,9 @@ class AsyncTrainingConfig(Section):
     """
 
     staleness_threshold: float = Field(default=0.0, ge=0)
-    """How far generation runs ahead of the learner, in versions of the weights; fractions are allowed. 0: the learner
+    """How far generation runs ahead of the learner, in versions of the weights. Fractions are allowed. 0: the learner
     and the rollout engines take turns; 1: each step trains on rollouts of the version before. Most of the speed comes
-    with 0.3 to 1. `trackway.max_staleness` is the bound that holds for every rollout; without it this key, rounded up,
+    with 0.3 to 1. `trackway.max_staleness` is the bound that holds for every rollout. Without it this key, rounded up,
     is the bound."""
     trigger_parameter_sync_step: int = Field(default=1, ge=1)
     """Steps between two publications of the weights (verl's default is 4)."""

@@ -59,7 +59,7 @@ CORRECTION = "algorithm.rollout_correction"
 """A section that may be given as the name of a preset."""
 
 MAX_KEYS = 4096
-"""Most keys in a configuration; about 600 are known."""
+"""Most keys in a configuration. About 600 are known."""
 MAX_KEY_CHARS = 200
 MAX_UNKNOWN = 10
 """Most unknown keys reported."""
@@ -138,9 +138,9 @@ def _noted(problems: list[TrackwayError], function: Callable[[A], R], argument: 
 
 
 def resolve(tree: Tree, unsupported: list[UnsupportedKey] | None = None) -> RunConfig:
-    """The configuration of nested keys; missing keys take their default.
+    """The configuration of nested keys. Missing keys take their default.
 
-    Keys that ask for what Trackway does not have are added to `unsupported`, and take their default; without that list
+    Keys that ask for what Trackway does not have are added to `unsupported`, and take their default. Without that list
     they are refused. Raises TrackwayError(INVALID_REQUEST) naming the key, what was expected and the nearest known
     keys.
     """
@@ -257,7 +257,7 @@ def _location(config_file: Path | None, config_name: str) -> tuple[Path, str]:
 
 
 def _as_set(line: str) -> str:
-    """The override with `+` or no prefix rewritten to `++`; deletions are unchanged."""
+    """The override with `+` or no prefix rewritten to `++`. Deletions are unchanged."""
     try:
         override = OverridesParser.create().parse_override(line)
     except HydraException as error:
@@ -345,7 +345,7 @@ def _disagreements(config: RunConfig, given: Tree) -> list[TrackwayError]:
 
 
 def _not_allowed(given: tuple[str, JsonValue]) -> list[UnsupportedKey]:
-    """The key, if it has a value of verl's that ONLY does not allow; raises TrackwayError for one that verl has not."""
+    """The key, if it has a value of verl's that ONLY does not allow. Raises TrackwayError for one that verl has not."""
     key, value = given
     only = ONLY[limited(key) or key]
     if value is None or value in only.values:
@@ -413,7 +413,7 @@ def _other_loggers(given: dict[str, JsonValue]) -> list[str]:
 
 
 def _validated(given: dict[str, JsonValue], unsupported: list[UnsupportedKey]) -> RunConfig:
-    """The configuration of these keys; those that a validator calls unsupported are collected and left out."""
+    """The configuration of these keys. Those that a validator calls unsupported are collected and left out."""
     try:
         return RunConfig.model_validate(_nested(given))
     except ValidationError as error:

@@ -16,7 +16,7 @@ NAMES = {"algorithm.adv_estimator": ESTIMATORS, "actor_rollout_ref.actor.policy_
 
 
 class Explanation(NamedTuple):
-    """A key's explanation; for a key without effect, `meaning` is the reason."""
+    """A key's explanation. For a key without effect, `meaning` is the reason."""
 
     key: str
     meaning: str

@@ -27,7 +27,7 @@ class DataConfig(Section):
     train_files: list[str] = Field(default_factory=list)
     """Parquet or JSONL files of rows in verl's schema. A single path is accepted too."""
     val_files: list[str] = Field(default_factory=list)
-    """Files of held-out rows; without files there is no validation."""
+    """Files of held-out rows. Without files there is no validation."""
     prompt_key: str = "prompt"
     """Column of the prompt in these files."""
     reward_fn_key: str = "data_source"
@@ -39,7 +39,7 @@ class DataConfig(Section):
     `train_batch_size` samples on stock, and what a step of a synchronous run does not need is discarded. Null requests
     one prompt for each group that is left out. No effect without the filter."""
     val_batch_size: int | None = Field(default=None, ge=1)
-    """Most validation prompts that are requested concurrently; null takes `trackway.max_inflight_groups`."""
+    """Most validation prompts that are requested concurrently. Null takes `trackway.max_inflight_groups`."""
     train_max_samples: int = Field(default=-1, ge=-1)
     """Train on so many rows, as `trackway.max_samples` chooses them. 0 and -1 take all."""
     val_max_samples: int = Field(default=-1, ge=-1)
@@ -59,7 +59,7 @@ class DataConfig(Section):
     drop_last: bool = True
     """Skip the incomplete batch at the end of each epoch, as verl does; false trains on it too."""
     seed: Seed | None = None
-    """Seed of the row order and of the choice of rows; None takes `trackway.seed`."""
+    """Seed of the row order and of the choice of rows. None takes `trackway.seed`."""
 
     @property
     def columns(self) -> dict[str, str]:
@@ -118,7 +118,7 @@ class RewardKwargsConfig(Section):
 
     overlong_buffer_cfg: OverlongBufferConfig = Field(default_factory=OverlongBufferConfig)
     max_resp_len: int | None = Field(default=None, ge=1)
-    """Length in tokens that `overlong_buffer_cfg` ends at; null takes `data.max_response_length`."""
+    """Length in tokens that `overlong_buffer_cfg` ends at. Null takes `data.max_response_length`."""
 
 
 class RewardManagerConfig(Section):
@@ -188,12 +188,12 @@ class GlobalProfilerConfig(Section):
     """PyTorch's profiler around the updates of some steps."""
 
     tool: Literal["torch"] | None = None
-    """`torch` writes a trace of CPU and GPU for Perfetto or chrome://tracing; verl's other tools attach to a process:
+    """`torch` writes a trace of CPU and GPU for Perfetto or chrome://tracing. verl's other tools attach to a process:
     start the worker under them."""
     steps: list[int] | None = None
     """Steps that are profiled; null profiles none."""
     save_path: str | None = None
-    """Folder of the traces, `step_<n>.json.gz`; null takes `outputs/<run>/profile`."""
+    """Folder of the traces, `step_<n>.json.gz`. Null takes `outputs/<run>/profile`."""
 
 
 class TrainerConfig(Section):
@@ -212,7 +212,7 @@ class TrainerConfig(Section):
     total_training_steps: int | None = Field(default=None, ge=1)
     """Total number of steps; overrides `total_epochs`."""
     save_freq: int = Field(default=-1, ge=-1)
-    """Steps between checkpoints; -1 saves only when the run stops or ends."""
+    """Steps between checkpoints. -1 saves only when the run stops or ends."""
     test_freq: int = Field(default=-1, ge=-1)
     """Steps between validations. -1 validates only at the end."""
     val_before_train: bool = True
@@ -222,7 +222,7 @@ class TrainerConfig(Section):
     critic_warmup: int = Field(default=0, ge=0)
     """First step that updates the policy; the steps before it train the value model alone."""
     max_actor_ckpt_to_keep: int | None = Field(default=None, ge=1)
-    """Number of newest checkpoints to keep; None keeps all."""
+    """Number of newest checkpoints to keep. None keeps all."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """`auto` resumes from the run folder's newest checkpoint. `disable` starts from the model. `resume_path` starts
     from `resume_from_path`."""
@@ -285,7 +285,7 @@ class TrackwayConfig(Section):
     code_path: str | None = None
     """Folder in which `modules` are found. null takes the folder of `trackway.yaml`, or only PYTHONPATH without one."""
     functions_file: str | None = None
-    """The file of a process that serves functions as tools and as the scorer; `trackway.train` in Python writes it."""
+    """The file of a process that serves functions as tools and as the scorer. `trackway.train` in Python writes it."""
     seed: Seed = 42
     """Seed of the learner, the row order, the choice of traced prompts, and, with its position, of each generation."""
     device: str = Field(default="auto", pattern="^(auto|cpu|cuda(:[0-9]+)?)$")
@@ -294,7 +294,7 @@ class TrackwayConfig(Section):
     Experimental: no engine or learner has run on a GPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of the learner's computation. `fsdp_config.model_dtype` is the weights' type. `auto` is bfloat16 on
-    a GPU, as in verl, and with bfloat16 weights; float32 on a CPU, since most CPUs are slower with bfloat16."""
+    a GPU, as in verl, and with bfloat16 weights. Float32 on a CPU, since most CPUs are slower with bfloat16."""
     float32_head: bool = False
     """Compute logits in float32 where learner and engine compute in bfloat16: policy, reference, and vLLM or SGLang if
     the run starts them. Bfloat16 rounds logits of 8 to 16 to a multiple of 1/16, differently on both sides."""
@@ -345,18 +345,18 @@ class TrackwayConfig(Section):
     """Treatment of a tool call that cannot be parsed or names an unknown tool: `observe` returns the error to the model
     and continues, `end` ends the trajectory and scores it as it is."""
     trace_prompts_per_step: int | None = Field(default=None, ge=0)
-    """Prompts traced per step, each with its rollouts; None takes `rollout.trace.max_samples_per_step_per_worker`."""
+    """Prompts traced per step, each with its rollouts. None takes `rollout.trace.max_samples_per_step_per_worker`."""
     trace_validation_samples: int = Field(default=4, ge=0)
-    """Samples traced in each validation; `trainer.log_val_generations` raises it."""
+    """Samples traced in each validation. `trainer.log_val_generations` raises it."""
     trace_bytes_per_day: int | None = Field(default=None, ge=1)
-    """Budget for the traces of all runs in an outputs folder, in bytes per day (UTC) before compression; fewer prompts
+    """Budget for the traces of all runs in an outputs folder, in bytes per day (UTC) before compression. Fewer prompts
     are traced as it is used up. Weave's free plan is 1 GB a month, about 33000000 a day. None means no limit."""
     proximal_logprobs: Literal["recompute", "loglinear"] = "recompute"
     """Old log-probabilities of the loss: `recompute` runs a pass of the weights before the update; `loglinear` saves it
     and estimates them from the sampler's, the trained policy's and each token's weight version (AReaL)."""
     max_staleness: int | None = Field(default=None, ge=0)
     """Drop trajectories whose oldest token comes from weights more than this many versions behind those being trained
-    (verl's `max_off_policy_threshold`); None keeps all."""
+    (verl's `max_off_policy_threshold`). None keeps all."""
     staleness_strategy: Literal["wait", "drop"] = "wait"
     """Treatment of a group that is about to be too stale to train: the learner waits for it, or it is dropped (verl's
     `max_off_policy_strategy`)."""
@@ -393,7 +393,7 @@ class TrackwayConfig(Section):
     """Id of the W&B run, in the project of the traces, to which Weave traces are linked and which the logger `wandb`
     resumes."""
     ignored_keys: list[str] = Field(default_factory=list)
-    """Keys given to the run that have no effect here; filled in when the configuration is composed."""
+    """Keys given to the run that have no effect here. Filled in when the configuration is composed."""
 
 
 class RunConfig(Section):
@@ -678,7 +678,7 @@ class RunConfig(Section):
 
     @property
     def idle_gpus(self) -> str:
-        """Which GPUs of the keys no rank of the learner has, in words; an empty string where each has a rank."""
+        """Which GPUs of the keys no rank of the learner has, in words. An empty string where each has a rank."""
         ranks, of_node = self.placement.ranks, self.trainer.n_gpus_per_node or 0
         gpus = of_node * (self.trainer.nnodes or 1)
         if gpus <= ranks or not self.learner_needs_gpus:
@@ -731,7 +731,7 @@ class RunConfig(Section):
 
     @property
     def default_agent(self) -> str:
-        """The agent loop of rows without `agent_name`; verl's default has no tools even with multi-turn enabled."""
+        """The agent loop of rows without `agent_name`. verl's default has no tools even with multi-turn enabled."""
         rollout = self.actor_rollout_ref.rollout
         return "tool_agent" if rollout.multi_turn.enable else rollout.agent.default_agent_loop
 

@@ -42,7 +42,7 @@ class LoraSyncConfig(Section):
     """How a trained adapter reaches the engines."""
 
     merge: bool = False
-    """Publish whole weights with the adapter in them, which every engine loads; false publishes the adapter alone,
+    """Publish whole weights with the adapter in them, which every engine loads. False publishes the adapter alone,
     megabytes, which vLLM and SGLang load beside the base model (`max_lora_rank` of the rollout service) and the
     embedded engine merges."""
 
@@ -133,7 +133,7 @@ class OptimConfig(Section):
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Final rate of the cosine, as a share of `lr`."""
     clip_grad: float | None = Field(default=None, gt=0)
-    """Bound on the gradient's norm; None takes `actor.grad_clip`."""
+    """Bound on the gradient's norm. None takes `actor.grad_clip`."""
 
     @field_validator("lr_scheduler_type", mode="before")
     @classmethod
@@ -156,7 +156,7 @@ class PolicyLossConfig(Section):
     """The policy loss."""
 
     loss_mode: str = "vanilla"
-    """The loss; vanilla is PPO's clipped loss with dual clip, and `algorithm.rollout_correction.bypass_mode` sets
+    """The loss. Vanilla is PPO's clipped loss with dual clip, and `algorithm.rollout_correction.bypass_mode` sets
     bypass_mode. sapo aggregates as seq-mean-token-mean and geo_mean over sequences, whatever `loss_agg_mode` is. The
     clip ranges of dppo_tv and dppo_kl are differences of probability, and KL."""
     clip_cov_ratio: float = Field(default=0.0002, gt=0, le=1)
@@ -188,7 +188,7 @@ class MixedPrecisionConfig(Section):
     """Exchange of a model between the ranks of a learner; no effect in one process."""
 
     param_dtype: Literal["bf16", "bfloat16", "fp32", "float32"] = "bf16"
-    """Data type in which ranks gather weights to compute in bfloat16. bf16 sends half of the bytes; fp32 has norms and
+    """Data type in which ranks gather weights to compute in bfloat16. bf16 sends half of the bytes. Fp32 has norms and
     hidden states in float32, as one process has. The weights stay in `model_dtype`, and gradients are added up in
     float32."""
 
@@ -256,7 +256,7 @@ class FSDPConfig(ShardingConfig):
     entropy_from_logits_chunk_size: int = Field(default=1024, ge=1)
     """Most tokens whose logits exist at a time with `model.use_fused_kernels`."""
     use_torch_compile: bool = False
-    """Another name of `actor.use_torch_compile`; one of them is enough."""
+    """Another name of `actor.use_torch_compile`. One of them is enough."""
     seed: Seed = 42
     """Seed of the learner's generators with `full_determinism`, which own losses and estimators may draw from."""
 
@@ -329,13 +329,13 @@ class ActorConfig(Section):
     shuffle: bool = False
     """Draw a new order of the trajectories for each pass."""
     data_loader_seed: Seed | None = None
-    """Seed of this order, and of the draws of `clip_cov`; null takes `trackway.seed`."""
+    """Seed of this order, and of the draws of `clip_cov`. Null takes `trackway.seed`."""
     clip_ratio: float = Field(default=0.2, ge=0)
     """PPO's clip range in both directions."""
     clip_ratio_low: float | None = Field(default=None, ge=0)
-    """The range below 1; None takes `clip_ratio`."""
+    """The range below 1. None takes `clip_ratio`."""
     clip_ratio_high: float | None = Field(default=None, ge=0)
-    """The range above 1; None takes `clip_ratio`."""
+    """The range above 1. None takes `clip_ratio`."""
     clip_ratio_c: float = Field(default=3.0, gt=1)
     """Dual clip: bound on the loss of a negative advantage."""
     tau_pos: float = Field(default=1.0, gt=0)
@@ -345,11 +345,11 @@ class ActorConfig(Section):
     loss_agg_mode: LossAggregation = "token-mean"
     """Aggregation of the token losses."""
     loss_scale_factor: float | None = Field(default=None, gt=0)
-    """Divisor of `seq-mean-token-sum-norm`; None takes `data.max_response_length`."""
+    """Divisor of `seq-mean-token-sum-norm`. None takes `data.max_response_length`."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     use_torch_compile: bool = False
-    """Compute the entropy by a function that `torch.compile` makes; nothing else is compiled, as in verl. It needs a
+    """Compute the entropy by a function that `torch.compile` makes. Nothing else is compiled, as in verl. It needs a
     compiler, on CPUs one for C++, and makes the first start with a model longer."""
     calculate_sum_pi_squared: bool = False
     """Measure the sum of squared probabilities at each token, for own estimators. An optimal token baseline always
@@ -359,7 +359,7 @@ class ActorConfig(Section):
     kl_loss_coef: float = Field(default=0.001, ge=0)
     """Weight of the KL term."""
     kl_loss_type: KlKind = "low_var_kl"
-    """Estimator of the KL term; k1, k2 and k3 are other names of kl, mse and low_var_kl. `full` sums over the whole
+    """Estimator of the KL term. `k1`, k2 and k3 are other names of kl, mse and low_var_kl. `full` sums over the whole
     vocabulary. A name with `+` keeps its value and takes the gradient of k2."""
     grad_clip: float = Field(default=1.0, gt=0)
     """Bound on the gradient's norm."""
@@ -375,7 +375,7 @@ class ValKwargs(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling: cumulative probability of the tokens that are kept."""
     top_k: int = Field(default=-1, ge=-1)
-    """Number of most likely tokens that are kept; -1 keeps all."""
+    """Number of most likely tokens that are kept. -1 keeps all."""
     n: int = Field(default=1, ge=1, le=1024)
     """Rollouts per validation prompt."""
 
@@ -414,11 +414,11 @@ class TraceConfig(Section):
     token2text: bool = False
     """Record the text of prompts and responses on spans, not only the number of tokens."""
     max_samples_per_step_per_worker: int | None = Field(default=None, ge=0)
-    """Prompts traced per step, each with all its rollouts; None traces all when a backend is set."""
+    """Prompts traced per step, each with all its rollouts. None traces all when a backend is set."""
     project_name: Label | None = None
-    """MLflow experiment, or Weave project (`entity/project`), of the traces; None takes `trainer.project_name`."""
+    """MLflow experiment, or Weave project (`entity/project`), of the traces. None takes `trainer.project_name`."""
     experiment_name: Label | None = None
-    """The tag `experiment_name` of each trace; None takes `trainer.experiment_name`."""
+    """The tag `experiment_name` of each trace. None takes `trainer.experiment_name`."""
 
     @field_validator("backend", mode="before")
     @classmethod
@@ -476,15 +476,15 @@ class RolloutConfig(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling: cumulative probability of the tokens that are kept."""
     top_k: int = Field(default=-1, ge=-1)
-    """Number of most likely tokens that are kept; -1 keeps all."""
+    """Number of most likely tokens that are kept. -1 keeps all."""
     seed: Seed | None = None
-    """Seed of the generations, each with its position; null takes `trackway.seed`."""
+    """Seed of the generations, each with its position. Null takes `trackway.seed`."""
     log_prob_micro_batch_size_per_gpu: int | None = Field(default=None, ge=1)
-    """Trajectories per pass that recomputes old logprobs; None takes `actor.ppo_micro_batch_size_per_gpu`."""
+    """Trajectories per pass that recomputes old logprobs. None takes `actor.ppo_micro_batch_size_per_gpu`."""
     log_prob_use_dynamic_bsz: bool | None = None
-    """Fill these passes by tokens; None takes `actor.use_dynamic_bsz`."""
+    """Fill these passes by tokens. None takes `actor.use_dynamic_bsz`."""
     log_prob_max_token_len_per_gpu: int | None = Field(default=None, ge=1)
-    """Most tokens of such a pass; None takes `actor.ppo_max_token_len_per_gpu`."""
+    """Most tokens of such a pass. None takes `actor.ppo_max_token_len_per_gpu`."""
     name: Literal["vllm", "sglang", "hf", "torch"] | None = None
     """Engine of the rollout service: a vLLM or SGLang server, or the embedded torch engine (also `hf`). For this and
     all following keys, null leaves the choice to the deployment."""
@@ -498,7 +498,7 @@ class RolloutConfig(Section):
     that `trackway train` starts can: vLLM and SGLang on GPUs unless this is false, the embedded engine if it is true.
     Experimental: no engine has slept on a GPU."""
     multi_stage_wake_up: bool | None = None
-    """Allocate memory for weights first, and for the KV cache once the new weights are loaded; null is true."""
+    """Allocate memory for weights first, and for the KV cache once the new weights are loaded. Null is true."""
     enforce_eager: bool | None = None
     """Run the engines without CUDA graphs."""
     enable_prefix_caching: bool | None = None

@@ -22,7 +22,7 @@ BOUND_KEYS = ("algorithm.rollout_correction.rollout_is_threshold", "algorithm.ro
 
 
 class RatioBounds(NamedTuple):
-    """Bounds of a ratio or a divergence; without `low` there is only the upper one."""
+    """Bounds of a ratio or a divergence. Without `low` there is only the upper one."""
 
     low: float | None
     high: float
@@ -34,7 +34,7 @@ class Rejection(NamedTuple):
     name: str
     """One of REJECTIONS."""
     low: float | None
-    """Lower bound of the measure; None for k2 and k3, which are never negative."""
+    """Lower bound of the measure. None for k2 and k3, which are never negative."""
     high: float
     """Upper bound of the measure. For k1 both are logarithms of the bounds that were given."""
 
@@ -115,7 +115,7 @@ class RolloutCorrectionConfig(Section):
 
     @property
     def weight_level(self) -> Literal["token", "sequence"] | None:
-        """The level of the importance weights; None for none, and for `auto` until `where_stale` replaces it."""
+        """The level of the importance weights, or None for none, and for `auto` until `where_stale` replaces it."""
         return None if self.rollout_is == "auto" else self.rollout_is
 
     def where_stale(self, stale: bool) -> Self:

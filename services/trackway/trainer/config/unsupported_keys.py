@@ -2,7 +2,7 @@
 
 A name that ends in `.*` covers all keys below it. The tables let a pasted verl command line run. A key that leaves what
 is trained as it is has no effect, and those that were given are logged once at the start (NO_EFFECT). One that would
-change it is accepted with the value that Trackway has, and refused with any other (ONLY); one that repeats another key
+change it is accepted with the value that Trackway has, and refused with any other (ONLY). One that repeats another key
 is refused where the two differ (REPEATED).
 """
 
@@ -58,7 +58,7 @@ _MEGATRON = (
 _OFFLOADS = ("param_offload", "optimizer_offload")
 
 _TOOL_FILES = ("tool_config_path", "function_tool_path")
-"""Below `data`, where verl's length filter reads them; ours counts the tools that rollouts have."""
+"""Below `data`, where verl's length filter reads them. Ours counts the tools that rollouts have."""
 _N = "actor_rollout_ref.rollout.n"
 _ACTOR_DTYPE = "actor_rollout_ref.actor.fsdp_config.dtype"
 _ACTOR_SEED = "actor_rollout_ref.actor.fsdp_config.seed"
@@ -449,7 +449,7 @@ MOVED: dict[str, str] = (
     }
 )
 """A verl release's spelling of a key -> the key that it sets here. null means the default. verl's releases accept
-`trainer.rollout_trace` and ignore it; releases from 0.8 write `reward.custom_reward_function`."""
+`trainer.rollout_trace` and ignore it. Releases from 0.8 write `reward.custom_reward_function`."""
 
 DEPLOYMENT: tuple[str, ...] = (
     *(
@@ -465,7 +465,7 @@ DEPLOYMENT: tuple[str, ...] = (
     "trainer.n_gpus_per_node",
     *("custom_reward_function.path", "reward.reward_model.model_path", "trackway.modules", "trackway.code_path"),
 )
-"""Keys for the deployment of the services; services that already run are not affected. Null leaves a key unset."""
+"""Keys for the deployment of the services. Services that already run are not affected. Null leaves a key unset."""
 
 LOGGERS = ("console", "file", "mlflow", "tensorboard", "wandb")
 

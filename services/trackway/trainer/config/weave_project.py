@@ -10,7 +10,7 @@ from trackway.wire.tracing import TraceBackend
 
 
 def weave_project(config: RunConfig, key: SecretStr | None = None) -> str | None:
-    """`entity/project` of the run's traces in Weave; None when no entity is known and Weave is not a trace backend.
+    """`entity/project` of the run's traces in Weave, or None when no entity is known and Weave is not a trace backend.
 
     The entity may be looked up with the API key (see `full_project`): `key`, or else WANDB_API_KEY.
 

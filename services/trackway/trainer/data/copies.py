@@ -28,7 +28,7 @@ class RemoteFolder:
             raise TrackwayError(ErrorCode.INVALID_REQUEST, message) from error
 
     def put(self, file: Path, name: str | None = None) -> str:
-        """Copy a file into the folder, replacing a file of the same name; return its URL. Raises StorageError."""
+        """Copy a file into the folder, replacing a file of the same name. Return its URL. Raises StorageError."""
         name = name or file.name
         target = f"{self._root}/{name}"
 

@@ -33,7 +33,7 @@ _ROWS_SHOWN = 5
 
 
 class RowLocation(NamedTuple):
-    """The file and number of a row; rows count from 1."""
+    """The file and number of a row. Rows count from 1."""
 
     file: str
     number: int
@@ -67,7 +67,7 @@ class RowChoice:
     """Which rows are taken where their number is bounded (`trackway.max_samples`)."""
 
     most: int = -1
-    """Most rows; -1 takes all."""
+    """Most rows. -1 takes all."""
     seed: int | None = None
     """Seed of a random choice. None takes the first rows."""
     of_kept: bool = False
@@ -114,7 +114,7 @@ class PromptBatches(Protocol):
 
 
 class Prompts:
-    """Rows in batches of `batch_size`; with `drop_last` the incomplete batch at the end of an epoch is left out.
+    """Rows in batches of `batch_size`. With `drop_last` the incomplete batch at the end of an epoch is left out.
 
     Raises TrackwayError(INVALID_REQUEST) when an epoch has no batch.
     """
@@ -131,7 +131,7 @@ class Prompts:
         self._order = lru_cache(maxsize=2)(self._draw_order)  # generation may be an epoch ahead of the learner
 
     def take(self, position: Position) -> tuple[list[Sample], Position]:
-        """The batch at a position, and the position after it; past the last batch, the next epoch begins."""
+        """The batch at a position, and the position after it. Past the last batch, the next epoch begins."""
         if position.batch >= self.steps_per_epoch:
             position = Position(epoch=position.epoch + 1)
         start = position.batch * self._batch_size

@@ -44,7 +44,7 @@ def _load() -> "DatasetDict":
 
 
 def _connection_failure() -> str | None:
-    """The reason why the hub does not answer; None when it does."""
+    """The reason why the hub does not answer, or None when it does."""
     from huggingface_hub import HfApi
 
     try:

@@ -35,7 +35,7 @@ logger = logging.getLogger("trackway.trainer")
 
 @dataclass(frozen=True)
 class Served:
-    """The names that the services know; None where a service did not answer."""
+    """The names that the services know, or None where a service did not answer."""
 
     agents: frozenset[str] | None = None
     data_sources: frozenset[str] | None = None
@@ -45,7 +45,7 @@ class Served:
     tool_agents: frozenset[str] = frozenset()
     """The agents that show these tools to the model."""
     without_tools: str = ""
-    """Why the model's chat template carries no tools; empty when it does."""
+    """Why the model's chat template carries no tools. Empty when it does."""
 
 
 async def ask_services(urls: ServiceUrls) -> tuple[Served, dict[str, TrackwayError]]:

@@ -39,7 +39,7 @@ async def health_of(
 
 
 async def loaded_code(urls: Mapping[str, str], token: SecretStr | None = None) -> dict[str, OwnCode | None]:
-    """The own code of each of these services (name -> URL) that answers; None for a service without any."""
+    """The own code of each of these services (name -> URL) that answers, or None for a service without any."""
     return {name: health.code for name, health in (await health_of(SERVICES, urls, token)).items()}
 
 

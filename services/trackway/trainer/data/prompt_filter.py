@@ -96,7 +96,7 @@ class PromptFilter:
 
 
 async def prompt_filter(config: RunConfig, tools_url: str) -> PromptFilter | None:
-    """The filter for overlong rows; None when they are kept. Raises TrackwayError without the tool server."""
+    """The filter for overlong rows, or None when they are kept. Raises TrackwayError without the tool server."""
     if not config.data.filter_overlong_prompts:
         return None
     schemas = await ToolsClient(tools_url).list()

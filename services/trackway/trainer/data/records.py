@@ -1,4 +1,4 @@
-"""Reads source files (parquet, JSON lines, JSON list) record by record; errors name the file and line."""
+"""Reads source files (parquet, JSON lines, JSON list) record by record. Errors name the file and line."""
 
 import json
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ SUFFIXES = (".parquet", ".jsonl", ".json")
 
 @dataclass(frozen=True)
 class Record:
-    """A record and its location; lines, parquet rows and list items count from 1."""
+    """A record and its location. Lines, parquet rows and list items count from 1."""
 
     file: Path
     line: int

@@ -13,7 +13,7 @@ _DEFAULT_LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
 
 
 def agent_name_note(rows: Sequence[Sample], config: RunConfig) -> str | None:
-    """The agent loop of rows without `agent_name` and how to change it; None when every row has one."""
+    """The agent loop of rows without `agent_name` and how to change it, or None when every row has one."""
     missing = sum(not row.agent_name for row in rows)
     if not missing:
         return None
@@ -31,7 +31,7 @@ def agent_name_note(rows: Sequence[Sample], config: RunConfig) -> str | None:
 
 
 def tools_kwargs_note(rows: Sequence[Sample]) -> str | None:
-    """The number of rows with `need_tools_kwargs` but without `tools_kwargs`; None when there are none."""
+    """The number of rows with `need_tools_kwargs` but without `tools_kwargs`, or None when there are none."""
     without = sum(
         bool(row.extra_info.get("need_tools_kwargs")) and not row.extra_info.get("tools_kwargs") for row in rows
     )

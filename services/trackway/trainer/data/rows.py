@@ -79,7 +79,7 @@ def from_record(record: dict[str, JsonValue]) -> Sample:
 
 
 def prune(record: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """The record without nulls and empty dicts at every depth; list items keep their positions."""
+    """The record without nulls and empty dicts at every depth. List items keep their positions."""
     pruned = {key: _prune_value(value) for key, value in record.items()}
     return {key: value for key, value in pruned.items() if value is not None and value != {}}
 

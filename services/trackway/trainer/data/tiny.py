@@ -67,7 +67,7 @@ class Problem:
 
     @property
     def result(self) -> int:
-        """The answer; divisions have no remainder."""
+        """The answer. Divisions have no remainder."""
         match self.operation:
             case "+":
                 return self.left + self.right
@@ -85,7 +85,7 @@ class Problem:
 
 
 def is_held_out(left: int, right: int) -> bool:
-    """Return whether a number pair belongs to the test split, in either order; about one pair in five does."""
+    """Return whether a number pair belongs to the test split, in either order. About one pair in five does."""
     low, high = sorted((left, right))
     return crc32(f"{low},{high}".encode()) % 5 == 0
 

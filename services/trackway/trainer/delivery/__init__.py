@@ -2,7 +2,7 @@
 
 sinks          console, metrics.jsonl, TensorBoard. The interface of a backend, and the queue in front of it
 mlflow_run     the run in MLflow, sent from the files on disk
-wandb_run      the run in W&B; the only module that imports wandb
+wandb_run      the run in W&B. The only module that imports wandb
 opening        check of `trainer.logger` before a run starts. The tracking of a run
 leftovers      unsent data of ended runs, for MLflow and Weave, and its counts
 feedback_queue, jobs   queues on disk, and the thread that sends them

@@ -1,6 +1,6 @@
 """Feedback queued for a backend: one file per step in the run's folder, bounded in bytes, sent oldest first.
 
-    <folder>/<ns since 1970>-<values>.jsonl     one Assessment per line; <values> is the number of values and links
+    <folder>/<ns since 1970>-<values>.jsonl     one Assessment per line. <values> is the number of values and links
 
 The run's process adds files. The sender, which holds the delivery's lock, replaces and removes them. Each process lists
 the folder once and then keeps the files in memory, so that neither a push nor a send depends on the number of files.
@@ -75,7 +75,7 @@ Send = Callable[[list[Assessment]], Sent]
 
 
 class _File(NamedTuple):
-    """A file of the queue; they sort in the order in which they are sent."""
+    """A file of the queue. They sort in the order in which they are sent."""
 
     due: float
     """Earliest time of the next attempt, on time.monotonic."""
@@ -93,7 +93,7 @@ class FeedbackQueue:
         self._max_bytes = max_bytes
         self._guard = threading.Lock()
         self._files: list[_File] | None = None
-        """A heap; None until the folder has been listed."""
+        """A heap, or None until the folder has been listed."""
         self._bytes = 0
         """The size of these files, and of the one that is being sent."""
         self._misses = 0
@@ -103,7 +103,7 @@ class FeedbackQueue:
         self._dropped = 0
 
     def push(self, assessments: Sequence[Assessment]) -> None:
-        """Queue the assessments; those that do not fit are counted as dropped. Never raises."""
+        """Queue the assessments. Those that do not fit are counted as dropped. Never raises."""
         if not assessments:
             return
         data = _encoded(assessments)
@@ -132,7 +132,7 @@ class FeedbackQueue:
         return dropped
 
     def send(self, send: Send) -> Sent | None:
-        """Send the file that is due first; None when the queue is empty. Raises Later when no file is due yet."""
+        """Send the file that is due first. None when the queue is empty. Raises Later when no file is due yet."""
         with self._guard:
             file = self._take()
         if file is None:

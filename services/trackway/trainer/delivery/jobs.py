@@ -21,7 +21,7 @@ BACKOFF = Backoff(first_s=0.5, longest_s=8.0)
 CLOSING_PAUSE_S = 2.0
 """Longest pause between retries once the run has ended."""
 CLOSING_RETRY_S = 15.0
-"""How long a backend that accepts nothing is retried once the run has ended; longer than a trace takes to arrive."""
+"""How long a backend that accepts nothing is retried once the run has ended. Longer than a trace takes to arrive."""
 
 
 class Later(Exception):
@@ -38,7 +38,7 @@ class Delivery(Protocol):
     name: str
 
     def advance(self) -> bool:
-        """Send the next part in a few requests; False when nothing is queued. Raises Later with the reason."""
+        """Send the next part in a few requests. False when nothing is queued. Raises Later with the reason."""
         ...
 
     def summary(self) -> BackendSummary:
@@ -65,7 +65,7 @@ class DeliveryThread:
         self._thread.start()
 
     def wake(self) -> None:
-        """Signal new data; returns immediately."""
+        """Signal new data. Returns immediately."""
         with self._changed:
             self._woken = True
             self._changed.notify_all()
@@ -107,7 +107,7 @@ class DeliveryThread:
         return more
 
     def _wait(self, more: bool, pause: float) -> bool:
-        """Wait for new data or the next retry; False when the thread should end."""
+        """Wait for new data or the next retry. False when the thread should end."""
         with self._changed:
             self._attempts += 1
             self._changed.notify_all()
@@ -127,7 +127,7 @@ class DeliveryThread:
 
 @contextmanager
 def only_sender(lock: Path) -> Iterator[None]:
-    """Hold a delivery's lock file, creating its folder; raises Later while another process sends."""
+    """Hold a delivery's lock file, creating its folder. Raises Later while another process sends."""
     lock.parent.mkdir(exist_ok=True)
     try:
         held = acquire_lock(lock)

@@ -63,7 +63,7 @@ class Leftovers:
         self._thread: threading.Thread | None = None
 
     def offer(self, runs: Sequence[RunInfo]) -> None:
-        """Check these runs for unsent data; returns immediately."""
+        """Check these runs for unsent data. Returns immediately."""
         with self._changed:
             self._offered = [info for info in runs if info.state in STATUS]
             if self._thread is None and self._offered:
@@ -125,7 +125,7 @@ def left_by(folder: RunFolder, info: RunInfo, settings: TracingSettings) -> Iter
 
 
 def weave_feedback(folder: RunFolder, project: str | None, settings: TracingSettings) -> WeaveFeedback | None:
-    """The feedback delivery of a run whose traces are in Weave's `project`; None without a project or an API key."""
+    """The feedback delivery of a run whose traces are in Weave's `project`, or None without a project or an API key."""
     key = settings.weave_api_key
     if key is None or project is None:
         return None

@@ -1,4 +1,4 @@
-"""The part of MLflow's REST API that a run uses, over one kept connection; mlflow's client uses three times the CPU.
+"""The part of MLflow's REST API that a run uses, over one kept connection. MLflow's client uses three times the CPU.
 
 https://mlflow.org/docs/latest/api_reference/rest-api.html
 """
@@ -52,7 +52,7 @@ class Metric(NamedTuple):
 
 
 class MlflowApi:
-    """Calls to the server of a tracking URI; for a local database a server is started if necessary.
+    """Calls to the server of a tracking URI. For a local database a server is started if necessary.
 
     Every method raises Later when a retry may succeed, NotThere, or Refused.
     """
@@ -118,7 +118,7 @@ class MlflowApi:
         """Link up to 100 traces (32 hex digits) to the run. They may arrive later.
 
         MLflow links the traces that it receives as well. Where it links one at the same moment, it refuses the call and
-        writes nothing; repeated, the call links the others.
+        writes nothing. Repeated, the call links the others.
         """
         body = {"trace_ids": [f"tr-{trace_id}" for trace_id in trace_ids], "run_id": run_id}
         for _ in range(LINK_ATTEMPTS):
@@ -138,7 +138,7 @@ class MlflowApi:
         _raise_failure(answer)
 
     def assess_together(self, assessments: Sequence[Mapping[str, JsonValue]]) -> set[str] | None:
-        """Record assessments in one request; the ids (32 hex digits) of traces that have not arrived.
+        """Record assessments in one request. The ids (32 hex digits) of traces that have not arrived.
 
         None when the server takes one value per request, as any but that of a local database does.
         """

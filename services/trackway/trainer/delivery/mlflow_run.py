@@ -60,7 +60,7 @@ class MlflowFeedback:
         self._takes_many = True
 
     def send(self, assessments: list[Assessment], run_id: str | None) -> Sent:
-        """Send as many assessments as fit in TURN_S; links are dropped when `run_id` is None."""
+        """Send as many assessments as fit in TURN_S. Links are dropped when `run_id` is None."""
         sent = Sent(left=list(assessments))
         end = time.monotonic() + TURN_S
         try:
@@ -91,7 +91,7 @@ class MlflowFeedback:
         sent.left = [assessment for assessment in unlinked if assessment.values]
 
     def _send_together(self, sent: Sent) -> bool:
-        """Send the values in few requests; False when the server takes one value per request."""
+        """Send the values in few requests. False when the server takes one value per request."""
         unsent, waiting = sent.left, list[Assessment]()
         while unsent:
             part = unsent[:TRACES_PER_CALL]
@@ -126,7 +126,7 @@ class MlflowFeedback:
         sent.left.remove(assessment)
 
     def _still_waits(self, assessment: Assessment, sent: Sent, why: str) -> bool:
-        """Return whether to wait for a missing trace; after the deadline its values are lost."""
+        """Return whether to wait for a missing trace. After the deadline its values are lost."""
         if not self._is_overdue(assessment.trace_id):
             sent.reason = "the traces of some feedback have not arrived"
             return True
@@ -159,7 +159,7 @@ _STEP = re.compile(rb'\{"step":\s*(-?\d+)')
 
 
 class RowReader:
-    """Rows in file order, by increasing step; truncated and damaged lines are skipped."""
+    """Rows in file order, by increasing step. Truncated and damaged lines are skipped."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -231,7 +231,7 @@ class MlflowState(BaseModel):
     experiment_id: str | None = None
     run_id: str | None = None
     is_deleted: bool = False
-    """The run was deleted in MLflow; from then on only feedback is sent."""
+    """The run was deleted in MLflow. From then on only feedback is sent."""
     status: str = ""
     """The run's status in MLflow."""
     has_params: bool = False
@@ -246,7 +246,7 @@ class MlflowState(BaseModel):
     doubted_at: float = 0.0
     """Time of the last such request, in seconds since 1970."""
     waits_for: str = ""
-    """Why data cannot be sent; empty when it can."""
+    """Why data cannot be sent. Empty when it can."""
     lost_because: str = ""
     """Why the most recent loss happened."""
 
@@ -435,7 +435,7 @@ class MlflowRun:
         return True
 
     def _send_split(self, state: MlflowState, items: Sequence[T], send: Callable[[Sequence[T]], None]) -> None:
-        """Send the items; if MLflow refuses them, bisect to send those that it accepts."""
+        """Send the items. If MLflow refuses them, bisect to send those that it accepts."""
         try:
             send(items)
         except Refused as error:
@@ -485,7 +485,7 @@ def feedback_folder(folder: RunFolder) -> Path:
 
 
 def read_state(folder: RunFolder) -> MlflowState:
-    """The stored state; the default when the file is missing or damaged, since the run is found by its tag."""
+    """The stored state. The default when the file is missing or damaged, since the run is found by its tag."""
     try:
         return MlflowState.model_validate_json(_file(folder).read_text())
     except (OSError, ValueError):

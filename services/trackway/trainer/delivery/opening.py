@@ -39,7 +39,7 @@ class Tracking:
         return [*mlflow, *self._others]
 
     def deliver(self, delivery: Delivery) -> Callable[[], None]:
-        """Start sending a further backend's queue, until `close`; returns a function that signals new data."""
+        """Start sending a further backend's queue, until `close`. Returns a function that signals new data."""
         return self._deliver(delivery).wake
 
     def wake_mlflow(self) -> None:
@@ -58,7 +58,7 @@ class Tracking:
 
     @property
     def ids(self) -> dict[str, str | None]:
-        """MLflow's ids of the run, for its state; empty when MLflow is off."""
+        """MLflow's ids of the run, for its state. Empty when MLflow is off."""
         return {} if self.run is None else self.run.ids
 
     def catch_up(self, rows: Sequence[MetricsRow]) -> None:

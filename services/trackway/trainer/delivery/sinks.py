@@ -21,7 +21,7 @@ logger = logging.getLogger("trackway.trainer")
 
 
 class JobQueue:
-    """Runs jobs in order in its own thread, from a bounded queue; failures are counted."""
+    """Runs jobs in order in its own thread, from a bounded queue. Failures are counted."""
 
     def __init__(self, name: str, capacity: int = 8192) -> None:
         self.name = name
@@ -98,7 +98,7 @@ class Sink(Protocol):
     """A destination for the metrics of each step."""
 
     def log(self, row: MetricsRow) -> None:
-        """Record one row; must not raise for failures outside this process."""
+        """Record one row. Must not raise for failures outside this process."""
         ...
 
 

@@ -53,7 +53,7 @@ class WandbRun:
             logger.info("W&B is offline: `wandb sync %s/wandb/offline-run-*` sends the metrics", self._folder.path)
 
     def log(self, row: MetricsRow) -> None:
-        """Add the row unless W&B has it; committed at once, since a row is complete."""
+        """Add the row unless W&B has it. Committed at once, since a row is complete."""
         run = self._started()
         if row.step >= run.starting_step:
             run.log(dict(row.data), step=row.step, commit=True)

@@ -159,7 +159,7 @@ def weave_summary(folder: Path) -> BackendSummary:
 
 
 def read_state(folder: Path) -> WeaveState:
-    """The stored state; the default state when the file is missing or damaged."""
+    """The stored state. The default state when the file is missing or damaged."""
     try:
         return WeaveState.model_validate_json((folder / f"{NAME}.json").read_text())
     except (OSError, ValueError):

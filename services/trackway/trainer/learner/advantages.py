@@ -36,17 +36,17 @@ class AdvantageInputs(NamedTuple):
     mask: Tensor
     """[B, R] bool: the tokens to train on."""
     groups: Sequence[str]
-    """B keys; trajectories of one prompt have the same."""
+    """B keys. Trajectories of one prompt have the same."""
     components: Sequence[Mapping[str, float]]
     """B: the reward's components by name, and `score`."""
     logp: Tensor | None = None
     """[B, R]: logprobs of the policy before the update, of which `sum_pi_squared` is."""
     sum_pi_squared: Tensor | None = None
-    """[B, R]: sum over the vocabulary of its squared probabilities; None unless `calculate_sum_pi_squared`."""
+    """[B, R]: sum over the vocabulary of its squared probabilities, or None unless `calculate_sum_pi_squared`."""
     weights: Tensor | None = None
-    """[B, R]: importance weights of the off-policy correction; None for 1."""
+    """[B, R]: importance weights of the off-policy correction, or None for 1."""
     values: Tensor | None = None
-    """[B, R]: the value before each token of the mask, of a value model; None without one."""
+    """[B, R]: the value before each token of the mask, of a value model, or None without one."""
 
     @property
     def scores(self) -> Tensor:
@@ -242,7 +242,7 @@ def token_rewards(scores: Sequence[float], mask: Tensor, placed: Tensor | None =
 
 
 def per_trajectory(advantages: Tensor, mask: Tensor) -> Tensor:
-    """[B]: advantages [B], or the mean over the tokens of the mask of advantages [B, R]; 0 without such a token."""
+    """[B]: advantages [B], or the mean over the tokens of the mask of advantages [B, R]. 0 without such a token."""
     if advantages.dim() == 1:
         return advantages
     return (advantages * mask).sum(1) / mask.sum(1).clamp(min=1)
@@ -261,7 +261,7 @@ def rewards_to_go(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
 
 
 def generalized_advantages(inputs: AdvantageInputs, gamma: float, lam: float) -> Tensor:
-    """[B, R]: A = r + gamma V' - V + gamma lam A', where ' is the next token of the mask; 0 after the last one.
+    """[B, R]: A = r + gamma V' - V + gamma lam A', where ' is the next token of the mask. 0 after the last one.
 
     Tokens between, such as observations, are no steps: the value and the advantage after them pass unchanged, and so
     does a reward there, such as the score at a rejected token. Zero outside the mask. (arXiv:1506.02438, equation 16;

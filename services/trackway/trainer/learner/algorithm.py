@@ -1,6 +1,6 @@
 """Policy optimization as pure functions of tensors: group advantages, clipped policy loss, KL, entropy, aggregation.
 
-Formulas and names are verl's (verl/trainer/ppo/core_algos.py); shapes are B trajectories by T predicted tokens.
+Formulas and names are verl's (verl/trainer/ppo/core_algos.py). Shapes are B trajectories by T predicted tokens.
 Every sum over tokens is divided by totals of the whole mini-batch (`Aggregation`), so adding up micro-batches gives
 exactly the loss, the gradient and the statistics of the mini-batch computed at once.
 """
@@ -20,7 +20,7 @@ LOW_VAR_KL_BOUND = 10.0
 def grpo_advantages(scores: Tensor, groups: Sequence[str], norm_by_std: bool = True, eps: float = 1e-6) -> Tensor:
     """Advantage of each trajectory within its group: (score - mean) / (std + eps), std unbiased.
 
-    scores: [B]; groups: B keys; returns [B]. A group of one trajectory has mean 0 and std 1; a group whose
+    scores: [B]; groups: B keys; returns [B]. A group of one trajectory has mean 0 and std 1. A group whose
     scores are all equal gets exactly 0. Without `norm_by_std` only the mean is subtracted (Dr. GRPO).
     Raises ValueError when the lengths differ.
     """
@@ -63,7 +63,7 @@ class Aggregation(NamedTuple):
     scale: float = 1.0
     """The fixed length by which seq-mean-token-sum-norm divides every trajectory's sum."""
     trajectory_tokens: Tensor | None = None
-    """[B]: model tokens of each row's trajectory; None where each row is a whole trajectory."""
+    """[B]: model tokens of each row's trajectory, or None where each row is a whole trajectory."""
 
     @classmethod
     def over(cls, mask: Tensor, mode: str, scale: float = 1.0, owners: Tensor | None = None) -> "Aggregation":
@@ -212,7 +212,7 @@ KL_PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
     "low_var_kl": _k3,
     "k3": _k3,
 }
-"""Estimators of KL(policy, reference) by name; http://joschu.net/blog/kl-approx.html names k1, k2, k3."""
+"""Estimators of KL(policy, reference) by name. Http://joschu.net/blog/kl-approx.html names k1, k2, k3."""
 STRAIGHT_THROUGH = "+"
 EXACT_KL = "full"
 KL_KINDS = (*KL_PENALTIES, *(kind + STRAIGHT_THROUGH for kind in KL_PENALTIES), EXACT_KL)

@@ -22,7 +22,7 @@ from trackway.wire.trajectory import Trajectory
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """B trajectories as tensors; T is the longest row, columns of [B, T - 1] are those of the module's picture."""
+    """B trajectories as tensors. T is the longest row, columns of [B, T - 1] are those of the module's picture."""
 
     input_ids: Tensor
     """[B, T] int64: prompt, response, then zeros."""
@@ -31,25 +31,25 @@ class TrainingBatch:
     response_mask: Tensor
     """[B, T - 1] bool: True where the predicted token was written by the model."""
     old_logprobs: Tensor
-    """[B, T - 1]: the policy's logprob of the predicted token before the update; 0 where the mask is False."""
+    """[B, T - 1]: the policy's logprob of the predicted token before the update. 0 where the mask is False."""
     ref_logprobs: Tensor
-    """[B, T - 1]: the reference model's logprobs; zeros until they are computed."""
+    """[B, T - 1]: the reference model's logprobs. Zeros until they are computed."""
     advantages: Tensor
     """[B], or [B, T - 1] where tokens have their own."""
     lengths: Tensor
     """[B] int64: prompt and response tokens of the row."""
     rollout_is_weights: Tensor | None = None
-    """[B, T - 1]: importance weight of each predicted token; None for 1."""
+    """[B, T - 1]: importance weight of each predicted token, or None for 1."""
     loglinear_share: Tensor | None = None
     """[B, T - 1]: the trained policy's share in the estimated old logprobs, which `old_logprobs`, then the sampler's,
-    have the rest of; None to take `old_logprobs` as they are."""
+    have the rest of. None to take `old_logprobs` as they are."""
 
     selected: Tensor | None = None
-    """[B, T - 1] bool: tokens of the mini-batch that `clip_cov` or `kl_cov` treats apart; None for other losses."""
+    """[B, T - 1] bool: tokens of the mini-batch that `clip_cov` or `kl_cov` treats apart, or None for other losses."""
     owners: Tensor | None = None
-    """[B] int64: number of each row's trajectory; None where each row is a whole one."""
+    """[B] int64: number of each row's trajectory, or None where each row is a whole one."""
     values: Tensor | None = None
-    """[B, T - 1]: the value before each predicted token, by the value model before the update; None without one."""
+    """[B, T - 1]: the value before each predicted token, by the value model before the update, or None without one."""
     returns: Tensor | None = None
     """[B, T - 1]: what these values are trained towards."""
 
@@ -97,7 +97,7 @@ class TrainingBatch:
         return type(self)(**(cut | narrow))
 
     def trainable(self) -> Self:
-        """The rows with a model token to train on; rejection may leave rows without one."""
+        """The rows with a model token to train on. Rejection may leave rows without one."""
         has_token = self.response_mask.any(-1)
         return self if bool(has_token.all()) else self.rows(has_token.nonzero().squeeze(-1))
 
@@ -197,7 +197,7 @@ class TokenRecord:
         self._is_seen = torch.zeros(len(batch), dtype=torch.bool)
 
     def add(self, index: Tensor, logprobs: Tensor, entropies: Tensor, clipped: Tensor, kept: Tensor) -> None:
-        """The values [b, t] of a step on the rows `index` [b]; of several epochs the first has the values."""
+        """The values [b, t] of a step on the rows `index` [b]. Of several epochs the first has the values."""
         columns = slice(0, logprobs.shape[1])
         self._clipped[index, columns] |= clipped
         self._kept[index, columns] |= kept

@@ -29,11 +29,11 @@ class LoraSettings(NamedTuple):
     target_modules: str | list[str]
     """Names of modules, a regular expression over their whole names, or `all-linear`, which leaves out the head."""
     exclude_modules: str | list[str] | None
-    """Names of modules, or a regular expression; None for none."""
+    """Names of modules, or a regular expression, or None for none."""
     seed: int
     """Seed of the random A."""
     adapter_path: str | None = None
-    """Folder or Hugging Face id of an adapter to start from; None for a new one."""
+    """Folder or Hugging Face id of an adapter to start from, or None for a new one."""
     trains_head: bool = False
     """Whether the head, which has no adapter, is trained too."""
 
@@ -41,7 +41,7 @@ class LoraSettings(NamedTuple):
     def of(
         cls, model: LoraConfig, seed: int = 0, adapter_path: str | None = None, *, trains_head: bool = False
     ) -> Self | None:
-        """Settings of a model's adapter; None where it is trained whole."""
+        """Settings of a model's adapter, or None where it is trained whole."""
         if not model.lora_rank:
             return None
         names, excluded = model.target_modules, model.exclude_modules
@@ -66,7 +66,7 @@ class PolicySettings(NamedTuple):
     lora: LoraSettings | None = None
     """The adapter that is trained while the model's own weights stay as loaded; None trains the whole model."""
     head_in_chunks: bool | None = None
-    """Whether logits are computed in chunks of tokens; None does so where they are large."""
+    """Whether logits are computed in chunks of tokens. None does so where they are large."""
     head_chunk_size: int = 1024
     """Tokens of a chunk."""
     max_positions: int | None = None
@@ -76,7 +76,7 @@ class PolicySettings(NamedTuple):
 
 
 class CriticSettings(NamedTuple):
-    """Settings of a value model and its training; sizes count trajectories."""
+    """Settings of a value model and its training. Sizes count trajectories."""
 
     model: PolicySettings
     """The model that its training starts from."""
@@ -119,9 +119,9 @@ class LearnerConfig:
     algorithm: AlgorithmConfig
     critic: CriticConfig
     critic_warmup: int
-    """First call of `Learner.update`, counted from 1, that updates the policy; 0 and 1 are the same."""
+    """First call of `Learner.update`, counted from 1, that updates the policy. 0 and 1 are the same."""
     total_steps: int
-    """Calls of `Learner.update` in the whole run; the cosine and a warm-up by ratio need it."""
+    """Calls of `Learner.update` in the whole run. The cosine and a warm-up by ratio need it."""
     max_prompt_length: int
     """Longest prompt in tokens."""
     max_response_length: int
@@ -198,7 +198,7 @@ class LearnerConfig:
 
     @property
     def value_model(self) -> CriticSettings | None:
-        """The value model; None for a run without one."""
+        """The value model, or None for a run without one."""
         critic, actor = self.critic, self.actor
         if not critic.is_used(self.algorithm.adv_estimator):
             return None
@@ -284,12 +284,12 @@ class LearnerConfig:
 
     @property
     def mini_batch_size(self) -> int:
-        """Trajectories per optimizer step; verl's key counts prompts."""
+        """Trajectories per optimizer step. verl's key counts prompts."""
         return self.actor.ppo_mini_batch_size * self.rollout.n
 
     @property
     def micro_batch_size(self) -> int:
-        """Trajectories per forward and backward of a rank; memory only, results do not depend on it."""
+        """Trajectories per forward and backward of a rank. Memory only, results do not depend on it."""
         return min(self.mini_batch_size, self.actor.ppo_micro_batch_size_per_gpu or self.mini_batch_size)
 
     @property
@@ -304,12 +304,12 @@ class LearnerConfig:
 
     @property
     def micro_batch_tokens(self) -> int | None:
-        """Tokens per forward and backward, whatever the number of trajectories; None for `micro_batch_size`."""
+        """Tokens per forward and backward, whatever the number of trajectories, or None for `micro_batch_size`."""
         return self.actor.ppo_max_token_len_per_gpu if self.actor.use_dynamic_bsz else None
 
     @property
     def log_prob_micro_batch_tokens(self) -> int | None:
-        """Tokens per forward of the old-logprob pass; None for `log_prob_micro_batch_size`."""
+        """Tokens per forward of the old-logprob pass, or None for `log_prob_micro_batch_size`."""
         rollout, actor = self.rollout, self.actor
         is_dynamic = rollout.log_prob_use_dynamic_bsz
         tokens = rollout.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
@@ -317,7 +317,7 @@ class LearnerConfig:
 
     @property
     def ref_micro_batch_tokens(self) -> int | None:
-        """Tokens per forward of the reference model; None for `ref_micro_batch_size`."""
+        """Tokens per forward of the reference model, or None for `ref_micro_batch_size`."""
         ref, by_default = self.ref, self.log_prob_micro_batch_tokens
         if ref.log_prob_use_dynamic_bsz is False:
             return None

@@ -87,7 +87,7 @@ class FilteredBatch:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many trajectories get each value of the feedback `fate`; `baseline` only if there is one."""
+        """How many trajectories get each value of the feedback `fate`. `baseline` only if there is one."""
         counts = Counter(status.feedback for status in self.statuses)
         values = dict.fromkeys(_FEEDBACK.values())
         return {value: counts[value] for value in values if value != TrainStatus.BASELINE or counts[value]}
@@ -107,7 +107,7 @@ def filter_trajectories(trajectories: Sequence[Trajectory], version: int, max_st
     """The status of each trajectory when weights `version` are trained.
 
     `max_staleness` is verl's `max_off_policy_threshold` with its strategy `drop`: the most versions that the oldest
-    token may be behind; None keeps all.
+    token may be behind. None keeps all.
     """
     statuses = [train_status(trajectory, version, max_staleness) for trajectory in trajectories]
     return FilteredBatch(trajectories, statuses)
@@ -149,7 +149,7 @@ class GroupFilter:
     """Most prompts that one step may take, those left out included."""
 
     def sift(self, trajectories: Sequence[Trajectory]) -> FilteredBatch | None:
-        """Reason why a group is left out; None for a group that is kept.
+        """Reason why a group is left out, or None for a group that is kept.
 
         Failed rollouts have no value. A group with fewer than two values is kept, as in verl
         (verl/trainer/ppo/v1/replay_buffer.py, `_dapo_filtered_keys`). Raises TrackwayError for a missing metric.
@@ -164,7 +164,7 @@ class GroupFilter:
 
 
 def metric_value(trajectory: Trajectory, metric: str) -> float:
-    """The value of `algorithm.filter_groups.metric` for a scored trajectory; TrackwayError when it has none."""
+    """The value of `algorithm.filter_groups.metric` for a scored trajectory. TrackwayError when it has none."""
     if trajectory.reward is None:
         raise ValueError(f"expected a scored trajectory, got {trajectory.id} without a reward; leave it out")
     score, components = trajectory.reward.score, trajectory.reward.components

@@ -11,7 +11,7 @@ A model of P parameters, T of them trained, is shared by s ranks. A weight has w
     activations    t L H r with checkpoints (r bytes of a hidden value) and those of one layer,
                    else those of L layers: t ((5 c + 4 r) H + c (2 Q + 2 K + 4 I)) each
     logits         n V (2 c + 12) for the n tokens whose logits exist at a time (passes/head.py): the head's output,
-                   float32 logits, their log_softmax, and the gradients; c is 4 with trackway.float32_head
+                   float32 logits, their log_softmax, and the gradients. C is 4 with trackway.float32_head
     KV cache       2 L K e bytes a token (arXiv:2309.06180, section 3), e bytes a value
 
 Weights, gradients and moments are exact. Activations are counted as in arXiv:2205.05198, section 4.1, for gated layers
@@ -56,7 +56,7 @@ class ModelSize(NamedTuple):
     queries: int
     """Values of a token's query, over all heads."""
     keys: int
-    """Values of a token's key, over all heads; its value has as many."""
+    """Values of a token's key, over all heads. Its value has as many."""
     head: int
     """Values of a token's key in one head."""
     inner: int
@@ -157,7 +157,7 @@ class EngineMemory:
     longest: int
     """Most tokens of a sequence."""
     share: float | None
-    """Share of the GPU that the engine takes; None for the embedded engine, which takes what it needs."""
+    """Share of the GPU that the engine takes, or None for the embedded engine, which takes what it needs."""
     sequences: int
     """Most sequences at a time."""
     sleeps: bool
@@ -190,7 +190,7 @@ class EngineMemory:
         return max(0, self.taken(total) - self.weights - CONTEXT_BYTES) // self.token
 
     def words(self, total: int | None) -> str:
-        """What the engine takes of a GPU of `total` bytes; None for an unknown GPU."""
+        """What the engine takes of a GPU of `total` bytes, or None for an unknown GPU."""
         if total is None and self.share is not None:
             return f"{self.share:.0%} of its GPU while it generates: weights {gib(self.weights)}, the rest for KV cache"
         return (
@@ -335,7 +335,7 @@ def shortages(learner: LearnerMemory | None, engine: EngineMemory | None, total:
 
 
 def doubt(learner: LearnerMemory, engine: EngineMemory | None, total: int) -> str:
-    """Why the peak of an update may not fit into a GPU of `total` bytes; empty where it is forecast to fit."""
+    """Why the peak of an update may not fit into a GPU of `total` bytes. Empty where it is forecast to fit."""
     beside = 0 if engine is None else CONTEXT_BYTES if engine.sleeps else engine.taken(total)
     if learner.peak + beside <= total:
         return ""

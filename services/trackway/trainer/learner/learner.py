@@ -3,7 +3,7 @@
 One update: rewards of tokens, less the KL penalty if there is one; advantages (advantages.py), for some of them with
 the values of a value model (critic/critic.py), which is trained too; then for each mini-batch one policy-gradient step
 (policy_losses.py), its gradient summed over micro-batches. Samples of older weights or of other arithmetic are
-corrected as `algorithm.rollout_correction` says (rollout_correction.py); a wrong mask or temperature shows in
+corrected as `algorithm.rollout_correction` says (rollout_correction.py). A wrong mask or temperature shows in
 `training/rollout_logprob_diff_max`.
 """
 
@@ -86,14 +86,14 @@ T = TypeVar("T")
 REFERENCE = "reference"
 """Name of the reference model's weights in a checkpoint."""
 BASE_TOLERANCE = 1e-2
-"""Largest difference of one model's logprobs between devices; an adapter on another model would train and publish
+"""Largest difference of one model's logprobs between devices. An adapter on another model would train and publish
 something else, without an error."""
 
 logger = logging.getLogger("trackway.trainer")
 
 
 class EmptyBatchError(ValueError):
-    """The batch is empty; the weights are as before."""
+    """The batch is empty. The weights are as before."""
 
 
 class StepObserver(Protocol):
@@ -119,7 +119,7 @@ class StepOutcome(NamedTuple):
     logp: Tensor
     """[b, T - 1]: the trainer's logprobs before the step, zeros outside the response mask."""
     entropies: Tensor | None
-    """[b, T - 1]: the entropies in the same places; None unless the configuration asks for the values of tokens."""
+    """[b, T - 1]: the entropies in the same places, or None unless the configuration asks for the values of tokens."""
 
 
 class UpdateResult(NamedTuple):
@@ -130,7 +130,7 @@ class UpdateResult(NamedTuple):
     advantages: list[float]
     """Advantage of each trajectory that was trained on, in the batch's order."""
     tokens: TokenValues | None = None
-    """Values of the rows of these trajectories, in their order; None unless the configuration asks for them."""
+    """Values of the rows of these trajectories, in their order, or None unless the configuration asks for them."""
     seconds: Mapping[str, float] = {}
     """Seconds of the value model's parts of the update: `values` and `update_critic`."""
 
@@ -141,11 +141,11 @@ class Prepared(NamedTuple):
     batch: TrainingBatch
     """The N rows."""
     logprobs: Tensor | None
-    """[N, T - 1]: the policy's logprobs before the update, of rejected tokens too; None without a pass for them."""
+    """[N, T - 1]: the policy's logprobs before the update, of rejected tokens too, or None without a pass for them."""
     mismatch: Metrics
-    """Metrics of recomputed old logprobs against the sampler's; empty without them."""
+    """Metrics of recomputed old logprobs against the sampler's. Empty without them."""
     kl_metrics: Metrics
-    """Metrics of the KL penalty in the reward; empty without it."""
+    """Metrics of the KL penalty in the reward. Empty without it."""
     advantages: list[float]
     """Advantage of each trajectory; where tokens have their own, their mean."""
     rewards: Tensor
@@ -157,8 +157,8 @@ class Prepared(NamedTuple):
 class Learner:
     """A policy, its optimizer, and the reference model if the loss needs one. Not thread-safe.
 
-    Among several ranks each has a learner; every method is a collective, which all of them call with the same
-    arguments, and gives each of them the same result. Checkpoints and what is published have files of each rank; other
+    Among several ranks each has a learner. Every method is a collective, which all of them call with the same
+    arguments, and gives each of them the same result. Checkpoints and what is published have files of each rank. Other
     files are the first one's.
     """
 
@@ -191,7 +191,7 @@ class Learner:
         self._shuffler = torch.Generator().manual_seed(config.shuffle_seed)
         base = [] if self.policy.adapter is None else self.policy.base_logprobs(self._fixed_tokens())
         self._base_logprobs = torch.tensor(base, dtype=torch.float64)
-        """Logprobs of the model below an adapter; a checkpoint is written while engines may have the GPU."""
+        """Logprobs of the model below an adapter. A checkpoint is written while engines may have the GPU."""
         self._before: list[ScoredSequence] | None = None
         """Sequences of the last batch as the weights before its update scored them."""
 
@@ -231,10 +231,10 @@ class Learner:
     def update(
         self, used: Sequence[Trajectory], version: float | None = None, observe: StepObserver = unobserved
     ) -> UpdateResult:
-        """Trains on the trajectories that `filter_trajectories` lets through; returns their metrics and advantages.
+        """Trains on the trajectories that `filter_trajectories` lets through. Returns their metrics and advantages.
 
         `observe` is entered around each optimizer step, with the trajectories of that step. `version` is that of the
-        weights before the update, with a fraction if several updates make a version; `proximal_logprobs=loglinear`
+        weights before the update, with a fraction if several updates make a version. `proximal_logprobs=loglinear`
         measures staleness against it, and takes the newest sampled version for None. A mini-batch of which rejection
         leaves no token is not trained on and counts as a skipped step. Offloaded weights stay on the device until
         `release_memory`, for the proof of their next version. In the updates before `critic_warmup` the value
@@ -365,7 +365,7 @@ class Learner:
         return state
 
     def load(self, folder: Path) -> None:
-        """Restores what save() wrote; a saved reference replaces the model of `model_path`.
+        """Restores what save() wrote. A saved reference replaces the model of `model_path`.
 
         Raises ValueError when the checkpoint belongs to another model, or lacks one of the `load_contents`.
         """
@@ -466,7 +466,7 @@ class Learner:
         return self.ranks.of_each(lambda: torch.cuda.mem_get_info()[0], TypeAdapter(int))
 
     def close(self) -> None:
-        """Release memory; the learner is of no further use."""
+        """Release memory. The learner is of no further use."""
         self.release_memory()
 
     def _with_shares(self, batch: TrainingBatch, used: Sequence[Trajectory], version: float | None) -> TrainingBatch:
@@ -483,7 +483,7 @@ class Learner:
     ) -> Prepared:
         """The batch with what stays fixed during the update: old logprobs, the correction, the reference's, advantages.
 
-        The rewards and the KL penalty cover rejected tokens too; advantages are normalised over those that are trained.
+        The rewards and the KL penalty cover rejected tokens too. Advantages are normalised over those that are trained.
         """
         sampled = TrainingBatch.of(rows, [0.0] * len(rows), self.policy.master_dtype)
         batch, mismatch = self._with_shares(sampled, rows, version), Metrics()
@@ -565,7 +565,7 @@ class Learner:
     def _mismatch(self, steps: Sequence[StepOutcome]) -> Metrics:
         """The same metrics of an update without recomputed old logprobs.
 
-        The drift is that of the first mini-batch, since later ones see changed weights; the correction's metrics are
+        The drift is that of the first mini-batch, since later ones see changed weights. The correction's metrics are
         means over the mini-batches, each under the weights that its loss was computed with.
         """
         correction, first = self.config.algorithm.rollout_correction, steps[0]
@@ -633,7 +633,7 @@ class Learner:
         record.add(index, step.logp, step.entropies, *clipped_and_kept(self.config, step.mini, step.logp))
 
     def _with_selection(self, mini: TrainingBatch, agg: Aggregation) -> TrainingBatch:
-        """The mini-batch with the tokens that its loss treats apart; it takes a pass of the current weights.
+        """The mini-batch with the tokens that its loss treats apart. It takes a pass of the current weights.
 
         verl selects in each micro-batch instead.
         """
@@ -648,7 +648,7 @@ class Learner:
     def _weights_mean(self, mini: TrainingBatch) -> float | None:
         """The mean of the importance weights of a mini-batch whose loss computes and normalises them, else None.
 
-        It takes a pass over the mini-batch before its losses; verl divides by the mean of each micro-batch instead.
+        It takes a pass over the mini-batch before its losses. verl divides by the mean of each micro-batch instead.
         """
         config, correction = self.config, self.config.algorithm.rollout_correction
         if config.recompute_old_logprobs or not (config.uses_weights and correction.rollout_is_batch_normalize):
@@ -658,7 +658,7 @@ class Learner:
         return mean_weight(correction, now - mini.old_logprobs, mini.response_mask)
 
     def _backward(self, micro_batch: MicroBatch, agg: Aggregation, weights_mean: float | None) -> MicroLoss:
-        """Adds the gradient of the micro-batch, zeros unless it counts; its logits are freed on return."""
+        """Adds the gradient of the micro-batch, zeros unless it counts. Its logits are freed on return."""
         micro = micro_batch.batch.to(self.policy.device)
         temperature, ref = self.config.rollout.temperature, None
         if self.reference is not None and self.config.uses_full_kl:

@@ -45,7 +45,7 @@ def micro_loss(
 ) -> MicroLoss:
     """The loss from what `measures_of` measured of the policy's tempered logits at the response mask, [N] each.
 
-    `weights_mean` divides importance weights that the loss itself computes; None for their mean in this micro-batch.
+    `weights_mean` divides importance weights that the loss itself computes, or None for their mean in this micro-batch.
     """
     actor, mask = config.actor, micro.response_mask
     logp, entropies, *kl = (at_mask(mask, measured) for measured in values)

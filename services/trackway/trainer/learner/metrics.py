@@ -53,14 +53,14 @@ def value_metrics(batch: TrainingBatch) -> Metrics:
 
 
 def mean_metrics(rows: Sequence[Metrics]) -> Metrics:
-    """The mean of each metric of the rows, which have the same ones; empty without rows."""
+    """The mean of each metric of the rows, which have the same ones. Empty without rows."""
     return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]} if rows else {}
 
 
 def drift_metrics(logp: Tensor, rollout_logp: Tensor) -> Metrics:
     """How far the trainer's logprobs are from the sampler's, over N model tokens under equal weights.
 
-    In float32 the largest |dlogp| is below 1e-4; above 1 the mask, the ids or the temperature are wrong.
+    In float32 the largest |dlogp| is below 1e-4. Above 1 the mask, the ids or the temperature are wrong.
     """
     probs, rollout_probs = logp.exp(), rollout_logp.exp()
     diff = (probs - rollout_probs).abs()

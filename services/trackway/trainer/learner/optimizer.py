@@ -83,7 +83,7 @@ def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def step(optimizer: AdamW, model: nn.Module, clip_grad: float) -> tuple[float, bool]:
-    """Clips, steps and clears the gradient; returns its norm over all ranks before clipping, and whether it stepped.
+    """Clips, steps and clears the gradient. Returns its norm over all ranks before clipping, and whether it stepped.
 
     A step with a norm that is not finite would put NaN into every weight. It is skipped, as in verl.
     """

@@ -29,7 +29,7 @@ class SequenceLengths:
 
     sizes: list[int]
     ranks: SequenceRanks | None = None
-    """The ranks over which the tokens of the row are divided; None for a whole row."""
+    """The ranks over which the tokens of the row are divided, or None for a whole row."""
     seen: bool = False
     """True if an attention layer has used it."""
     _offsets: Tensor | None = None
@@ -80,7 +80,7 @@ class PackedRow:
         )
 
     def share(self, ranks: SequenceRanks) -> Self:
-        """This rank's tokens of the row; padding is a sequence of its own."""
+        """This rank's tokens of the row. Padding is a sequence of its own."""
         padding = -self.input_ids.shape[1] % ranks.size
         return type(self)(
             input_ids=ranks.share(self.input_ids),

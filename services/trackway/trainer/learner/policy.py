@@ -195,7 +195,7 @@ class Policy:
         return self.ranks.sequences.gathered(values, given.where, given.whole)
 
     def ref_inputs(self, batch: TrainingBatch, temperature: float) -> RefInputs:
-        """Inputs of this model's head, as a reference; without a gradient."""
+        """Inputs of this model's head, as a reference. Without a gradient."""
         given = self.model_inputs(batch)
         with torch.no_grad():
             if not self.chunks.are_possible:
@@ -245,7 +245,7 @@ class Policy:
         return list(self._run(head, given, autocast=autocast).unbind(-1))
 
     def micro_batches(self, batch: TrainingBatch, limit: PassLimit) -> Iterator[MicroBatch]:
-        """The micro-batches of this rank; each rank has the same number of them. `limit` is that of one rank."""
+        """The micro-batches of this rank. Each rank has the same number of them. `limit` is that of one rank."""
         if limit.tokens is not None and self.ranks.sequences is not None:
             limit = limit._replace(tokens=limit.tokens * self.ranks.sequences.size)
         rounds = rounds_of(batch.lengths.tolist(), limit, self.ranks.row_groups, has_padding=not self.packs)
@@ -333,7 +333,7 @@ class Policy:
         )
 
     def _tempered(self, logits: Tensor, temperature: float) -> Tensor:
-        """logits / temperature in the master dtype; no copy where it would be the same."""
+        """logits / temperature in the master dtype. No copy where it would be the same."""
         logits = logits.to(self.master_dtype)
         return logits if temperature == 1.0 else logits / temperature
 
@@ -473,7 +473,7 @@ def _as_it_is(values: Tensor) -> Tensor:
 
 
 def export_model(model: PreTrainedModel, folder: Path, state: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Writes config and weights, `state` in `dtype`; large models come in shards with an index.
+    """Writes config and weights, `state` in `dtype`. Large models come in shards with an index.
 
     `lm_head.weight` is always explicit: an engine that reloads weights by name would otherwise keep the head of the
     previous version, or miss it. transformers ties it again on loading, as the two tensors are equal.

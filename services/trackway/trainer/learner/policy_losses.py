@@ -39,7 +39,7 @@ class LossInputs(NamedTuple):
     """[B, T] bool: the tokens to train on."""
     agg: Aggregation
     weights: Tensor | None
-    """[B, T]: factor of each token's loss; None for 1."""
+    """[B, T]: factor of each token's loss, or None for 1."""
     selected: Tensor | None = None
     """[B, T] bool: the tokens that the loss treats apart. None unless SELECTIONS has the loss."""
 
@@ -49,7 +49,7 @@ class LossInputs(NamedTuple):
         return (self.logp - self.old_logp).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
     def total(self, losses: Tensor, mode: str = "") -> Tensor:
-        """The loss of token losses [B, T]; aggregated as `mode` says, or as configured."""
+        """The loss of token losses [B, T]. Aggregated as `mode` says, or as configured."""
         weighted = losses if self.weights is None else losses * self.weights
         return aggregate(weighted, self.mask, self.agg._replace(mode=mode) if mode else self.agg)
 

@@ -21,7 +21,7 @@ class Profiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Profile the block if it is one of the steps; a trace that cannot be written is logged, and fails nothing."""
+        """Profile the block if it is one of the steps. A trace that cannot be written is logged, and fails nothing."""
         if number not in self.steps:
             yield
             return

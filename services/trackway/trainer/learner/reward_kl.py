@@ -13,7 +13,7 @@ MOST_RELATIVE_ERROR = 0.2
 
 
 def mean_kl(kl: Tensor, mask: Tensor) -> float:
-    """The mean over trajectories of the mean over tokens; kl, mask: [B, T], each row of the mask has a token."""
+    """The mean over trajectories of the mean over tokens. Kl, mask: [B, T], each row of the mask has a token."""
     return float(((kl * mask).sum(-1) / mask.sum(-1)).mean())
 
 

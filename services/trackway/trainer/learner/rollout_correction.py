@@ -24,7 +24,7 @@ class Correction(NamedTuple):
     """Weights and masks of a batch's tokens."""
 
     weights: Tensor | None
-    """[B, T]: factor of each token's loss, zero outside the mask; None without `rollout_is`."""
+    """[B, T]: factor of each token's loss, zero outside the mask, or None without `rollout_is`."""
     mask: Tensor
     """[B, T] bool: the model tokens that `rollout_rs` keeps."""
 
@@ -70,7 +70,7 @@ def bounded(weights: Tensor, bounds: RatioBounds) -> Tensor:
 
 
 def mean_weight(config: RolloutCorrectionConfig, log_ratio: Tensor, mask: Tensor) -> float:
-    """Return the mean weight of the tokens, or of the sequences; 1 if it is zero. `rollout_is_batch_normalize` divides
+    """Return the mean weight of the tokens, or of the sequences. 1 if it is zero. `rollout_is_batch_normalize` divides
     by it.
     """
     level = config.weight_level or "token"
@@ -111,7 +111,7 @@ def loglinear_logprobs(logp: Tensor, rollout_logp: Tensor, share: Tensor) -> Ten
     """Estimated logprobs of the policy before the update, without a gradient: all [B, T].
 
     They lie on the line between the sampler's logprobs (`share` 0) and the trained policy's (`share` 1): AReaL's
-    log-linear approximation (`prox_logp_method`); `share` is `loglinear_share`'s.
+    log-linear approximation (`prox_logp_method`). `share` is `loglinear_share`'s.
     """
     return rollout_logp + share * (logp.detach() - rollout_logp)
 
@@ -255,7 +255,7 @@ def _masked_shares(kept: Tensor, mask: Tensor) -> dict[str, Tensor | float]:
 
 
 def _over_tokens(values: Tensor, mask: Tensor) -> Tensor:
-    """[B]: mean over each sequence's model tokens of values [B, T]; 0 without one."""
+    """[B]: mean over each sequence's model tokens of values [B, T]. 0 without one."""
     return (values * mask).sum(-1) / mask.sum(-1).clamp(min=1)
 
 

@@ -27,7 +27,7 @@ def run_target(config: RunConfig, run: MlflowRun | None) -> TraceTarget:
     """Destination of the run's traces.
 
     An MLflow experiment whose id is not known is given by name, and resolved when the spans arrive. The run's id is a
-    header of the spans, so that MLflow links traces of which the trainer never hears; those it knows are linked again
+    header of the spans, so that MLflow links traces of which the trainer never hears. Those it knows are linked again
     by `RunTraces.links`, because MLflow stores spans and answers 200 when their link failed (database is locked).
     """
     if run is None:
@@ -60,7 +60,7 @@ def open_traces(
 
 
 def weave_url(target: TraceTarget, settings: TracingSettings) -> str | None:
-    """Page of the Weave project that gets the traces, directly or by a collector; None without one."""
+    """Page of the Weave project that gets the traces, directly or by a collector. None without one."""
     backends, project = target.backends or settings.default_backends, target.weave_project or settings.weave_project
     if project is None or TraceBackend.WEAVE not in settings.kept_by(backends):
         return None
@@ -74,7 +74,7 @@ def _counts(tracing: Tracing | None) -> SpanCounts:
 def _feedback(
     folder: RunFolder, target: TraceTarget, settings: TracingSettings, tracking: Tracking
 ) -> list[TraceFeedback]:
-    """MLflow if its traces go there; Weave if they go there and this process has its key."""
+    """MLflow if its traces go there. Weave if they go there and this process has its key."""
     mlflow = _mlflow(target, settings, tracking)
     found: list[TraceFeedback] = [] if mlflow is None else [mlflow]
     weave = weave_feedback(folder, target.weave_project, settings) if TraceBackend.WEAVE in target.backends else None

@@ -9,7 +9,7 @@ wake-up under the new weights (verl's `colocate_async`).
 
 A replica cannot start asleep: if one starts while the learner trains, it takes its share of the GPU. There are as many
 replicas as shared GPUs, so this happens only when a replica replaces a dead one. If it finds no memory, Serve restarts
-it until it does; otherwise it sleeps from the next step on. If the learner runs out of memory, its process is restarted
+it until it does. Otherwise it sleeps from the next step on. If the learner runs out of memory, its process is restarted
 from the last checkpoint.
 """
 
@@ -58,7 +58,7 @@ class Engines:
         await self._call("go to sleep", self._client.sleep(mode, self._deadline()))
 
     async def wake_up(self, version: int) -> None:
-        """Return when every engine is awake with the weights `version`; engines that are awake only load them."""
+        """Return when every engine is awake with the weights `version`. Engines that are awake only load them."""
         deadline = self._deadline()
         if self._sharing.staged:
             await self._call("wake up", self._client.wake_up(["weights"], version, deadline))

@@ -5,7 +5,7 @@ from trackway.wire.trainer import RunState
 
 
 async def fit(run: Training) -> RunState:
-    """Train until the last step or until a stop is requested; either way the newest step is saved.
+    """Train until the last step or until a stop is requested. Either way the newest step is saved.
 
     For each step: draw prompts, let the agents roll each one out n times under the newest weights, compare each rollout
     with its group, move the policy, and publish it. Engines on the learner's GPUs sleep while it computes. With

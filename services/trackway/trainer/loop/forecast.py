@@ -30,7 +30,7 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True)
 class Forecast:
-    """The forecast of a run; step counts are None when the number of rows is not known."""
+    """The forecast of a run. Step counts are None when the number of rows is not known."""
 
     steps_per_epoch: int | None
     total_steps: int | None
@@ -47,11 +47,11 @@ class Forecast:
     passes: int
     """Forward and backward passes per optimiser step."""
     value_updates: int
-    """Optimiser steps of the value model per step; 0 without one."""
+    """Optimiser steps of the value model per step. 0 without one."""
     value_mini_batch: int
     """Trajectories per optimiser step of the value model."""
     validations: list[int]
-    """Steps after which the held-out rows are run; also empty when the number of steps is not known."""
+    """Steps after which the held-out rows are run. Also empty when the number of steps is not known."""
     checkpoints: list[int]
     """Steps after which a checkpoint is saved; always includes the last."""
     traced: int
@@ -63,7 +63,7 @@ class Forecast:
 
 
 def forecast(config: RunConfig, rows: int | None) -> Forecast:
-    """The forecast of a run over `rows` rows; None when their number is not known.
+    """The forecast of a run over `rows` rows, or None when their number is not known.
 
     Raises TrackwayError(INVALID_REQUEST) when there are too few rows for a batch.
     """

@@ -129,7 +129,7 @@ def group_filter(config: RunConfig) -> GroupFilter | None:
 
 
 def overlong_penalty(config: RunConfig) -> OverlongPenalty | None:
-    """The penalty on long responses; None for none."""
+    """The penalty on long responses, or None for none."""
     keys = config.reward.reward_kwargs
     buffer = keys.overlong_buffer_cfg
     if not buffer.enable:
@@ -139,7 +139,7 @@ def overlong_penalty(config: RunConfig) -> OverlongPenalty | None:
 
 
 def profiler(config: RunConfig, folder: Path) -> Profiler | None:
-    """The profiler of the updates, which writes below the run's folder by default; None for none."""
+    """The profiler of the updates, which writes below the run's folder by default, or None for none."""
     keys = config.global_profiler
     if keys.tool is None or not keys.steps:
         return None
@@ -249,7 +249,7 @@ def _sampling_seed(config: RunConfig) -> int:
 
 
 def anchor_every(config: RunConfig, store: WeightStore) -> int:
-    """Number of published versions of which one is whole; 0 for all."""
+    """Number of published versions of which one is whole. 0 for all."""
     wanted = config.trackway.weights_anchor_every
     return wanted if wanted is not None else 0 if store.is_folder else ANCHOR_EVERY
 

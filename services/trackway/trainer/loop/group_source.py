@@ -14,7 +14,7 @@ class GroupSource(ABC):
 
     def __init__(self, active: ActiveTime | None = None) -> None:
         self.active = active or ActiveTime()
-        """The time in which groups were requested; one object for all rollouts of a run."""
+        """The time in which groups were requested. One object for all rollouts of a run."""
         self.waits = Waits()
         """The groups that are requested."""
         self.retries = 0

@@ -36,9 +36,9 @@ class Beginning(NamedTuple):
 
     progress: Progress
     saved_step: int | None
-    """Step of the run's own checkpoint; None when there is none yet."""
+    """Step of the run's own checkpoint, or None when there is none yet."""
     notice: str = ""
-    """Which damaged checkpoints were skipped; empty for none."""
+    """Which damaged checkpoints were skipped. Empty for none."""
     finished: Sequence[Trajectory] = ()
     """Trajectories of the run's own checkpoint that are not trained yet."""
 
@@ -64,7 +64,7 @@ def begin(folder: RunFolder, config: RunConfig, learner: Learner, skip_damaged: 
 
 
 def _named(checkpoint: Path | str, learner: Learner, folder: Path) -> Progress:
-    """Load a named checkpoint; never fall back to another, since the user chose this one.
+    """Load a named checkpoint. Never fall back to another, since the user chose this one.
 
     A copy at a URL is fetched into a temporary folder below `folder`, which the learner's ranks share.
     """
@@ -123,7 +123,7 @@ def _with_rows(folder: RunFolder, progress: Progress) -> Progress:
 
 
 def _set_aside(checkpoint: Path, error: TrackwayError, step: int) -> str:
-    """Sets a damaged checkpoint aside and returns the notice; called once another checkpoint is loaded."""
+    """Sets a damaged checkpoint aside and returns the notice. Called once another checkpoint is loaded."""
     kept = set_aside_damaged(checkpoint)
     notice = f"went back to step {step}: {error.message}; it is kept as {kept.name}"
     logger.warning("%s", notice)

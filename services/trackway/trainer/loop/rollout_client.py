@@ -177,7 +177,7 @@ class Rollouts(GroupSource):
     async def _receive(
         self, request: GroupRequest, got: dict[int, Trajectory], deadline: Deadline, waiting: Waiting
     ) -> TrackwayError | None:
-        """Fills `got` from one stream; returns the error, or None when no rollout is missing.
+        """Fills `got` from one stream. Returns the error. None when no rollout is missing.
 
         Meanwhile `waiting` has what the rollouts wait for.
         """

@@ -28,7 +28,7 @@ class Progress(BaseModel):
     step: int = 0
     """Steps whose update is done."""
     position: Position = Field(default_factory=Position)
-    """The batch of the next step; with groups submitted ahead it tells the size of the step and its epoch."""
+    """The batch of the next step. With groups submitted ahead it tells the size of the step and its epoch."""
     scheduler: SchedulerState = Field(default_factory=SchedulerState)
     """Groups that were submitted and not trained."""
     versions: WeightVersions = Field(default_factory=WeightVersions)
@@ -39,12 +39,12 @@ class Progress(BaseModel):
     """Metrics of that step when a stop interrupted its validation. The row is written after that validation."""
     validation: OpenValidation | None = None
     rows: list[MetricsRow] = Field(default_factory=list[MetricsRow])
-    """The row of the step that is validated and those after it, in order; written when the validation is complete."""
+    """The row of the step that is validated and those after it, in order. Written when the validation is complete."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Events by step; steps count from 1."""
+    """Events by step. Steps count from 1."""
 
     total_steps: int
     seed: int
@@ -53,7 +53,7 @@ class Schedule:
     save_freq: int = -1
     keep_checkpoints: int | None = None
     copies_url: str | None = None
-    """fsspec URL of the folder that gets a copy of each checkpoint; None for no copies."""
+    """fsspec URL of the folder that gets a copy of each checkpoint, or None for no copies."""
     async_save: bool = True
     """True if steps go on while a checkpoint is written."""
     traced_prompts: int = 0
@@ -66,4 +66,4 @@ class Schedule:
     storage_wait_s: float = 600.0
     """Longest wait for a disk that is full or not writable."""
     gpus: int = 1
-    """GPUs of the whole run; throughput is per GPU."""
+    """GPUs of the whole run. Throughput is per GPU."""

@@ -1,7 +1,7 @@
 """Decides which groups are generated ahead of the learner, and which it trains next.
 
     submitted -> running -> finished -> used, or dropped: failed, by infrastructure, filtered, stale
-                        \\-> dropped as stale; cancelled, until a resumed run submits it again
+                        \\-> dropped as stale. Cancelled, until a resumed run submits it again
 
 A group is the rollouts of one prompt. Groups are submitted in the order of the data, as far ahead of the learner as
 `depth` allows. Pacing bounds how stale they get, so that nothing is generated in vain: with a depth of S versions, at
@@ -142,7 +142,7 @@ class _Outstanding:
 
     @property
     def finished(self) -> bool:
-        """Return whether all its rollouts have ended; not when they were cancelled."""
+        """Return whether all its rollouts have ended. Not when they were cancelled."""
         return self.state == "finished"
 
 

@@ -134,7 +134,7 @@ class SessionGroups(GroupSource):
             self._open = announced
 
     async def _complete(self) -> list[FinishedSession]:
-        """The n sessions of a complete group, which are drawn; empty while there is none."""
+        """The n sessions of a complete group, which are drawn. Empty while there is none."""
         found = await asyncio.to_thread(self._inbox.waiting)
         self._inbox.remove([session.session_id for session in found if session.session_id in self._trained])
         waiting = [session for session in found if session.session_id not in self._trained]
@@ -183,7 +183,7 @@ class SessionGroups(GroupSource):
 
 
 def _fixed(template: GroupTemplate, first_version: int) -> SessionRun:
-    """Settings that the run fixes for its sessions; no seed, which would be the same for all of a group."""
+    """Settings that the run fixes for its sessions. No seed, which would be the same for all of a group."""
     return SessionRun(
         run=template.run,
         experiment_name=template.experiment_name,

@@ -84,7 +84,7 @@ class Validation:
     """Validates the weights of a run."""
 
     rows: Sequence[Sample]
-    """Held-out rows; without them no validation takes place."""
+    """Held-out rows. Without them no validation takes place."""
     rollouts: Rollouts
     samples: Generations | None = None
     """Writer of the samples of each validation."""
@@ -99,7 +99,7 @@ class Saving(NamedTuple):
 
 @dataclass
 class Training:
-    """A run in progress; the methods are the steps of the fit loop."""
+    """A run in progress. The methods are the steps of the fit loop."""
 
     plan: Schedule
     folder: RunFolder
@@ -116,7 +116,7 @@ class Training:
     profiler: Profiler | None = None
     """Profiles the updates of some steps."""
     engines: Engines | None = None
-    """Engines that sleep while the learner uses their GPUs; None when no engine shares a GPU."""
+    """Engines that sleep while the learner uses their GPUs. None when no engine shares a GPU."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     clock: Clock = field(default_factory=Clock)
     waits: Waits = field(default_factory=Waits)
@@ -156,7 +156,7 @@ class Training:
 
     @property
     def checkpoint_is_due(self) -> bool:
-        """After every `save_freq` steps; the last is saved in any case."""
+        """After every `save_freq` steps. The last is saved in any case."""
         return _is_multiple(self.step, self.plan.save_freq)
 
     @property
@@ -185,7 +185,7 @@ class Training:
             yield
 
     async def rollout(self, version: int) -> list[Trajectory]:
-        """All rollouts of the next step, failed ones included; new ones are sampled from weights `version` or newer.
+        """All rollouts of the next step, failed ones included. New ones are sampled from weights `version` or newer.
 
         The same ones are returned, or requested, again until `update` has used them. Raises StopRequested when a stop
         is requested meanwhile. When every rollout failed, saves a checkpoint and raises the error of the first; so too
@@ -240,7 +240,7 @@ class Training:
         await engines.wake_up(version)
 
     async def update(self, trajectories: Sequence[Trajectory], version: int) -> Metrics:
-        """One GRPO update of weights `version` on the trajectories that are neither failed nor stale; ends the step."""
+        """One GRPO update of weights `version` on the trajectories that are neither failed nor stale. Ends the step."""
         versions = self.progress.versions
         renumbered = [versions.renumbered(trajectory) for trajectory in trajectories]
         batch = filter_trajectories(renumbered, version, self.plan.max_staleness)
@@ -267,9 +267,9 @@ class Training:
         return metrics | rollout_metrics(sampled) | incident_metrics(sampled)
 
     async def publish(self, metrics: Metrics | None = None) -> int:
-        """Publish the learner's weights; returns the version that rollouts must use from now on.
+        """Publish the learner's weights. Returns the version that rollouts must use from now on.
 
-        First completes the validation of the weights before, since a replica holds one version; StopRequested when a
+        First completes the validation of the weights before, since a replica holds one version. StopRequested when a
         stop is requested meanwhile, with the newest step's `metrics` kept. Raises TrackwayError(NOT_FINITE), and
         neither publishes nor saves the weights, when they are NaN or infinite.
         """
@@ -293,7 +293,7 @@ class Training:
     async def validate(self, version: int, metrics: Metrics | None = None) -> Metrics:
         """`metrics` of the newest step, with the accuracy on the held-out rows if there are any.
 
-        Raises StopRequested when a stop is requested meanwhile; a resumed run then validates the step first. Where
+        Raises StopRequested when a stop is requested meanwhile. A resumed run then validates the step first; where
         rollouts run ahead of the learner on engines that never sleep, the validation goes on beside the training: it
         returns at once, and `log` adds the accuracy to the row of this step later.
         """
@@ -318,7 +318,7 @@ class Training:
         return metrics | await self._validation_metrics(trajectories, self.step)
 
     async def resume_validation(self) -> None:
-        """Begin again the validation of an earlier step that a stop or a crash cut off; replicas have its weights."""
+        """Begin again the validation of an earlier step that a stop or a crash cut off. Replicas have its weights."""
         validation = self.progress.validation
         if validation is None:
             return
@@ -337,7 +337,7 @@ class Training:
     async def complete_validation(self) -> None:
         """Wait for the validation that goes on beside the training, if there is one, and write the rows up to now.
 
-        Raises StopRequested when a stop is requested meanwhile; a resumed run then does the validation first.
+        Raises StopRequested when a stop is requested meanwhile. A resumed run then does the validation first.
         """
         if self._validating is None:
             return
@@ -381,7 +381,7 @@ class Training:
         """Save a checkpoint of the newest step, unless it exists or the run only validates.
 
         First waits for the checkpoint before, and raises its error. With `plan.async_save` the learner's state is
-        copied, and written while the training goes on; `saved` waits for it.
+        copied, and written while the training goes on. `saved` waits for it.
         """
         await self.saved()
         is_saved = self.saved_step == self.step and not self.progress.rows
@@ -433,7 +433,7 @@ class Training:
         self.saved_step = step
 
     async def log(self, metrics: Metrics) -> None:
-        """Write the row of the newest step, with the timings of the clock; does nothing without metrics.
+        """Write the row of the newest step, with the timings of the clock. Does nothing without metrics.
 
         While a validation goes on beside the training, the rows of its step and of later ones wait for it.
         """
@@ -450,7 +450,7 @@ class Training:
         await self._show(data)
 
     async def _keep(self, metrics: Metrics) -> None:
-        """Keep the metrics of a step that a stop cut off; a resumed run validates it first if that is due."""
+        """Keep the metrics of a step that a stop cut off. A resumed run validates it first if that is due."""
         if self.validation_is_due and self.validation.rows and metrics:
             self.progress = self.progress.model_copy(update={"unvalidated": metrics | self.clock.take()})
         else:
@@ -545,7 +545,7 @@ class Training:
                     return result
 
     def _say(self, message: str) -> bool:
-        """Logs the message and sets it on the run; returns whether the disk had room for it."""
+        """Logs the message and sets it on the run. Returns whether the disk had room for it."""
         logger.warning("%s", message or "the disk takes files again")
         try:
             self.folder.update(message=message)
@@ -554,7 +554,7 @@ class Training:
         return True
 
     def _diverged(self, error: NotFiniteError) -> TrackwayError:
-        """The error for weights that are not finite; names the newest checkpoint as the remedy."""
+        """The error for weights that are not finite. Names the newest checkpoint as the remedy."""
         checkpoint = find_latest(self.folder.checkpoints)
         again = "the run has no checkpoint (trainer.save_freq): start again"
         if checkpoint is not None:
@@ -581,7 +581,7 @@ class Training:
             raise TrackwayError(ErrorCode.INVALID_REQUEST, f"step {self.step + 1}: {counts}: {error}") from error
 
     async def _save_token_values(self, batch: FilteredBatch, tokens: TokenValues) -> Metrics:
-        """The bytes written; a disk that refuses them does not end the run, which has learned from them already."""
+        """The bytes written. A disk that refuses them does not end the run, which has learned from them already."""
         step = self.step + 1
         path = self.folder.path / TOKEN_VALUES / f"step_{step}.parquet"
         with self._part("save_token_values"):
@@ -601,7 +601,7 @@ class Training:
         return self.folder.path / "trajectories" / f"{name}.parquet"
 
     async def _unless_stopped(self, work: Coroutine[None, None, T]) -> T:
-        """The work's result, or StopRequested as soon as a stop is requested; the work is then cancelled."""
+        """The work's result, or StopRequested as soon as a stop is requested. The work is then cancelled."""
         working = asyncio.create_task(work)
         stopped = asyncio.create_task(self.stop.wait())
         try:
@@ -616,7 +616,7 @@ class Training:
 
 
 async def _ended(task: asyncio.Task[Metrics]) -> None:
-    """Returns when the task has ended; its own cancellation leaves the task running."""
+    """Returns when the task has ended. Its own cancellation leaves the task running."""
     await asyncio.wait([task])
 
 

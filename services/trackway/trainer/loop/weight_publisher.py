@@ -25,7 +25,7 @@ class Publisher:
     `uid` distinguishes a resumed run, which may take over its own lock, from another run of the same name.
     `update_mode` is what the run wants for requests in flight when a version is loaded. Of `anchor_every` versions one
     is published whole, the first of a process among them. The others are deltas against the version before, of which
-    the files are kept beside `scratch` for that. 0 publishes all whole. `writers` copy the files; without them this
+    the files are kept beside `scratch` for that. 0 publishes all whole. `writers` copy the files. Without them this
     process does. A `sender` may bring engines the tensors another way too.
     """
 
@@ -73,9 +73,9 @@ class Publisher:
         return None if latest is None else latest.version
 
     def publish(self) -> int:
-        """Export, copy and announce; returns the version that rollouts must use from now on. Blocking.
+        """Export, copy and announce. Returns the version that rollouts must use from now on. Blocking.
 
-        Raises StorageError when it cannot be written; readers stay at the previous version and no file is left.
+        Raises StorageError when it cannot be written. Readers stay at the previous version and no file is left.
         """
         self._doing = f"asks the weight store {self._store.url}"
         self._claim.renew()
@@ -107,7 +107,7 @@ class Publisher:
         return version
 
     def _base(self, version: int) -> WholeWeights | None:
-        """Version that this one is a delta of; None for an anchor, also after a version of another run."""
+        """Version that this one is a delta of, or None for an anchor, also after a version of another run."""
         if self._last is None or self._since_anchor + 1 >= self._anchor_every:
             return None
         return self._last if self._last.manifest.version == version - 1 else None
@@ -129,7 +129,7 @@ class Publisher:
 
 
 def _claim(store: WeightStore, owner: str) -> PublisherLock:
-    """The store's lock; waits while an earlier process of the same run holds it. Blocking."""
+    """The store's lock. Waits while an earlier process of the same run holds it. Blocking."""
     end = time.monotonic() + CLAIM_WAIT_S
     while True:
         try:

@@ -19,7 +19,7 @@ class Clock:
 
     @contextmanager
     def __call__(self, activity: str) -> Iterator[None]:
-        """Time a block; times of the same activity add up until `take`."""
+        """Time a block. Times of the same activity add up until `take`."""
         started = self._now()
         try:
             yield
@@ -44,7 +44,7 @@ class Clock:
 
 
 class ActiveTime:
-    """Measures the seconds in which at least one block runs; blocks may overlap."""
+    """Measures the seconds in which at least one block runs. Blocks may overlap."""
 
     def __init__(self, now: Now = time.perf_counter) -> None:
         self._now = now

@@ -22,11 +22,11 @@ class Mean(NamedTuple):
 
     value: float
     error: float | None
-    """Standard error; None for one task."""
+    """Standard error. None for one task."""
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95 % interval of the normal distribution; None for one task."""
+        """The 95 % interval of the normal distribution, or None for one task."""
         return None if self.error is None else (self.value - _Z * self.error, self.value + _Z * self.error)
 
 

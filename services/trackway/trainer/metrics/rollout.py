@@ -22,7 +22,7 @@ _SAME = {"response_length/": "response_length_non_aborted/", "num_turns/": "trai
 
 
 def spread(name: str, values: Sequence[float]) -> Metrics:
-    """`name/mean`, `/max` and `/min`; empty without values."""
+    """`name/mean`, `/max` and `/min`. Empty without values."""
     if not values:
         return {}
     mean = sum(values) / len(values)
@@ -32,9 +32,9 @@ def spread(name: str, values: Sequence[float]) -> Metrics:
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     """Tool calls and agent loop timings of the successful trajectories, and the number of failed trajectories.
 
-    `agent_loop/guided_tokens` is the number of tokens that a grammar guided; only where there are some.
+    `agent_loop/guided_tokens` is the number of tokens that a grammar guided. Only where there are some.
 
-    `tools/*` covers all trajectories; see `tool_metrics`.
+    `tools/*` covers all trajectories. See `tool_metrics`.
     """
     successful = [trajectory for trajectory in trajectories if trajectory.error is None]
     metrics: Metrics = {"training/rollout_failure/failed_trajectories": float(len(trajectories) - len(successful))}
@@ -79,7 +79,7 @@ def calls_executed(trajectory: Trajectory) -> int:
 def update_metrics(used: Sequence[Trajectory], version: int, max_prompt_length: int) -> Metrics:
     """Components of the rewards, staleness of the weights, and the share of prompts at the maximum length.
 
-    A component is `reward/<name>` over the trajectories that have it, or `critic/<name>` if the trainer added it; those
+    A component is `reward/<name>` over the trajectories that have it, or `critic/<name>` if the trainer added it. Those
     of tools are left to `tool_metrics`. `reward/turn_scores` is over all turns that have a score of their own, and
     `reward/token_scores` over all tokens.
 
@@ -131,5 +131,5 @@ def derived_metrics(metrics: Metrics, gpus: int = 1) -> Metrics:
 
 
 def score(trajectory: Trajectory) -> float:
-    """The reward's score; 0 for a trajectory that was not scored."""
+    """The reward's score. 0 for a trajectory that was not scored."""
     return 0.0 if trajectory.reward is None else trajectory.reward.score

@@ -21,7 +21,7 @@ CORE = "acc"
 def validation_metrics(trajectories: Sequence[Trajectory], n: int) -> Metrics:
     """Metrics of each data source over the successful trajectories; `val-aux/tools/*` covers all trajectories.
 
-    `acc` is `accuracy`; other components keep their own names, the first 512 by name for each data source.
+    `acc` is `accuracy`. Other components keep their own names, the first 512 by name for each data source.
     """
     successful = [trajectory for trajectory in trajectories if trajectory.error is None]
     metrics: Metrics = {}

@@ -22,7 +22,7 @@ class ActivityReport:
 
     waits: Waits = field(default_factory=Waits)
     account: Callable[[], dict[str, int]] = dict
-    """The rollouts by state; nothing until the run is built."""
+    """The rollouts by state. Nothing until the run is built."""
 
     def activity(self) -> Activity:
         """Waits that last, and the rollouts as they are now."""
@@ -31,7 +31,7 @@ class ActivityReport:
 
 @asynccontextmanager
 async def reported(folder: RunFolder) -> AsyncIterator[ActivityReport]:
-    """Keeps the run's file up to date for the duration of the block; afterwards it has the rollouts and no wait."""
+    """Keeps the run's file up to date for the duration of the block. Afterwards it has the rollouts and no wait."""
     report = ActivityReport()
     reporting = asyncio.create_task(_report(folder, report))
     try:

@@ -94,7 +94,7 @@ def _add_turn(steps: list[Json], row: Trajectory, turn: Turn, number: int) -> No
 
 
 def _add(steps: list[Json], messages: Iterable[Message], is_prompt: bool = False) -> None:
-    """Append the steps of messages; a tool's result goes to the agent's step before it."""
+    """Append the steps of messages. A tool's result goes to the agent's step before it."""
     for message in messages:
         if message.role == "tool" and steps and steps[-1]["source"] == "agent":
             known = {call["tool_call_id"] for call in steps[-1].get("tool_calls", ())}
@@ -117,7 +117,7 @@ def _call(call: ToolCall) -> Json:
 
 
 def _ids(steps: Iterable[Json], turns: Sequence[Json], number: int) -> Json | None:
-    """The ids and logprobs of a row from the metrics of its steps; None without any."""
+    """The ids and logprobs of a row from the metrics of its steps, or None without any."""
     calls = [step["metrics"] for step in steps if step.get("metrics")]
     calls = [call for call in calls if call["extra"]["row"] == number]
     if not calls:
@@ -201,7 +201,7 @@ def _ours(document: _Document, rest: Json) -> Trajectory:
 
 
 def _foreign(document: _Document) -> Trajectory:
-    """Each agent step is a turn; what comes before the first is the prompt."""
+    """Each agent step is a turn. What comes before the first is the prompt."""
     prompt, turns = list[Message](), list[Turn]()
     sampled = [step for step in document.steps if step.source == "agent" and not step.is_copied_context]
     row, places = _row([step.metrics for step in sampled])

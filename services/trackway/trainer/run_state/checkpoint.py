@@ -4,7 +4,7 @@
                        critic/             the same of the value model, if there is one
                        actor/huggingface/  a Hugging Face folder, with `checkpoint.save_contents=[..., hf_model]`
                        state.json          the loop's state: position in the data, counters
-                       finished.parquet    trajectories that are not trained yet; absent when there are none
+                       finished.parquet    trajectories that are not trained yet. Absent when there are none
                        manifest.json       sha256 of every other file, and the release that wrote them
 <root>/latest_checkpointed_iteration.txt   N, written last
 <root>/damaged_global_step_<N>/            a damaged checkpoint, kept for inspection
@@ -51,7 +51,7 @@ MAKING = ".making_"
 REPLACED = ".replaced_"
 
 FORMAT = 1
-"""Format of checkpoints; raised when a release writes what earlier ones cannot read."""
+"""Format of checkpoints. Raised when a release writes what earlier ones cannot read."""
 RELEASE = version("trackway")
 
 logger = logging.getLogger("trackway.trainer")
@@ -80,7 +80,7 @@ def save_checkpoint(
     keep: int | None = None,
     finished: Sequence[Trajectory] = (),
 ) -> Path:
-    """Write `global_step_<step>`, mark it as the latest, remove all but the newest `keep`; return its folder.
+    """Write `global_step_<step>`, mark it as the latest, remove all but the newest `keep`. Return its folder.
 
     `write` writes what continues the training to a folder: a learner's `save`, or that of its snapshot.
     Raises StorageError when the disk is full or cannot be written. The partial checkpoint is removed.
@@ -153,7 +153,7 @@ def copy_checkpoint(folder: Path, url: str, keep: int | None = None) -> None:
 
 
 def fetch_checkpoint(url: str, scratch: Path) -> Path:
-    """Fetch a copy of a checkpoint into a folder and verify it; return its folder there.
+    """Fetch a copy of a checkpoint into a folder and verify it. Return its folder there.
 
     Raises StorageError when it cannot be read, and CHECKPOINT_CORRUPT when a file differs from its digest.
     """
@@ -225,7 +225,7 @@ def load_checkpoint(path: Path, learner: Loadable) -> dict[str, JsonValue]:
 
 
 def not_loaded(path: Path, error: Exception) -> TrackwayError:
-    """The error for an intact checkpoint that cannot be loaded; names the release that saved it if it is another."""
+    """The error for an intact checkpoint that cannot be loaded. Names the release that saved it if it is another."""
     saved = Manifest.model_validate_json((path / MANIFEST).read_bytes())
     message = f"the checkpoint {path} cannot be loaded: {error}"
     if (saved.release, saved.format) != (RELEASE, FORMAT):
@@ -244,7 +244,7 @@ def finished_trajectories(path: Path) -> tuple[Trajectory, ...]:
 
 
 def find_damage(path: Path) -> str | None:
-    """The first difference between a checkpoint's files and its digests; None without a difference."""
+    """The first difference between a checkpoint's files and its digests, or None without a difference."""
     for name in (STATE, MANIFEST):
         if not (path / name).is_file():
             return f"{name}: expected a file, got none"

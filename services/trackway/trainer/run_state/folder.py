@@ -58,7 +58,7 @@ class Activity(BaseModel):
 
     waits: list[Wait] = Field(default_factory=list[Wait])
     rollouts: dict[str, int] = Field(default_factory=dict)
-    """Rollouts by state; empty before the first."""
+    """Rollouts by state. Empty before the first."""
 
 
 @dataclass
@@ -110,7 +110,7 @@ class RunFolder:
     def create(self, config: "RunConfig", services: ServiceUrls, total_steps: int = 0) -> RunInfo:
         """Write a new run's files, with this process as its owner.
 
-        Raises TrackwayError(CONFLICT) when the name is taken, and StorageError when the files cannot be written; a
+        Raises TrackwayError(CONFLICT) when the name is taken, and StorageError when the files cannot be written. A
         folder that was created here is then removed.
         """
         if self.exists:
@@ -242,7 +242,7 @@ class RunFolder:
         self._known_owner = owner
 
     def owner(self) -> Owner | None:
-        """The process that owns the run, or owned it last; None before the first.
+        """The process that owns the run, or owned it last, or None before the first.
 
         When worker.json cannot be read: the owner that this object last read or wrote, else that of the newest beat.
         """
@@ -260,12 +260,12 @@ class RunFolder:
         self._replace("heartbeat.json", beat.model_dump_json())
 
     def beats(self, owner: Owner) -> int:
-        """The count of the newest beat of a process; 0 before its first beat."""
+        """The count of the newest beat of a process. 0 before its first beat."""
         beat = self._beat()
         return beat.count if beat is not None and beat.owner == owner else 0
 
     def _beat(self) -> Beat | None:
-        """The newest beat; None before the first one and when it cannot be read."""
+        """The newest beat, or None before the first one and when it cannot be read."""
         try:
             return Beat.model_validate_json((self.path / "heartbeat.json").read_bytes())
         except (OSError, ValidationError):
@@ -276,13 +276,13 @@ class RunFolder:
         self._replace(ACTIVITY, activity.model_dump_json())
 
     def activity(self) -> Activity:
-        """Work of the run's process; empty when the file cannot be read."""
+        """Work of the run's process. Empty when the file cannot be read."""
         with suppress(OSError, ValidationError):
             return Activity.model_validate_json((self.path / ACTIVITY).read_bytes())
         return Activity()
 
     def disown(self) -> None:
-        """Remove the owner; a process that still runs as the owner notices and exits."""
+        """Remove the owner. A process that still runs as the owner notices and exits."""
         (self.path / "worker.json").unlink(missing_ok=True)
 
     def ended(self) -> bool:

@@ -26,7 +26,7 @@ class Machine(BaseModel):
     boot: str
     """The kernel's id of this boot, or its time where the kernel has no id."""
     processes: str
-    """The kernel's name of the pid namespace; empty where the kernel has none."""
+    """The kernel's name of the pid namespace. Empty where the kernel has none."""
 
 
 class Owner(BaseModel):
@@ -57,7 +57,7 @@ class Beat(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     owner: Owner
-    """The process that wrote the beat; after losing the run it may write one more."""
+    """The process that wrote the beat. After losing the run it may write one more."""
     count: int
     """Increases every few seconds."""
 
@@ -106,7 +106,7 @@ class OutputsLock:
 
 
 def _started(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot; None when it does not exist or is a zombie.
+    """Start time of a process in clock ticks since boot. None when it does not exist or is a zombie.
 
     Without /proc, in milliseconds since 1970.
     """

@@ -1,8 +1,8 @@
 """Finished sessions on their way to the run that trains on them, as files of the run.
 
-    sessions/run.json              what the run fixes for its sessions; present once it takes some
+    sessions/run.json              what the run fixes for its sessions. Present once it takes some
     sessions/waiting/<id>.json     one FinishedSession, written by the service
-    sessions/drawn/<id>.json       the run has drawn it; removed once a checkpoint has it
+    sessions/drawn/<id>.json       the run has drawn it. Removed once a checkpoint has it
 
 The service and the run's process meet here. A session is on disk before its agent service is answered. A run that goes
 back to a checkpoint finds what it had drawn since, and nothing that the checkpoint has.
@@ -44,7 +44,7 @@ class WaitingSession(NamedTuple):
     since_s: float
     """When it came, in seconds since 1970 by the clock that dates the run's files."""
     oldest_version: int | None
-    """The weights of its oldest token; None without tokens."""
+    """The weights of its oldest token, or None without tokens."""
 
 
 class SessionInbox:
@@ -86,7 +86,7 @@ class SessionInbox:
         raise TrackwayError(ErrorCode.CONFLICT, f"{message}; {remedy}", run=self._name)
 
     def put(self, session: FinishedSession) -> int:
-        """Keep a session for the run; returns how many wait. A session that is here already changes nothing.
+        """Keep a session for the run. Returns how many wait. A session that is here already changes nothing.
 
         Raises OVERLOADED when too many wait, CONFLICT when the run takes none, and StorageError.
         """

@@ -26,7 +26,7 @@ WHAT = "values of tokens"
 
 
 def write_token_values(path: Path, step: int, batch: FilteredBatch, values: "TokenValues") -> int:
-    """Replace the file with the values of the batch's used trajectories, in their order; returns its bytes.
+    """Replace the file with the values of the batch's used trajectories, in their order. Returns its bytes.
 
     Raises StorageError when it cannot be written.
     """

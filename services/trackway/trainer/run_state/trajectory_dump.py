@@ -1,6 +1,6 @@
 """Trajectories of a step as parquet, for inspection and comparison after training.
 
-Scalars and token arrays are columns; nested values (turns, messages, spans) are JSON text.
+Scalars and token arrays are columns. Nested values (turns, messages, spans) are JSON text.
 """
 
 from collections.abc import Sequence
@@ -61,5 +61,5 @@ def write_trajectories(path: Path, trajectories: Sequence[Trajectory]) -> None:
 
 
 def read_trajectories(path: Path) -> list[Trajectory]:
-    """The trajectories of a file written by `write_trajectories`; columns that an older file lacks get defaults."""
+    """The trajectories of a file written by `write_trajectories`. Columns that an older file lacks get defaults."""
     return [from_record(record) for record in pq.read_table(path).to_pylist()]

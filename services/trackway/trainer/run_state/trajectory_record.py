@@ -35,7 +35,7 @@ def to_record(trajectory: Trajectory) -> dict[str, object]:
 
 
 def from_record(record: dict[str, str]) -> Trajectory:
-    """The trajectory of a record; columns that it lacks get defaults. Raises ValidationError."""
+    """The trajectory of a record. Columns that it lacks get defaults. Raises ValidationError."""
     nested = {name: adapter.validate_json(record[name]) for name, adapter in NESTED.items() if name in record}
     plain = {name: value for name, value in record.items() if name not in NESTED and name not in _VIEWS}
     return Trajectory.model_validate(plain | nested)

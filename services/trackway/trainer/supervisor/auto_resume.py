@@ -1,4 +1,4 @@
-"""Auto-resume of runs whose service or machine was lost; off unless the setting `resume_interrupted` is true."""
+"""Auto-resume of runs whose service or machine was lost. Off unless the setting `resume_interrupted` is true."""
 
 import asyncio
 import logging
@@ -38,7 +38,7 @@ async def resume_periodically(
 
 
 async def resume_interrupted(runs: RunManager, token: SecretStr | None = None) -> RunInfo | None:
-    """Resume the newest interrupted run that can be resumed; None when there is no such run.
+    """Resume the newest interrupted run that can be resumed. None when there is no such run.
 
     Raises TrackwayError while the services are not ready, and the newest run's error when no run can be resumed.
     """

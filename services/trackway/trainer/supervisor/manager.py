@@ -187,7 +187,7 @@ class RunManager:
         await check_backends(config, self.services.traced, self._tracing, self._token)
 
     async def _loaded_code(self, config: RunConfig) -> dict[str, OwnCode]:
-        """The own code of each service that answers; CONFLICT when a service has not loaded what the run names."""
+        """The own code of each service that answers. CONFLICT when a service has not loaded what the run names."""
         code = await loaded_code(self.services.traced, self._token)
         problems = not_loaded(config, code)
         if problems:

@@ -128,7 +128,7 @@ class Supervised:
                 await asyncio.wait_for(self._closing.wait(), STORAGE_RETRY_S)
 
     def _settle(self, status: int) -> bool:
-        """Write the run's state after its process has exited; True to start the next process. Idempotent."""
+        """Write the run's state after its process has exited. True to start the next process. Idempotent."""
         folder = self._folder
         if folder.owner() != self._owner:
             logger.warning("run %s: its process exited with %s; another process owns the run", folder.name, status)

@@ -1,7 +1,7 @@
 """The state of each run of an outputs folder, as one service sees it; manager.py changes it.
 
 Everything is on disk, so a restarted service, or its replacement on another machine, knows every run. The process that
-owns an active run is named in `worker.json`; heartbeat.py decides whether it is alive.
+owns an active run is named in `worker.json`. heartbeat.py decides whether it is alive.
 """
 
 import asyncio
@@ -80,7 +80,7 @@ class RunRegistry:
         return last
 
     async def rows(self, name: str, follow: bool) -> AsyncIterator[MetricsRow]:
-        """The run's metrics; with `follow`, also new rows until the run has ended.
+        """The run's metrics. With `follow`, also new rows until the run has ended.
 
         After a restart from a checkpoint, rows that were already returned are not repeated.
         """
@@ -110,7 +110,7 @@ class RunRegistry:
 
     @contextmanager
     def reading(self, name: str) -> Iterator[None]:
-        """Skip a run whose files cannot be read, so that the others remain available; logged once per run."""
+        """Skip a run whose files cannot be read, so that the others remain available. Logged once per run."""
         try:
             yield
         except (OSError, TrackwayError) as error:
@@ -146,7 +146,7 @@ class RunRegistry:
             self._give_up(self.folder(info.run))
 
     def standing(self, info: RunInfo) -> str:
-        """The state; for a run of another service also its host and what to do if that host is lost."""
+        """The state. For a run of another service also its host and what to do if that host is lost."""
         owner = self.folder(info.run).owner()
         if info.state in ENDED or info.run in self.active or owner is None:
             return info.state

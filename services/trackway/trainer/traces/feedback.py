@@ -17,7 +17,7 @@ class TraceFeedback(Protocol):
     """A trace backend that stores feedback."""
 
     def submit(self, assessments: Sequence[Assessment]) -> None:
-        """Queue the values on disk; never raises."""
+        """Queue the values on disk. Never raises."""
         ...
 
 

@@ -26,7 +26,7 @@ _NOTHING_SET = TracingSettings(mlflow_uri=None, weave_api_key=None, otlp_endpoin
 async def check_backends(
     config: RunConfig, services: Mapping[str, str], trainer: TracingSettings, token: SecretStr | None = None
 ) -> None:
-    """Check the backends of each service (name -> URL) and of this one; services that do not answer are logged.
+    """Check the backends of each service (name -> URL) and of this one. Services that do not answer are logged.
 
     Raises:
         TrackwayError: INVALID_REQUEST naming each service, backend and remedy, and a missing Weave entity.

@@ -28,7 +28,7 @@ class RunTraces:
     tracing: Tracing | None = None
     feedback: Sequence[TraceFeedback] = ()
     links: TraceFeedback | None = None
-    """Links traces to the run in MLflow; None when MLflow is off, or the traces go elsewhere."""
+    """Links traces to the run in MLflow, or None when MLflow is off, or the traces go elsewhere."""
 
     async def open(self) -> None:
         """Record the span counts at the run's start."""
@@ -73,31 +73,31 @@ class RunTraces:
             backend.submit(assessments)
 
     def dropped(self, batch: FilteredBatch) -> None:
-        """Record what became of these trajectories, which no step took; returns immediately."""
+        """Record what became of these trajectories, which no step took. Returns immediately."""
         if batch.trajectories:
             self.received(batch.trajectories)
             self.assess(batch, [], 0)
 
     def assess_validation(self, trajectories: Sequence[Trajectory]) -> None:
-        """Record the rewards of a validation; returns immediately."""
+        """Record the rewards of a validation. Returns immediately."""
         assessments = validation_feedback(trajectories)
         for backend in self.feedback:
             backend.submit(assessments)
 
     def metrics(self) -> Metrics:
-        """The trace metrics since the last call; empty for a run without tracing."""
+        """The trace metrics since the last call. Empty for a run without tracing."""
         metrics = self.budget.take()
         return {} if self.tracing is None else metrics
 
     def summary(self) -> TraceSummary | None:
-        """The run's totals as of the last query of the services; may start another query."""
+        """The run's totals as of the last query of the services. May start another query."""
         if self.tracing is None:
             return None
         self.accounts.refresh()
         return self._totals()
 
     async def close(self, deadline_s: float) -> TraceSummary | None:
-        """Flush this process's spans, then wait for the services' queues, each until the deadline; the run's totals."""
+        """Flush this process's spans, then wait for the services' queues, each until the deadline. The run's totals."""
         if self.tracing is None:
             return None
         await asyncio.to_thread(self.tracing.shutdown, deadline_s)

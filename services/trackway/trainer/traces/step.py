@@ -18,13 +18,13 @@ from trackway.wire.tracing import TraceTarget
 from trackway.wire.trajectory import Trajectory
 
 SHOWN_TRAJECTORIES = 64
-"""Most traced trajectories listed in a step's outputs; the links of its optimizer steps are complete."""
+"""Most traced trajectories listed in a step's outputs. The links of its optimizer steps are complete."""
 
 _SHOWN_METRICS = {"actor/lr": "lr", "actor/grad_norm": "grad_norm", "actor/pg_loss": "loss"}
 
 
 class StepTrace:
-    """The trace of the current step; one object serves all steps in turn."""
+    """The trace of the current step. One object serves all steps in turn."""
 
     def __init__(self, experiment_name: str, target: TraceTarget, name: str = "train step") -> None:
         self._experiment_name = experiment_name
@@ -52,7 +52,7 @@ class StepTrace:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Trace a phase of the step; phases outside a step are not recorded."""
+        """Trace a phase of the step. Phases outside a step are not recorded."""
         with operation_span(name):
             yield
 

@@ -37,7 +37,7 @@ def prepared(
 
 
 async def healthy(http: EngineHttp) -> bool:
-    """True once the server responds; raises TrackwayError before."""
+    """True once the server responds. Raises TrackwayError before."""
     await http.get("/health", timeout_s=5.0)
     return True
 

@@ -1,4 +1,4 @@
-"""Pauses, weight updates, sleep and wake-up of an inference server; tokens of rejected weights are never returned.
+"""Pauses, weight updates, sleep and wake-up of an inference server. Tokens of rejected weights are never returned.
 
 During an update new requests wait and those in flight are frozen while the folder is loaded under a unique name. They
 then continue, and the server's digests and its logprobs of the probes are compared with the proof. Tokens of the new
@@ -44,7 +44,7 @@ class VersionNames:
         return name
 
     def version(self, name: str) -> int | None:
-        """The version of a name; None for an unknown name."""
+        """The version of a name, or None for an unknown name."""
         return self._given.get(name)
 
 
@@ -96,7 +96,7 @@ class ServerCalls(Protocol):
         ...
 
     async def digests(self, folder: Path, before: Path) -> HeldDigests | None:
-        """Compares the server's parameters with the folder's tensors; None if it has no digests."""
+        """Compares the server's parameters with the folder's tensors. None if it has no digests."""
         ...
 
     async def cut(self, calls: Sequence[Call]) -> None:
@@ -188,7 +188,7 @@ class ServerControl:
             await self._server.cut(sent)
 
     async def load_weights(self, folder: Path, version: int, proof: WeightProof) -> None:
-        """Load weights, all or nothing; see `Engine.load_weights`. While the KV cache sleeps, the proof is deferred."""
+        """Load weights, all or nothing. See `Engine.load_weights`. While the KV cache sleeps, the proof is deferred."""
         async with self._lock:
             if "weights" in self.asleep:
                 message = "expected the memory of the weights to be awake, got it asleep; POST /wake_up?tags=weights"
@@ -201,7 +201,7 @@ class ServerControl:
             await self._try(self._trial, load=True)
 
     async def sleep(self, parts: Sequence[MemoryPart]) -> None:
-        """Release memory; see `Engine.sleep`. Frozen requests hold KV cache, so there must be none."""
+        """Release memory. See `Engine.sleep`. Frozen requests hold KV cache, so there must be none."""
         async with self._lock:
             if not self.paused or len(self._calls):
                 got = f"{len(self._calls)} requests in flight" if self.paused else "one at work"
@@ -215,7 +215,7 @@ class ServerControl:
                     self.asleep.add(part)
 
     async def wake_up(self, parts: Sequence[MemoryPart]) -> None:
-        """Allocate memory; see `Engine.wake_up`.
+        """Allocate memory. See `Engine.wake_up`.
 
         Lost weights are loaded again with the last part, unless others were loaded in between (verl's multi-stage
         wake-up: weights, load, kv_cache).
@@ -283,7 +283,7 @@ class ServerControl:
         self.admits.set()
 
     async def _roll_back(self, trial: _Trial, error: Exception) -> None:
-        """Load the last good weights again; if that fails, nothing may be served."""
+        """Load the last good weights again. If that fails, nothing may be served."""
         old = replace(trial.old, name=self._names.new(trial.old.version))
         try:
             await self._condemn(trial)

@@ -82,7 +82,7 @@ class DigestValues:
         return bool(digests) and digests[HEAD] == digests[embedding]
 
     def _wanted(self, folder: Path) -> dict[str, str]:
-        """The digests of all ranks by tensor; tensors that the folder lacks are absent."""
+        """The digests of all ranks by tensor. Tensors that the folder lacks are absent."""
 
         def digests(name: str, parts: list[Tensor]) -> str:
             shards = zip(self._shards[name], self.forms[name], strict=True)
@@ -109,7 +109,7 @@ class DigestChanges:
         """The server's digests after the last two folders."""
 
     def compare(self, folder: Path, held: Checksums, before: Path) -> HeldDigests:
-        """Find old tensors after the folder's load; none if `before` was never compared, or is gone."""
+        """Find old tensors after the folder's load. None if `before` was never compared, or is gone."""
         known = self._held.get(before)
         if known is None or not before.is_dir():
             self._held = {folder: held}
@@ -133,7 +133,7 @@ ServerDigests = DigestValues | DigestChanges
 
 
 def parts_of(parameter: str) -> list[str]:
-    """The published tensors that a server concatenates in this parameter; itself if it is not fused."""
+    """The published tensors that a server concatenates in this parameter. Itself if it is not fused."""
     module, _, kind = parameter.rpartition(".")
     owner, _, leaf = module.rpartition(".")
     return [f"{owner}.{part}.{kind}" for part in _FUSED[leaf]] if leaf in _FUSED else [parameter]
@@ -166,7 +166,7 @@ def _with_head(digests: dict[str, str], tied: bool) -> dict[str, str]:
 def _mapped(
     folder: Path, names: list[str], dtype: torch.dtype, function: Callable[[str, list[Tensor]], T]
 ) -> dict[str, T]:
-    """`function` of each parameter's name and published tensors; parameters that the folder lacks are absent."""
+    """`function` of each parameter's name and published tensors. Parameters that the folder lacks are absent."""
     places = tensors(folder)
     embedding = _embedding(places)
     if HEAD not in places and embedding:  # it is tied

@@ -55,7 +55,7 @@ _SLOWEST_CHECKSUM = 2e8
 
 
 class RemoteEngine(ABC):
-    """An `Engine` over a server's HTTP API; the server is a child process, or runs already."""
+    """An `Engine` over a server's HTTP API. The server is a child process, or runs already."""
 
     capabilities: frozenset[Capability]
     """The server's optional features."""
@@ -92,7 +92,7 @@ class RemoteEngine(ABC):
 
     @property
     def judgement(self) -> Judgement | None:
-        """The verdict on the current weights; None for the base weights."""
+        """The verdict on the current weights, or None for the base weights."""
         return self.control.judgement
 
     @property
@@ -107,14 +107,14 @@ class RemoteEngine(ABC):
 
     @property
     def dtype(self) -> str:
-        """The type of weights and activations; such a server needs a GPU, where `auto` is bfloat16."""
+        """The type of weights and activations. Such a server needs a GPU, where `auto` is bfloat16."""
         if self.settings.dtype != "auto":
             return self.settings.dtype
         return "float32" if self.settings.device == "cpu" else "bfloat16"
 
     @property
     def http(self) -> EngineHttp:
-        """The HTTP client; UNAVAILABLE before the start and after the stop."""
+        """The HTTP client. UNAVAILABLE before the start and after the stop."""
         if self._client is None:
             message = "expected a started engine, got one that is starting or has stopped; retry later"
             raise TrackwayError(ErrorCode.UNAVAILABLE, message)
@@ -155,7 +155,7 @@ class RemoteEngine(ABC):
             self._merged.cleanup()
 
     async def generate(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> Generation:
-        """Continue a prompt; see `Engine.generate`."""
+        """Continue a prompt. See `Engine.generate`."""
         collector = Collector()
         async with aclosing(self._call(token_ids, params, request_id, streamed=False)) as pieces:
             async for piece in pieces:
@@ -163,7 +163,7 @@ class RemoteEngine(ABC):
         return collector.generation()
 
     def stream(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> AsyncGenerator[Piece]:
-        """As `generate`, in pieces; see `Engine.stream`."""
+        """As `generate`, in pieces. See `Engine.stream`."""
         return self._call(token_ids, params, request_id, streamed=True)
 
     async def _call(
@@ -193,7 +193,7 @@ class RemoteEngine(ABC):
                 self._let_go(call)
 
     async def abort(self, request_id: str) -> int:
-        """Abort the requests with this id; they return their tokens so far."""
+        """Abort the requests with this id. They return their tokens so far."""
         calls = self.calls.of(request_id)
         await self.control.cut_short(calls)
         return len(calls)
@@ -209,7 +209,7 @@ class RemoteEngine(ABC):
     async def load_weights(
         self, folder: Path, version: int, proof: WeightProof, swapping: Swapping = nullcontext
     ) -> None:
-        """Load weights, all or nothing; see `Engine.load_weights`. While the KV cache sleeps, the proof is deferred."""
+        """Load weights, all or nothing. See `Engine.load_weights`. While the KV cache sleeps, the proof is deferred."""
         if is_adapter(folder):
             folder = await asyncio.to_thread(self._checked_adapter, folder, version)
         elif self.shared:
@@ -228,7 +228,7 @@ class RemoteEngine(ABC):
 
     @property
     def guides(self) -> bool:
-        """Whether a server that this engine starts gets the tokenizer, which grammars need; True for any other."""
+        """Whether a server that this engine starts gets the tokenizer, which grammars need. True for any other."""
         return self.settings.engine_url is not None or _has_tokenizer(self.settings.model_path)
 
     def _longest(self, wanted: int) -> int:
@@ -241,7 +241,7 @@ class RemoteEngine(ABC):
         return self.settings.max_lora_rank > 0
 
     def untouched(self, version: object) -> None:
-        """Raises CONFLICT if the server is shared and its whole weights have been replaced; nothing is served then."""
+        """Raises CONFLICT if the server is shared and its whole weights have been replaced. Nothing is served then."""
         if not self.shared:
             return
         try:
@@ -267,15 +267,15 @@ class RemoteEngine(ABC):
         return folder
 
     async def sleep(self, parts: Sequence[MemoryPart]) -> None:
-        """Release memory; see `Engine.sleep`."""
+        """Release memory. See `Engine.sleep`."""
         await self.control.sleep(parts)
 
     async def wake_up(self, parts: Sequence[MemoryPart]) -> None:
-        """Allocate memory; see `Engine.wake_up`."""
+        """Allocate memory. See `Engine.wake_up`."""
         await self.control.wake_up(parts)
 
     def stuck_for(self) -> float:
-        """Seconds since the last token while requests wait for one; infinite when the server is lost."""
+        """Seconds since the last token while requests wait for one. Infinite when the server is lost."""
         if self.control.broken is not None or (self._process is not None and not self._process.alive):
             return math.inf
         if self.control.frozen or self.control.changing:
@@ -323,7 +323,7 @@ class RemoteEngine(ABC):
                 return
 
     def _last(self, call: Call, version: int, reason: FinishReason, names: Sequence[str]) -> Piece:
-        """The last piece, with the names of all tokens if they are known; `version` can have computed the first KV."""
+        """The last piece, with the names of all tokens if they are known. `version` can have computed the first KV."""
         spans: list[WeightSpan] = []
         for name, start, end in runs(names):
             its = self.control.version_of(name)
@@ -349,7 +349,7 @@ class RemoteEngine(ABC):
         self.in_background(self.cut([call]))
 
     def unload_all_but(self, newest: int) -> None:
-        """Unload the other adapters in the background; SGLang answers when no request runs with one."""
+        """Unload the other adapters in the background. SGLang answers when no request runs with one."""
         for name in self.loaded[:-newest]:
             self.in_background(self._unload(name))
 
@@ -371,7 +371,7 @@ class RemoteEngine(ABC):
 
     @abstractmethod
     def _command(self, port: int) -> list[str]:
-        """Command of the server process, the interpreter first; `engine_args` are appended."""
+        """Command of the server process, the interpreter first. `engine_args` are appended."""
 
     @abstractmethod
     def _environment(self, folder: Path) -> dict[str, str]:
@@ -383,7 +383,7 @@ class RemoteEngine(ABC):
 
     @abstractmethod
     def _tokens(self, call: Call) -> AsyncGenerator[TokenChunk]:
-        """Send `call.token_ids`; the tokens as they come. May set `call.reused`."""
+        """Send `call.token_ids`. The tokens as they come. May set `call.reused`."""
 
     @abstractmethod
     async def freeze(self) -> None:
@@ -402,19 +402,19 @@ class RemoteEngine(ABC):
         """Logprobs at temperature 1 of tokens 1..n-1 under the loaded weights."""
 
     async def digests(self, folder: Path, before: Path) -> HeldDigests | None:
-        """Compares the server's parameters with the folder's tensors; None if it has no digests."""
+        """Compares the server's parameters with the folder's tensors. None if it has no digests."""
         if self.server_digests is None or is_adapter(folder):
             return None
         return await asyncio.to_thread(self.server_digests.compare, folder, await self.checksums(), before)
 
     async def base_checksums(self) -> Checksums:
-        """Digests after the start; empty unless they are wanted, and the base weights can be read here."""
+        """Digests after the start. Empty unless they are wanted, and the base weights can be read here."""
         base = self.control.serving.folder
         wanted = self.settings.weight_digests and any(base.glob("*.safetensors"))
         return await self.checksums() if wanted else {}
 
     async def checksums(self) -> Checksums:
-        """The server's digests, which it makes while it generates nothing; empty from one without that route."""
+        """The server's digests, which it makes while it generates nothing. Empty from one without that route."""
         size = sum(tensor.end - tensor.start for tensor in tensors(self.settings.model_path).values())
         try:
             reply = await self.http.post(

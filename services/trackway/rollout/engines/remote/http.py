@@ -52,7 +52,7 @@ class EngineHttp:
         timeout_s: float | None = 60.0,
         idempotent: bool = False,
     ) -> Json:
-        """POST; an `idempotent` one is retried once on a new connection when the connection breaks.
+        """POST. An `idempotent` one is retried once on a new connection when the connection breaks.
 
         A response that is not a JSON object is returned as {"text": ...}.
         """

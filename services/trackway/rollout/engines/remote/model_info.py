@@ -1,4 +1,4 @@
-"""The model facts needed to check a prompt before it is sent to a server; read without torch."""
+"""The model facts needed to check a prompt before it is sent to a server. Read without torch."""
 
 import json
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class ModelFacts:
 
     @classmethod
     def read(cls, folder: Path, max_positions: int | None = None) -> Self:
-        """Reads `config.json`, and `generation_config.json` for the stop ids; raises INVALID_REQUEST on failure.
+        """Reads `config.json`, and `generation_config.json` for the stop ids. Raises INVALID_REQUEST on failure.
 
         `max_positions` replaces `max_position_embeddings`.
         """

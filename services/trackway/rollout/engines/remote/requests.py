@@ -29,7 +29,7 @@ class TokenChunk:
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     names: Sequence[str]
-    """For each token, the server's name of the newest weights that can have generated it; see `VersionNames`."""
+    """For each token, the server's name of the newest weights that can have generated it. See `VersionNames`."""
     finish_reason: FinishReason | None = None
     top_logprobs: Sequence[TopLogprobs] = ()
     """The most likely tokens of each position, if the request asks for them."""
@@ -42,11 +42,11 @@ class Call:
     """One request in flight."""
 
     request_id: str
-    """The caller's id; several requests may share it."""
+    """The caller's id. Several requests may share it."""
     token_ids: list[int]
     params: SamplingParams
     stops: frozenset[int]
-    """Stop ids, the model's own included unless ignored; tokens after the first are dropped."""
+    """Stop ids, the model's own included unless ignored. Tokens after the first are dropped."""
     limit: int
     """Maximum number of generated tokens."""
     streamed: bool = True
@@ -60,7 +60,7 @@ class Call:
     held: str = ""
     """Name of the weights under which it was sent, the oldest that its tokens can be of."""
     reused: int = 0
-    """Prompt tokens reused from the server's cache; set by the backend when known."""
+    """Prompt tokens reused from the server's cache. Set by the backend when known."""
     only: str | None = None
     """When set, its KV cache contains rejected weights: tokens of weights other than these are dropped."""
     ends_at: float | None = None
@@ -79,7 +79,7 @@ class Call:
             self._waits.reschedule(self.ends_at)
 
     async def within(self, what: Callable[[], Awaitable[T]]) -> T:
-        """Wait for `what`; TimeoutError when the call was aborted and its grace period is over."""
+        """Wait for `what`. TimeoutError when the call was aborted and its grace period is over."""
         if self.ends_at is not None and self.ends_at <= asyncio.get_running_loop().time():
             raise TimeoutError  # even if the server has sent more
         try:
@@ -116,7 +116,7 @@ class Calls:
     def admit(
         self, token_ids: Sequence[int], params: SamplingParams, request_id: str, *, streamed: bool = True
     ) -> Call:
-        """Admit a request; raises OVERLOADED, or INVALID_REQUEST for a prompt that cannot be continued."""
+        """Admit a request. Raises OVERLOADED, or INVALID_REQUEST for a prompt that cannot be continued."""
         if len(self._open) >= self._bound:
             waits = self._retry_after.turn_away(max(0, len(self._open) - self._slots), time.monotonic())
             raise overloaded(self._bound, waits)
@@ -163,7 +163,7 @@ class Calls:
         return min(self._slots, len(self._open))
 
     def still_for(self, since: float) -> float:
-        """Seconds since the last token of any request, or since `since` if later; 0.0 without requests."""
+        """Seconds since the last token of any request, or since `since` if later. 0.0 without requests."""
         moved = max((call.moved for call in self._open), default=None)
         return 0.0 if moved is None else max(0.0, time.monotonic() - max(since, moved))
 

@@ -2,7 +2,7 @@
 
 Field names follow SGLang 0.5.23 (`managers/io_struct.py`). Three of its behaviours shape this file:
 a weight update that flushes the cache while a request is alive kills the scheduler, so a cache namespace (`extra_key`)
-per weights keeps old KV from new requests instead; releasing memory while a request is alive kills it too; and
+per weights keeps old KV from new requests instead. Releasing memory while a request is alive kills it too; and
 `ignore_eos` makes it ignore `stop_token_ids`, which are therefore checked here as well.
 """
 
@@ -106,9 +106,9 @@ class SglangEngine(RemoteEngine):
         lacking |= set() if self.guides else {Capability.STRUCTURED_OUTPUTS}
         self.capabilities = frozenset(Capability) - lacking
         self._adapter: str | None = None
-        """Name on the server of the adapter that new requests get; None for the whole weights alone."""
+        """Name on the server of the adapter that new requests get, or None for the whole weights alone."""
         self._whole_folder: Path | None = None
-        """Folder of the whole weights on the server; None if unknown."""
+        """Folder of the whole weights on the server, or None if unknown."""
         self._overlaps = False
         """True if the server samples a token before it has handled the one before."""
 
@@ -352,7 +352,7 @@ def _sampling(call: Call, top_k: int) -> Json:
 
 
 def _meta(event: Json) -> _Meta:
-    """The event's `meta_info`; raises an error that SGLang reports inside a stream."""
+    """The event's `meta_info`. Raises an error that SGLang reports inside a stream."""
     if "error" in event:
         message = event["error"].get("message") if isinstance(event["error"], dict) else event["error"]
         raise TrackwayError(ErrorCode.INVALID_REQUEST, f"SGLang refused the request: {message}")

@@ -60,7 +60,7 @@ _SAFE_ON_ANY_MACHINE = {
 
 
 def safe_environment() -> dict[str, str]:
-    """Variables of a vLLM that starts on any machine; what this process has of them stays."""
+    """Variables of a vLLM that starts on any machine. What this process has of them stays."""
     return {name: os.environ.get(name, value) for name, value in _SAFE_ON_ANY_MACHINE.items()}
 
 
@@ -81,9 +81,9 @@ class VllmEngine(RemoteEngine):
         self._watch: asyncio.Task[None] | None = None
         self._sleeping: set[MemoryPart] = set()
         self._adapter: str | None = None
-        """Name on the server of the adapter that new requests get; None for the whole weights alone."""
+        """Name on the server of the adapter that new requests get, or None for the whole weights alone."""
         self._whole_folder: Path | None = None
-        """Folder of the whole weights on the server; None if unknown."""
+        """Folder of the whole weights on the server, or None if unknown."""
         self._from_folder = StoreReceiver(self._reload_whole)
         self._ipc: IpcReceiver | None = None
         if settings.weights_transport == "ipc" and settings.weights_url is not None:
@@ -223,7 +223,7 @@ class VllmEngine(RemoteEngine):
         return reply["checksums"]
 
     async def _watch_progress(self) -> None:
-        """Non-streamed responses show no progress; vLLM's counters do."""
+        """Non-streamed responses show no progress. vLLM's counters do."""
         before: list[str] = []
         while True:
             await asyncio.sleep(_PROGRESS_S)

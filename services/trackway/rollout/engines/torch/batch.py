@@ -48,7 +48,7 @@ class PrefillRow(NamedTuple):
     last: int
     end: int
     mask: Tensor | None
-    """[new, end]: the positions that each new token sees; None when causal from the start of the slot."""
+    """[new, end]: the positions that each new token sees, or None when causal from the start of the slot."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class BatchLayout:
     runs: list[DecodeRun]
     spans: list[PrefillRow]
     last: Tensor | None
-    """[rows]: index of each row's last token; None when every row has one token."""
+    """[rows]: index of each row's last token, or None when every row has one token."""
 
 
 def prepare_batch(rows: Sequence[Row], kv_heads: int, device: torch.device, dtype: torch.dtype) -> BatchLayout:
-    """The layout of a batch; rows of one new token come first."""
+    """The layout of a batch. Rows of one new token come first."""
     singles = sum(len(row.token_ids) == 1 for row in rows)
     flat = [
         [token for row in rows for token in row.token_ids],

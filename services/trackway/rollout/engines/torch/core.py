@@ -39,7 +39,7 @@ class EngineCore:
         self._steps = self._generated = self._prefilled = self._reused = 0
 
     def step(self) -> list[FinishedSequence]:
-        """Generate one token for every running sequence; returns the finished ones."""
+        """Generate one token for every running sequence. Returns the finished ones."""
         self._copy(self.scheduler.admit())
         groups = self.scheduler.groups()
         logits = torch.cat([self._compute(group) for group in groups])
@@ -93,7 +93,7 @@ class EngineCore:
         return [FinishedSequence(sequence, sequence.result("abort")) for sequence in aborted]
 
     def drop(self, sequence: Sequence) -> None:
-        """Remove a sequence whose caller has left; does nothing if it is finished."""
+        """Remove a sequence whose caller has left. Does nothing if it is finished."""
         if sequence in self.scheduler.running or sequence in self.scheduler.waiting:
             self.scheduler.finish(sequence)
 

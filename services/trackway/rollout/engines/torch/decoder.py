@@ -21,7 +21,7 @@ from trackway.rollout.engines.torch.model_config import DecoderConfig
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer; matrices are [out, in]."""
+    """One decoder layer. Matrices are [out, in]."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -107,7 +107,7 @@ class KVCache:
             self.data[:, :, targets, :, :positions] = self.data[:, :, sources, :, :positions]
 
     def clear(self, slot: int) -> None:
-        """Clear a slot; needed after non-finite values, which would survive a mask."""
+        """Clear a slot. Needed after non-finite values, which would survive a mask."""
         self.data[:, :, slot] = 0
 
 
@@ -136,7 +136,7 @@ class Decoder:
         return F.linear(self._hidden(weights, cache, layout, layout.last), weights.lm_head).float()
 
     def score(self, weights: DecoderWeights, token_ids: list[int]) -> list[float]:
-        """Logprobs at temperature 1 of tokens 1..n-1 given the preceding ones; uses no slot."""
+        """Logprobs at temperature 1 of tokens 1..n-1 given the preceding ones. Uses no slot."""
         cache = self.cache(slots=1)
         cache.reserve(len(token_ids))
         layout = prepare_batch([Row(0, 0, token_ids)], self.config.num_kv_heads, self.device, self.dtype)

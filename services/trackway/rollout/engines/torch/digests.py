@@ -23,7 +23,7 @@ def published_digests(digests: Sequence[TensorDigest], dtype: torch.dtype) -> di
 
 
 def held_digests(weights: DecoderWeights, config: DecoderConfig, digests: Sequence[TensorDigest]) -> dict[str, str]:
-    """The sha256 of the published tensors as the engine holds them; unknown ones are absent."""
+    """The sha256 of the published tensors as the engine holds them. Unknown ones are absent."""
     types = {tensor.name: _digested(tensor, weights.embed.dtype) for tensor in digests}
     held = {name: tensor for name, tensor in unfused(weights, config) if name in types}
     with ThreadPoolExecutor(_THREADS) as pool:

@@ -1,6 +1,6 @@
 """The embedded engine: the async interface of a core that steps on its own thread.
 
-Weights are read, checked and scored on another thread, in separate tensors; only the reference is swapped between two
+Weights are read, checked and scored on another thread, in separate tensors. Only the reference is swapped between two
 steps. Those that wait for their swap are dropped when the engine goes to sleep, and read again after the wake-up.
 """
 
@@ -111,14 +111,14 @@ class TorchEngine:
         await self._thread.stop()
 
     async def generate(self, token_ids: abc.Sequence[int], params: SamplingParams, request_id: str) -> Generation:
-        """Continue a prompt; see `Engine.generate`."""
+        """Continue a prompt. See `Engine.generate`."""
         with self._in_flight(self._sequence(token_ids, params, request_id)) as done:
             return _result(await done)
 
     async def stream(
         self, token_ids: abc.Sequence[int], params: SamplingParams, request_id: str
     ) -> AsyncGenerator[Piece, None]:
-        """As `generate`, token by token; see `Engine.stream`."""
+        """As `generate`, token by token. See `Engine.stream`."""
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Piece | None]()
 
         def on_token(piece: Piece) -> None:
@@ -133,7 +133,7 @@ class TorchEngine:
             yield Piece([], [], version, generation.finish_reason, cached_tokens=generation.cached_tokens)
 
     async def abort(self, request_id: str) -> int:
-        """Abort the requests with this id; they return their tokens so far."""
+        """Abort the requests with this id. They return their tokens so far."""
         return await self._abort(request_id)
 
     async def pause(self, mode: PauseMode) -> None:
@@ -157,7 +157,7 @@ class TorchEngine:
     async def load_weights(
         self, folder: Path, version: int, proof: WeightProof, swapping: Swapping = nullcontext
     ) -> None:
-        """All or nothing; see `Engine.load_weights`."""
+        """All or nothing. See `Engine.load_weights`."""
         core = self._started()
         try:
             async with self._memory:
@@ -184,7 +184,7 @@ class TorchEngine:
         return judgement
 
     async def sleep(self, parts: abc.Sequence[MemoryPart]) -> None:
-        """Release memory; see `Engine.sleep`. A GPU's weights go to pinned main memory, a CPU's to a file."""
+        """Release memory. See `Engine.sleep`. A GPU's weights go to pinned main memory, a CPU's to a file."""
         core = self._started()
         in_flight = sum(not done.done() for done in self._waiting.values())
         if not self._paused or in_flight:
@@ -202,7 +202,7 @@ class TorchEngine:
             await asyncio.to_thread(release_cached_memory, self._decoder.device)
 
     async def wake_up(self, parts: abc.Sequence[MemoryPart]) -> None:
-        """Allocate memory; see `Engine.wake_up`. Raises ENGINE_FAILED if the weights are not those that slept."""
+        """Allocate memory. See `Engine.wake_up`. Raises ENGINE_FAILED if the weights are not those that slept."""
         core = self._started()
         async with self._memory:
             with _enough_memory():
@@ -220,7 +220,7 @@ class TorchEngine:
             raise
 
     def stuck_for(self) -> float:
-        """Seconds since the thread's last step or call while it has work; infinite when thread or weights are lost."""
+        """Seconds since the thread's last step or call while it has work. Infinite when thread or weights are lost."""
         if self._broken:
             return math.inf
         return self._thread.stuck_for() if self._core else 0.0
@@ -231,7 +231,7 @@ class TorchEngine:
 
     @contextmanager
     def _in_flight(self, sequence: Sequence) -> Iterator[Pending]:
-        """Add the sequence to the core; remove it if the caller leaves before it is finished."""
+        """Add the sequence to the core. Remove it if the caller leaves before it is finished."""
         core = self._started()
         self._thread.check()
         done: Pending = asyncio.get_running_loop().create_future()

@@ -13,13 +13,13 @@ from trackway.wire.weights import WeightProof
 
 
 def load(decoder: Decoder, folder: Path) -> DecoderWeights:
-    """The folder's weights; raises WEIGHTS_CORRUPT if they do not fit the model."""
+    """The folder's weights. Raises WEIGHTS_CORRUPT if they do not fit the model."""
     with torch.inference_mode():
         return read_weights(folder, decoder.config, decoder.device, decoder.dtype)
 
 
 def load_merged(decoder: Decoder, base: Path, adapter: Path) -> DecoderWeights:
-    """The base's weights with the adapter's; raises WEIGHTS_CORRUPT if they do not fit the model."""
+    """The base's weights with the adapter's. Raises WEIGHTS_CORRUPT if they do not fit the model."""
     with torch.inference_mode():
         return read_weights(base, decoder.config, decoder.device, decoder.dtype, adapter)
 

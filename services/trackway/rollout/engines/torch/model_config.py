@@ -31,7 +31,7 @@ class _Rope(BaseModel):
 
 
 class _ConfigFile(BaseModel):
-    """The `config.json` keys in use; transformers 5 writes `rope_parameters`, 4 wrote `rope_theta`."""
+    """The `config.json` keys in use. transformers 5 writes `rope_parameters`, 4 wrote `rope_theta`."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -65,7 +65,7 @@ class _GenerationFile(BaseModel):
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes and switches of the decoder; counts are in the units of their names."""
+    """Sizes and switches of the decoder. Counts are in the units of their names."""
 
     vocab_size: int
     hidden_size: int

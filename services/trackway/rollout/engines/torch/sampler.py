@@ -28,7 +28,7 @@ class SampledTokens(NamedTuple):
 
 
 def uniforms(seed: int | None) -> Iterator[float]:
-    """An endless stream of uniform numbers in [0, 1); without a seed it differs each time."""
+    """An endless stream of uniform numbers in [0, 1). Without a seed it differs each time."""
     generator = torch.Generator()
     if seed is None:
         generator.seed()

@@ -13,7 +13,7 @@ from trackway.wire.trajectory import WeightSpan, add_span
 
 @dataclass(eq=False)
 class Sequence:
-    """A prompt and its output. The first `cached` tokens have their KV in `slot`; the rest are pending."""
+    """A prompt and its output. The first `cached` tokens have their KV in `slot`. The rest are pending."""
 
     request_id: str
     prompt: list[int]
@@ -57,7 +57,7 @@ class Sequence:
     def accept(
         self, token: int, logprob: float, version: int, top_logprobs: TopLogprobs | None = None
     ) -> FinishReason | None:
-        """Append a sampled token; returns the finish reason, or None."""
+        """Append a sampled token. Returns the finish reason, or None."""
         self.cached = self.length
         self.output.append(token)
         self.logprobs.append(logprob)
@@ -94,7 +94,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def admit(self) -> list[SlotAllocation]:
-        """Move waiting sequences into free slots, first come first served; returns their allocations."""
+        """Move waiting sequences into free slots, first come first served. Returns their allocations."""
         allocations: list[SlotAllocation] = []
         later: deque[Sequence] = deque()
         free = self.slots.free
@@ -111,7 +111,7 @@ class Scheduler:
         return allocations
 
     def groups(self) -> list[list[Sequence]]:
-        """The running sequences in groups to compute together; those with one pending token come first."""
+        """The running sequences in groups to compute together. Those with one pending token come first."""
         groups: list[list[Sequence]] = []
         room = 0
         for sequence in sorted(self.running, key=lambda sequence: (sequence.pending > 1, sequence.slot)):
@@ -123,13 +123,13 @@ class Scheduler:
         return groups
 
     def mark_computed(self, group: abc.Sequence[Sequence]) -> None:
-        """Record that the group's pending tokens are cached; complete prompts may be shared."""
+        """Record that the group's pending tokens are cached. Complete prompts may be shared."""
         for sequence in group:
             if not sequence.output:
                 self.slots.commit(sequence.slot, len(sequence.prompt))
 
     def finish(self, sequence: Sequence) -> None:
-        """Remove a sequence, waiting or running; its slot keeps the computed tokens."""
+        """Remove a sequence, waiting or running. Its slot keeps the computed tokens."""
         if sequence.slot < 0:
             self.waiting.remove(sequence)
             return

@@ -27,7 +27,7 @@ class SleepingWeights:
     """A copy of weights. `shapes` stands in for them and holds no memory."""
 
     def __init__(self, weights: DecoderWeights) -> None:
-        """Copies the weights; raises StorageError when the disk is full or not writable."""
+        """Copies the weights. Raises StorageError when the disk is full or not writable."""
         self._device = weights.embed.device
         tensors = weights.tensors()
         with torch.inference_mode():
@@ -40,7 +40,7 @@ class SleepingWeights:
             weakref.finalize(self, self._file.close)
 
     def restored(self) -> DecoderWeights:
-        """The weights on their device; raises ENGINE_FAILED unless their bits are those that went to sleep."""
+        """The weights on their device. Raises ENGINE_FAILED unless their bits are those that went to sleep."""
         with torch.inference_mode():
             tensors = self._copied_back()
             if bit_sums(tensors) != self._sums:

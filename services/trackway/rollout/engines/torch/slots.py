@@ -20,7 +20,7 @@ class SlotAllocation(NamedTuple):
     slot: int
     cached: int
     source: int
-    """Slot to copy the cached tokens from; the same slot when they are already there."""
+    """Slot to copy the cached tokens from. The same slot when they are already there."""
 
 
 class SlotTable:
@@ -41,7 +41,7 @@ class SlotTable:
         return int(self._free.sum())
 
     def allocate(self, prompt: Sequence[int]) -> SlotAllocation | None:
-        """Allocate the best slot for a prompt; None when waiting one step saves computing. Needs a free slot."""
+        """Allocate the best slot for a prompt. None when waiting one step saves computing. Needs a free slot."""
         tokens = np.asarray(prompt)
         common = self._common(tokens)
         ready = np.minimum(common, self._ready)

@@ -1,6 +1,6 @@
 """The engine's thread: steps the core while there is work, and runs calls between two steps.
 
-Only this thread touches the core. Calls arrive as closures in the input queue; results return to the event loop once
+Only this thread touches the core. Calls arrive as closures in the input queue. Results return to the event loop once
 per step. If the thread dies, a callback on the event loop fails the pending calls, and later calls are rejected, so no
 call waits forever.
 """
@@ -76,7 +76,7 @@ class EngineThread:
             self._calls.discard(future)
 
     async def freeze(self, frozen: bool) -> None:
-        """Stop or resume stepping; returns when done."""
+        """Stop or resume stepping. Returns when done."""
 
         def freeze() -> None:
             self._frozen = frozen
@@ -93,7 +93,7 @@ class EngineThread:
         await asyncio.to_thread(self._thread.join)
 
     def stuck_for(self) -> float:
-        """Seconds since the last step or call while there is work; infinite when the thread is dead."""
+        """Seconds since the last step or call while there is work. Infinite when the thread is dead."""
         if self._cause is not None or not self._thread.is_alive():
             return math.inf
         return 0.0 if self._idle and self._input_queue.empty() else time.monotonic() - self._progress

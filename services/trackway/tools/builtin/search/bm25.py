@@ -53,7 +53,7 @@ class PassageIndex:
 
     @classmethod
     def load(cls, corpus: Corpus, folder: Path) -> "PassageIndex | None":
-        """The saved index of exactly these passages; None when there is no usable one."""
+        """The saved index of exactly these passages, or None when there is no usable one."""
         saved = folder / _name(corpus)
         if not saved.is_dir():
             return None
@@ -65,7 +65,7 @@ class PassageIndex:
         return cls(corpus.passages, scorer)
 
     def save(self, corpus: Corpus, folder: Path) -> None:
-        """Save the index for the next start; replicas may do so concurrently."""
+        """Save the index for the next start. Replicas may do so concurrently."""
         saved = folder / _name(corpus)
         try:
             with new_folder(saved) as draft:
@@ -89,7 +89,7 @@ class PassageIndex:
 
 
 class EmbeddedRetriever:
-    """Searches its own index; reading and searching run in threads."""
+    """Searches its own index. Reading and searching run in threads."""
 
     def __init__(self, documents: Path, index: Path | None, limits: CorpusLimits) -> None:
         self._documents = documents

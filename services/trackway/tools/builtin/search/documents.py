@@ -17,7 +17,7 @@ _BLANK_LINES = re.compile(r"\n\s*\n")
 
 
 class Passage(NamedTuple):
-    """A passage; the first line of `contents` is the title in quotes, as in search-agent corpora."""
+    """A passage. The first line of `contents` is the title in quotes, as in search-agent corpora."""
 
     id: str
     contents: str
@@ -29,7 +29,7 @@ class CorpusLimits(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     max_files: int = Field(default=10_000, ge=1)
-    """Maximum files; more are an error."""
+    """Maximum files. More are an error."""
     max_bytes: int = Field(default=512 * 1024 * 1024, ge=1)
     """Maximum bytes of all files. More are an error: use a retriever service for such a corpus."""
     passage_chars: int = Field(default=1200, ge=100)

@@ -100,7 +100,7 @@ class SearchConfig(CorpusLimits):
     topk: int = Field(default=3, ge=1, le=MAX_TOPK)
     """Documents per query."""
     timeout: float = Field(default=30.0, gt=0, validation_alias=AliasChoices("timeout", "default_timeout"))
-    """Seconds for the retriever's response, retries included; `call_timeout_s` also applies."""
+    """Seconds for the retriever's response, retries included. `call_timeout_s` also applies."""
     num_workers: int = Field(default=120, ge=1)
     """Concurrent requests to the retriever; verl's name."""
     rate_limit: int = Field(default=120, ge=1)
@@ -122,7 +122,7 @@ class SearchConfig(CorpusLimits):
         return self
 
     def retriever(self) -> Retriever | None:
-        """The retriever of the config; None when it names none."""
+        """The retriever of the config, or None when it names none."""
         if self.documents is not None:
             return EmbeddedRetriever(self.documents, self.index, self)
         if self.retrieval_service_url is not None:

@@ -1,6 +1,6 @@
 """The critic: values in, an update of the value model and verl's metrics out.
 
-The values of a batch are computed before its update; each mini-batch then takes one step of the clipped value loss
+The values of a batch are computed before its update. Each mini-batch then takes one step of the clipped value loss
 towards the returns that the advantages came from (value_loss.py), its gradient summed over micro-batches.
 """
 
@@ -31,7 +31,7 @@ FOLDER = "critic"
 
 
 class Critic:
-    """A value model and its optimizer. Not thread-safe; among several ranks every method is a collective."""
+    """A value model and its optimizer. Not thread-safe. Among several ranks every method is a collective."""
 
     def __init__(self, settings: CriticSettings, total_updates: int, ranks: Ranks = ALONE) -> None:
         self.settings = settings
@@ -39,7 +39,7 @@ class Critic:
         self.updates = 0
         fsdp = settings.model.sharding
         self.model = Policy(settings.model, ranks.sharing_weights(fsdp.fsdp_size), exchange_head)
-        """The value model; its logits are values, [N, 1]."""
+        """The value model. Its logits are values, [N, 1]."""
         self.optimizer = adamw.new_optimizer(self.model.model, settings.optim)
         self.moments = CpuOffload(
             lambda: adamw.state_tensors(self.optimizer),
@@ -59,7 +59,7 @@ class Critic:
         return self.model.measured(batch, 1.0, self.settings.forward_limit, _value)[0]
 
     def update(self, batch: TrainingBatch, owners: Sequence[int]) -> Metrics:
-        """Trains the values of a batch towards its returns; `owners` is the trajectory of each row.
+        """Trains the values of a batch towards its returns. `owners` is the trajectory of each row.
 
         A mini-batch of which rejection leaves no token is not trained on.
         """
@@ -90,7 +90,7 @@ class Critic:
         }
 
     def load(self, checkpoint: Path) -> bool:
-        """Restores `state`; False, with nothing changed, for the checkpoint of a run without a critic.
+        """Restores `state`. False, with nothing changed, for the checkpoint of a run without a critic.
 
         Raises ValueError when the checkpoint belongs to another model, or lacks one of the `load_contents`.
         """

@@ -29,7 +29,7 @@ class TokenLogits(NamedTuple):
     targets: Tensor
     """[n] int64: the tokens that they predict."""
     ref_logits: Tensor | None = None
-    """[n, V]: those of the reference; None without one."""
+    """[n, V]: those of the reference, or None without one."""
 
 
 Measure: TypeAlias = Callable[[TokenLogits], Tensor]
@@ -79,7 +79,7 @@ class HeadChunks:
     size: int
     """Most tokens of a chunk."""
     are_possible: bool
-    """True if the model's logits are what its head computes; some models scale them, or bound them, afterwards."""
+    """True if the model's logits are what its head computes. Some models scale them, or bound them, afterwards."""
     largest_whole: float
     """Tokens whose logits are computed whole, at most, if that is more than `size`."""
 

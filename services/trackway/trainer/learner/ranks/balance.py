@@ -19,7 +19,7 @@ class PassLimit(NamedTuple):
     """How much one rank computes in one pass."""
 
     rows: int | None = None
-    """Most rows, without `tokens`; None for all."""
+    """Most rows, without `tokens`, or None for all."""
     tokens: int | None = None
     """Most tokens, whatever the number of rows. A longer row is computed alone."""
 
@@ -30,7 +30,7 @@ def rounds_of(
     """Rounds by ranks by rows: every row is in one micro-batch. `lengths` are the tokens of the rows.
 
     With `has_padding` the longest row of a micro-batch counts for each of them. Under a limit
-    by rows, no rank has more than its share of a round's rows, rounded up; one by tokens takes as few micro-batches as
+    by rows, no rank has more than its share of a round's rows, rounded up. One by tokens takes as few micro-batches as
     balanced ones allow.
     """
     if limit.tokens is not None:
@@ -43,7 +43,7 @@ def rounds_of(
 def balanced(lengths: Sequence[int], parts: int, most_rows: int | None = None) -> list[Rows]:
     """The rows in parts of about as many tokens: the longest row first, each to the part with the fewest tokens.
 
-    A part has at most `most_rows` rows; None for no bound. Rows are in ascending order. The largest part exceeds the
+    A part has at most `most_rows` rows, or None for no bound. Rows are in ascending order. The largest part exceeds the
     best possible by at most a third (Graham, Bounds on multiprocessing timing anomalies, 1969) without that bound.
     """
     members: list[Rows] = [[] for _ in range(parts)]

@@ -3,7 +3,7 @@
 The run's own process is the first rank: it holds the run's folder, its signals and its loop. It starts the others as
 processes (process.py), on this machine or on other nodes (launch.py), which serve its commands. A command is announced
 in the group's store, and the name of a learner's method and its arguments are broadcast as JSON. Then all ranks run the
-method together. Between commands the others wait at the store, for as long as rollouts take; inside a command every
+method together. Between commands the others wait at the store, for as long as rollouts take. Inside a command every
 collective has a deadline.
 
 A group that lost a rank cannot be repaired: gloo and NCCL refuse every later call. The error ends the run's process,
@@ -73,7 +73,7 @@ as good as before."""
 END_S = 30.0
 """Longest wait for the group of the first rank to end: NCCL waits for kernels that wait for a lost rank."""
 COMMAND = "command"
-"""Name in the store; commands are numbered. The store holds no value: any process that reaches it can write there."""
+"""Name in the store. Commands are numbered. The store holds no value: any process that reaches it can write there."""
 STOP = "stop"
 IDLE_S = 30.0
 """Seconds after which a waiting rank asks whether the first one still runs."""
@@ -395,7 +395,7 @@ def serve(index: int, host: str, port: int, settings: GroupSettings) -> None:
 
 
 def is_of_group(error: Exception) -> bool:
-    """Return whether a collective or the store failed, not this rank's own work or GPU; both raise RuntimeErrors.
+    """Return whether a collective or the store failed, not this rank's own work or GPU. Both raise RuntimeErrors.
 
     gloo's errors have no class of their own, and name its source file.
     """
@@ -403,7 +403,7 @@ def is_of_group(error: Exception) -> bool:
 
 
 def end_group() -> None:
-    """Leave the group of all ranks, at most END_S; a group that does not end is left behind, and so is its GPU memory.
+    """Leave the group of all ranks, at most END_S. A group that does not end is left behind, and so is its GPU memory.
 
     Such a group could also block the end of the process, which then ends at once.
     """

@@ -47,7 +47,7 @@ class RankError(RuntimeError):
 
 
 class RankProcess(Protocol):
-    """The process of a rank; `subprocess.Popen` is one."""
+    """The process of a rank. `subprocess.Popen` is one."""
 
     def poll(self) -> int | None:
         """Its exit status, negative for a signal, or LOST. None while it runs."""
@@ -58,7 +58,7 @@ class RankProcess(Protocol):
         ...
 
     def kill(self) -> None:
-        """Ends it at once; does nothing when it has ended."""
+        """Ends it at once. Does nothing when it has ended."""
         ...
 
 

@@ -20,7 +20,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Serve the first rank; return the exit status."""
+    """Serve the first rank. Return the exit status."""
     parser = argparse.ArgumentParser(
         prog="trackway.trainer.learner.ranks.process", description="One rank of a learner."
     )

@@ -27,14 +27,14 @@ from trackway.trainer.learner.ranks.messages import gather
 from trackway.trainer.learner.ranks.sequence_parallel import SequenceRanks
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-"""PyTorch's communication backends by the learner's device; values of the CPU are summed on every device."""
+"""PyTorch's communication backends by the learner's device. Values of the CPU are summed on every device."""
 WRITE_S = 3600.0
 """Longest wait of a rank for another one to write its share of a checkpoint."""
 T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks of one learner as one of them sees them; without a mesh, one process."""
+    """The ranks of one learner as one of them sees them. Without a mesh, one process."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Ranks:
         self.per_node = per_node
         """Ranks on each node, which share its cores."""
         self.sequences = sequences
-        """The ranks with the same rows as this one, each with its share of their tokens; None for a rank alone."""
+        """The ranks with the same rows as this one, each with its share of their tokens, or None for a rank alone."""
         self.count = 1 if mesh is None else mesh.size()
         self.sharing = 1 if mesh is None else mesh.size(-1)
         """Ranks that share the weights; as many consecutive ones have all of them."""
@@ -193,11 +193,11 @@ def shard(
     forward_prefetch: bool = False,
     gather_dtype: torch.dtype | None = None,
 ) -> None:
-    """Shards the weights over the mesh, by layers; what is left, tied weights among it, is the root's.
+    """Shards the weights over the mesh, by layers. What is left, tied weights among it, is the root's.
 
     `reshard_after_forward` frees the gathered weights of a layer until its backward. `forward_prefetch` begins to
     gather those of the next layer before a layer's forward. `offload` keeps the shards in main memory, and has no
-    effect on CPUs. `gather_dtype` is that in which weights are gathered and computed with; None for their own, as those
+    effect on CPUs. `gather_dtype` is that in which weights are gathered and computed with. None for their own, as those
     of a model that keeps some in float32. Shards, gradients and their sums stay in the dtype of the weights, except
     sums for bfloat16, which are in float32.
     """
@@ -246,7 +246,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def gathered(tensors: Mapping[str, Tensor], keep: bool, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The whole tensors on the CPU; empty unless `keep`. A collective if one of them is sharded."""
+    """The whole tensors on the CPU. Empty unless `keep`. A collective if one of them is sharded."""
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         complete = whole(tensor).detach()

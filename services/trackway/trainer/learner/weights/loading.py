@@ -55,7 +55,7 @@ class ShareLoader:
 
     def __init__(self, folder: Path, dtype: torch.dtype, ranks: Ranks, max_positions: int | None = None) -> None:
         self.model = _without_weights(folder, dtype, max_positions)
-        """On the meta device, until `load`; what is added to it before that, elsewhere, is kept."""
+        """On the meta device, until `load`. What is added to it before that, elsewhere, is kept."""
         self.writes_whole = False
         """True if transformers writes the weights by other names, or several as one, so that no rank can write its own.
         Known after `load`."""

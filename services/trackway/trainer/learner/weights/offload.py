@@ -54,7 +54,7 @@ class CpuOffload:
             self._load()
 
     def offload(self) -> None:
-        """Move the tensors to main memory, wherever they are; do nothing without `offload`."""
+        """Move the tensors to main memory, wherever they are. Do nothing without `offload`."""
         if not self._enabled:
             return
         self.is_on_device = False

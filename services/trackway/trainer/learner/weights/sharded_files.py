@@ -38,9 +38,9 @@ SUFFIX = ".safetensors"
 
 
 def write_shards(stem: Path, tensors: Mapping[str, Tensor], group: ProcessGroup | None) -> None:
-    """Writes what this rank holds of the tensors to the files of `stem`; a tensor that is not sharded is the first's.
+    """Writes what this rank holds of the tensors to the files of `stem`. A tensor that is not sharded is the first's.
 
-    A collective of the group; None for one process. An OSError of any rank is raised in all of them, any other
+    A collective of the group, or None for one process. An OSError of any rank is raised in all of them, any other
     error as a RankError by its name.
     """
     planner = DefaultSavePlanner(

@@ -46,7 +46,7 @@ def write_tensors(
 ) -> None:
     """Writes the tensors that `complete` yields, of the names, types and shapes of `like`, both in file order.
 
-    `offsets` are the places of shards in the tensors that they are parts of; None for whole tensors. `metadata` is the
+    `offsets` are the places of shards in the tensors that they are parts of. None for whole tensors. `metadata` is the
     header's. A `durable` file is on disk when this returns.
     """
     header: dict[str, Mapping[str, object]] = {} if metadata is None else {"__metadata__": metadata}
