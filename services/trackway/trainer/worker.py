@@ -138,7 +138,7 @@ async def _train(folder: RunFolder, stop: asyncio.Event, skip_damaged: bool) -> 
         try:
             training, tracking = await build(folder, stop, skip_damaged, report.waits)
             report.account = training.scheduler.account
-            gc.freeze()  # the learner collects garbage after every step; 0.3 s for a million objects of imports
+            gc.freeze()  # the learner collects garbage after every step, and imports leave a million objects
             return await _trained(folder, stop, training, tracking, fit)
         except Exception as error:
             advise(error, config)
