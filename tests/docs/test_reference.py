@@ -113,7 +113,7 @@ def test_a_route_whose_parameter_has_a_converter_has_its_scope_too() -> None:
 
 def test_a_route_that_streams_says_as_what_and_a_query_is_part_of_the_request() -> None:
     assert row(http_api(), "GET", "`/runs/{run}/metrics`")[2:] == [
-        "One MetricsRow per line; with `follow`, until the run has ended.",
+        "One MetricsRow per line. With `follow`, until the run has ended.",
         "query: `follow`",
         "`application/x-ndjson`",
     ]
