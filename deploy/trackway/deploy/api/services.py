@@ -200,24 +200,34 @@ class Services:
             )
         file = Deployment.path(self.outputs.resolve()).with_name(f"functions-{name}.json")
         functions = Functions(tools, reward, file)
-        if deployment is not None:
-            self._give(deployment, str(functions.file))
+        before = None if deployment is None else _without_functions(deployment.serve_config)
+        if deployment is not None and before is not None:
+            self._reload(deployment, _with_functions(before, str(functions.file)))
 
         def close() -> None:
             functions.close()
             running = self.deployment
             if running is not None and (self._session is None or not self._session.own):
-                self._give(running, None)
+                self._reload(running, before or _without_functions(running.serve_config))
 
         return _Served(overrides({"trackway": {"functions_file": str(functions.file)}}), close)
 
-    def _give(self, deployment: Deployment, file: str | None) -> None:
-        """Let services that run take the tools and the scorer of this file."""
-        config = deployment.serve_config
-        for service in _FUNCTIONS:
-            config = serve_config.with_options(config, service, {"functions_file": file})
+    def _reload(self, deployment: Deployment, config: dict[str, Any]) -> None:
         with board(False) as shown:
             reload(deployment, shown.report, config)
+
+
+def _with_functions(config: dict[str, Any], file: str | None) -> dict[str, Any]:
+    """The Serve config whose services take the tools and the scorer of this file."""
+    for service in _FUNCTIONS:
+        config = serve_config.with_options(config, service, {"functions_file": file})
+    return config
+
+
+def _without_functions(config: dict[str, Any]) -> dict[str, Any]:
+    """The same config, if it names no file, so that restoring it restarts nothing else."""
+    named = any(serve_config.args_of(config, service).get("functions_file") for service in _FUNCTIONS)
+    return _with_functions(config, None) if named else config
 
 
 class _Served:
