@@ -117,14 +117,14 @@ def test_rollouts_are_generated_while_the_learner_updates(deployment: Deployment
         for span in by_name[f"tr-{trajectory.trace_id}"].data.spans
         if span.name.startswith("chat")
     ]
-    learning = [
+    learner_spans = [
         span
         for name, trace in by_name.items()
         for span in trace.data.spans
         if name.startswith("train step") and span.name in ("old_log_prob", "update_actor", "update_weights")
     ]
-    assert [span.name for span in learning].count("update_actor") == STEPS
-    assert any(overlap(one, span) for one in learning for span in generated)
+    assert [span.name for span in learner_spans].count("update_actor") == STEPS
+    assert any(overlap(work, chat) for work in learner_spans for chat in generated)
 
 
 def all_steps(found: Sequence[Trace]) -> dict[str, Trace] | None:

@@ -88,7 +88,7 @@ class ServiceClient:
     service: ClassVar[ServiceName | None] = None
     """None for a client of any service."""
     remedy: ClassVar[str] = "check the service with `trackway status`"
-    """What to do when it does not answer."""
+    """Remedy that an error names when the service does not answer."""
 
     def __init__(
         self,

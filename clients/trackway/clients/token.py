@@ -1,4 +1,4 @@
-"""The bearer token of calls: an explicit one, else that of `using_token`, TRACKWAY_TOKEN or TRACKWAY_TOKEN_FILE."""
+"""Finds the bearer token of a call: explicit, from `using_token`, in TRACKWAY_TOKEN, or in TRACKWAY_TOKEN_FILE."""
 
 import os
 import re

@@ -72,7 +72,7 @@ class Writers(Protocol):
     def write_changes(
         self, folder: Path, files: Sequence[FileDigest], base: WholeWeights, scratch: Path
     ) -> list[FileDigest]:
-        """Writes to `scratch` how these files of a folder differ from those of the base. Returns what was written."""
+        """Write the differences between these files and the base folder's to `scratch`. Return the files written."""
         ...
 
     def copy(self, store: "WeightStore", version: int, folder: Path, names: Sequence[str]) -> None:
@@ -478,7 +478,7 @@ def _to_publish(
 
 
 def write_changes(folder: Path, files: Iterable[FileDigest], base: WholeWeights, scratch: Path) -> list[FileDigest]:
-    """Writes to `scratch` how these files of a folder differ from those of the base. Returns what was written."""
+    """Write the differences between these files and the base folder's to `scratch`. Return the files written."""
     before = {file.name: file for file in base.manifest.files}
     written: list[Path] = []
     for file in files:

@@ -58,7 +58,7 @@ def root_span(
     target: TraceTarget | None = None,
     kind: SpanKind = SpanKind.TRAJECTORY,
 ) -> Iterator[SpanHandle]:
-    """A span with tags that begins a trace and collects trace stats. `record` is that of `trajectory_span`."""
+    """A span with tags that begins a trace and collects trace stats. For `record`, see `trajectory_span`."""
     with collect_trace_stats() as sums:
         caller = trace.get_current_span().get_span_context()
         continues = record is None and caller.is_valid and caller.trace_flags.sampled

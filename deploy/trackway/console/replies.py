@@ -90,7 +90,7 @@ class RunConfiguration(WireReply):
     """The resolved configuration of a run."""
 
     values: dict[str, JsonValue]
-    """As nested keys. Empty if it cannot be read."""
+    """The configuration as nested keys. Empty if it cannot be read."""
 
 
 class Metrics(WireReply):

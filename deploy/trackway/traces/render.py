@@ -140,7 +140,7 @@ def _event(event: SpanEvent, style: Style) -> Text:
 
 
 def blocks(span: SpanNode, texts_below: bool) -> dict[str, str]:
-    """The texts of a span by label. The root does not repeat those of its generations."""
+    """Texts of a span by label. `texts_below`: the generations have the answer, so the root leaves it out."""
     if span.kind == "trajectory":
         return _of_root(span, texts_below)
     if span.kind == "chat":

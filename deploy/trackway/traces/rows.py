@@ -25,9 +25,9 @@ class TraceRow(BaseModel):
     prompt_tokens: int | None
     response_tokens: int | None
     tool_calls: int
-    """By our services and by the agent's framework."""
+    """Tool calls recorded by our services or by the agent's framework."""
     other_tokens: views.Tokens | None
-    """Of other models, as the agent's framework recorded them."""
+    """Tokens of other models, as recorded by the agent's framework."""
     weight_versions: str
     answer: str
     """The last text of the model. Empty without token2text."""

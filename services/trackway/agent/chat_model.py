@@ -81,7 +81,7 @@ class ChatModel(ServiceClient):
         status = response.status_code
         code = _CODES.get(status, ErrorCode.INVALID_REQUEST)
         if status in (401, 403):
-            variable = f", got that of {self._variable}" if self._variable else ", got none"
+            variable = f", got the one in {self._variable}" if self._variable else ", got none"
             wanted, remedy = f"an accepted API key{variable}", "name the variable that has it with --api-key-env"
         else:
             wanted = f"an answer of model {self.model!r}, got {response.text[:_SHOWN_CHARS]!r}"

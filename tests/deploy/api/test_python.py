@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 import trackway
-from trackway.deploy.bundled import TINY_MODEL
+from trackway.deploy.api.services import _with_functions, _without_functions
+from trackway.deploy.bundled import CPU_CONFIG, TINY_MODEL
+from trackway.deploy.config import serve_config
 from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.runs.session import RunSession
 from trackway.evaluation.store import EvaluationStore
 from trackway.system.user_error import UserError
 
@@ -89,3 +92,23 @@ def test_services_elsewhere_get_neither_functions_nor_rows(tmp_path: Path):
         services.evaluate("running", "/data/rows.jsonl", tools=[calculator])
     with pytest.raises(UserError, match="rows: expected a path on the services' volume"):
         services.train(ROWS)
+
+
+def test_an_active_run_keeps_its_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    here = Deployment(base_url="http://127.0.0.1:9", dashboard_url="", mlflow_uri="", outputs=tmp_path)
+    monkeypatch.setattr("trackway.deploy.api.services.recorded", lambda outputs: here)
+    monkeypatch.setattr(RunSession, "active", lambda session: ["other"])
+
+    with pytest.raises(UserError, match="expected services without another run, got other, whose tools and reward"):
+        trackway.local(tmp_path).train(ROWS, tools=[calculator], run="mine")
+
+    assert not list(tmp_path.glob(".deployment/functions-*"))
+
+
+def test_only_the_functions_of_the_file_are_taken_away():
+    before = serve_config.with_options(serve_config.load(CPU_CONFIG), "tools", {"tools": ["calculator"]})
+    given = _with_functions(before, Path("/one.json"))
+
+    assert given != before
+    assert _without_functions(given, Path("/other.json")) == given
+    assert _without_functions(given, Path("/one.json")) == before

@@ -68,13 +68,3 @@ def test_services_with_earlier_files_are_told(config: dict[str, Any], tmp_path: 
 
 def test_settings_that_are_not_valid_are_left_to_serve(config: dict[str, Any]) -> None:
     assert "tools" not in own_code(serve_config.with_options(config, "tools", {"tool_concurrency": 0}))
-
-
-def test_services_whose_own_code_was_taken_away_get_a_new_version_too(config: dict[str, Any]) -> None:
-    without = with_versions(config)
-    for service in ("agent", "tools", "reward"):
-        none = {"modules": [], "code_path": None}
-        function = {"custom_reward_function": None} if service == "reward" else {}
-        without = serve_config.with_options(without, service, none | function)
-
-    assert [versions(with_versions(without))[name] for name in ("agent", "tools", "reward")] == ["", "", ""]

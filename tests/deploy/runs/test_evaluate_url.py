@@ -146,7 +146,9 @@ def test_a_wrong_key_and_a_wrong_model_are_refused_before_the_rollouts(
     with pytest.raises(UserError, match=r"--model: expected a model of http.* \(policy\), got nothing; name one"):
         evaluated(server, rows, model="nothing", api_key_env=KEY)
     monkeypatch.setenv(KEY, "sk-a-wrong-key-of-another")
-    with pytest.raises(TrackwayError, match=rf"expected an accepted API key, got that of {KEY} \(HTTP 401\)") as wrong:
+    with pytest.raises(
+        TrackwayError, match=rf"expected an accepted API key, got the one in {KEY} \(HTTP 401\)"
+    ) as wrong:
         evaluated(server, rows, api_key_env=KEY)
     assert wrong.value.code is ErrorCode.UNAUTHORIZED and "sk-a" not in wrong.value.message
     monkeypatch.delenv(KEY)

@@ -17,7 +17,7 @@ MAX_ROOTS = 100
 """Most root spans per request: with more, MLflow 3.17 links no trace to the run and still answers 200."""
 
 _LEVEL = 6
-"""Of gzip: 4 % fewer bytes than level 1, for 10 us of CPU a trajectory."""
+"""Compression level of gzip: 4 % fewer bytes than level 1, for 10 us of CPU a trajectory."""
 
 DEFAULT_EXPERIMENT = "0"
 """MLflow's default experiment. Its endpoint refuses a request without one."""

@@ -58,7 +58,10 @@ class Functions:
         for name in _LOGS:
             logging.getLogger(name).addFilter(self._once)
         self._thread.start()
-        self._ready.result(_START_S)
+        try:
+            self._ready.result(_START_S)
+        except TimeoutError:
+            raise UserError(f"tools, reward: expected a server for these functions within {_START_S:g} s") from None
         FunctionServer(
             url=f"http://127.0.0.1:{listening.getsockname()[1]}",
             token=token,
@@ -76,20 +79,21 @@ class Functions:
         self.file.unlink(missing_ok=True)
 
     def _serve(self, listening: socket.socket) -> None:
-        async def serve() -> None:
-            serving = asyncio.create_task(self._server.serve([listening]))
-            while not self._server.started and not serving.done():
-                await asyncio.sleep(0.01)
-            if not serving.done():
-                self._ready.set_result(None)
-            await serving
-
         try:
-            asyncio.run(serve())
-            raise UserError("the functions of this process: expected a server, got one that has ended")
-        except BaseException as error:  # the caller's thread raises it
-            with contextlib.suppress(Exception):
-                self._ready.set_exception(error)
+            asyncio.run(self._until_stopped(listening))
+        except BaseException as error:  # the constructor raises it
+            if self._ready.done():
+                raise
+            self._ready.set_exception(error)
+
+    async def _until_stopped(self, listening: socket.socket) -> None:
+        serving = asyncio.create_task(self._server.serve([listening]))
+        while not self._server.started:
+            if serving.done():
+                raise UserError("tools, reward: expected a server for these functions, got one that ended at once")
+            await asyncio.sleep(0.01)
+        self._ready.set_result(None)
+        await serving
 
 
 def _tool(function: Function) -> FunctionTool:

@@ -1,4 +1,4 @@
-"""What a Python call gives, in the form that a command line has: overrides, and a file of rows."""
+"""Converts the arguments of a Python call: keys to overrides of a command line, rows to a file."""
 
 import hashlib
 import json

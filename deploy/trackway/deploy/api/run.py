@@ -1,6 +1,6 @@
 """A run of `trackway.train`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Self
 from trackway.deploy.api.evaluated import Evaluated, frame_of
 from trackway.deploy.runs.session import RunSession
 from trackway.deploy.terminal.progress import delivery_bar, run_bar
-from trackway.system.user_error import UserError
 from trackway.trainer.run_state.export import Export, export_checkpoint
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectory_dump import read_trajectories
+from trackway.trainer.run_state.trajectory_export import dumped_files
 from trackway.wire.trainer import RunInfo
 
 if TYPE_CHECKING:
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 class Run:
     """A run, in progress or ended. It goes on by itself. `wait` follows it."""
 
-    def __init__(self, services: "Services", session: RunSession, info: RunInfo, at_end: Callable[[], None]) -> None:
+    def __init__(self, services: "Services", session: RunSession, info: RunInfo, at_end: ExitStack) -> None:
         self._services = services
         self._session = session
         self._info = info
-        self._at_end = [at_end]
+        self._at_end = at_end
 
     @property
     def name(self) -> str:
@@ -37,8 +37,8 @@ class Run:
         return self._info.run
 
     def then(self, at_end: Callable[[], None]) -> Self:
-        """Call this as well when `wait` or `stop` ends."""
-        self._at_end.append(at_end)
+        """Call this first when `wait` or `stop` ends."""
+        self._at_end.callback(at_end)
         return self
 
     @property
@@ -84,16 +84,12 @@ class Run:
         return pandas.DataFrame([row.data for row in rows], index=steps)
 
     def trajectories(self, step: int | None = None, validation: bool = False) -> "pandas.DataFrame":
-        """The trajectories that were trained on, or those of validations; of one step, or of all.
+        """Return the trajectories of training, or with `validation` of the validations, of one step or of all steps.
 
         Columns are `score`, `prompt_ids`, `response_ids`, `turns` and the others of the run's parquet files.
-        Raises UserError when there are none, or when this machine lacks the run's folder.
+        Raises TrackwayError(NOT_FOUND) when there are none, or when this machine lacks the run's folder.
         """
-        name = f"{'val_' if validation else ''}step_{'*' if step is None else step}.parquet"
-        files = sorted((self.folder / "trajectories").glob(name), key=_step)
-        if not files:
-            where = self.folder / "trajectories"
-            raise UserError(f"expected {name} in {where}, got none; it is written at the end of its step")
+        files = dumped_files(RunFolder(self.folder), step, validation)
         return frame_of([trajectory for file in files for trajectory in read_trajectories(file)])
 
     def evaluate(
@@ -116,17 +112,11 @@ class Run:
         return export_checkpoint(RunFolder(self.folder), Path(target), step, merge=merge)
 
     @contextmanager
-    def _until_end(self) -> Iterator[None]:
+    def _until_end(self) -> Generator[None]:
         """Call the services with their token, and at the end what waits for it."""
-        with self._services.authorised(), ExitStack() as stack:
-            while self._at_end:
-                stack.callback(self._at_end.pop())
+        with self._services.authorised(), self._at_end:
             yield
 
     def __repr__(self) -> str:
         info = self._info
         return f"<run {info.run}: {info.state.value}, step {info.step} of {info.total_steps}, {info.folder}>"
-
-
-def _step(file: Path) -> int:
-    return int(file.stem.rpartition("_")[2])

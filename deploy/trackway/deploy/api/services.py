@@ -1,7 +1,8 @@
 """Services for training and evaluation from Python: `local`, `connect`, and the calls that start what they need."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import copy
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -11,7 +12,7 @@ from pydantic import SecretStr
 from trackway.clients.token import using_token
 from trackway.deploy.api.evaluated import Evaluated
 from trackway.deploy.api.functions import Function, Functions
-from trackway.deploy.api.given import RowsGiven, overrides, row_files
+from trackway.deploy.api.given import ROWS, RowsGiven, overrides, row_files
 from trackway.deploy.api.run import Run
 from trackway.deploy.checks.run import check_run
 from trackway.deploy.config import serve_config
@@ -86,10 +87,12 @@ class Services:
         Raises UserError and TrackwayError for what prevents the start, all at once.
         """
         name = checked_run_name(run) if run else self._free_name()
-        files = {"train_files": self._files(rows), **({} if held_out is None else {"val_files": self._files(held_out)})}
-        words = [*_words(model, keys), *overrides({"data": files, "trainer": {"experiment_name": name}})]
-        with self.authorised(), self._functions(name, tools, reward, keep=True) as functions:
-            subject = prepare([*words, *functions.words], *_config(config), self._settings())
+        given = {"train_files": rows, **({} if held_out is None else {"val_files": held_out})}
+        files = {key: self._files(value) for key, value in given.items()}
+        path = {} if model is None else {"actor_rollout_ref.model.path": str(model)}
+        words = overrides({**path, **keys}) + overrides({"data": files, "trainer": {"experiment_name": name}})
+        with self.authorised(), self._functions(name, tools, reward, self.deployment) as (served, stack):
+            subject = prepare([*words, *served], *_config(config), UpSettings.read(outputs=self.outputs))
             with board(False) as shown:
                 checked = check_run(subject, True, shown.report)
             checked.findings.refuse()
@@ -97,9 +100,9 @@ class Services:
                 stderr.print(f"resuming {subject.resumes}", soft_wrap=True)
             with board(False) as shown:
                 session = RunSession.open(subject, shown.report)
-            self._session = session if self._session is None else self._session
+            self._session = session if session.own else self._session
             info = session.submit(subject, lambda info: None)
-        return Run(self, session, info, functions.close)
+            return Run(self, session, info, stack.pop_all())
 
     def evaluate(
         self,
@@ -112,6 +115,8 @@ class Services:
         pass_above: float = 0.0,
         step: int | None = None,
         run: str | None = None,
+        model: str | None = None,
+        api_key_env: str | None = None,
         tools: Sequence[Function] = (),
         reward: Function | None = None,
         config: str | Path = "default",
@@ -119,7 +124,8 @@ class Services:
     ) -> Evaluated:
         """Roll out each row n times and summarise the scores.
 
-        what: a run or its name, a checkpoint, a model's folder or Hugging Face id, or `running`.
+        what: a run or its name, a checkpoint, a model's folder or Hugging Face id, `running`, or the URL of a server
+            with OpenAI's chat completions, whose model and key's environment variable are `model` and `api_key_env`.
         rows: by default the run's held-out rows.
         limit: take the first rows only.
         temperature: 0 is greedy; by default as in training.
@@ -129,14 +135,13 @@ class Services:
         For the other parameters, see `train`. Raises UserError and TrackwayError as it does.
         """
         target = what.name if isinstance(what, Run) else str(what)
-        with (
-            self.authorised(),
-            self._functions(run or f"evaluation-of-{Path(target).name}", tools, reward) as functions,
-        ):
-            options = evaluations.Options(None, n, limit, temperature, pass_above, step, run)
-            words = [*_words(None, keys), *functions.words]
+        name = run or f"evaluation-of-{Path(target).name}"
+        running = self.deployment if target == evaluations.RUNNING else None  # else services start in this process
+        with self.authorised(), self._functions(name, tools, reward, running) as (served, _):
+            options = evaluations.Options(None, n, limit, temperature, pass_above, step, run, model, api_key_env)
+            words = [*overrides(keys), *served]
             if rows is not None:
-                words += overrides({"data": {"val_files": self._files(rows)}})
+                words += overrides({"data": {"val_files": row_files(rows, self.outputs)}})
             evaluation = evaluations.prepare(target, options, words, *_config(config), self.outputs)
             with board(False) as shown:
                 findings, checked = evaluation.check(shown.report)
@@ -151,18 +156,16 @@ class Services:
         return self.evaluate(what, rows, **options).trajectories()
 
     @contextmanager
-    def authorised(self) -> Iterator[None]:
+    def authorised(self) -> Generator[None]:
         """Send this object's token in the calls of a block."""
         with using_token(self._token):
             yield
 
-    def _settings(self) -> UpSettings:
-        return UpSettings.read(outputs=self.outputs)
-
     def _files(self, rows: RowsGiven) -> list[str]:
+        """The files of rows for a run. Raises UserError for rows that are not files when services run elsewhere."""
         files = row_files(rows, self.outputs)
         deployment = self.deployment
-        if deployment is not None and deployment.attached and Path(files[0]).parent == self.outputs.resolve() / "rows":
+        if deployment is not None and deployment.attached and Path(files[0]).parent == self.outputs.resolve() / ROWS:
             raise UserError(
                 "rows: expected a path on the services' volume, since they run elsewhere, got rows; copy a file of "
                 "them there and give its path"
@@ -174,79 +177,67 @@ class Services:
 
     @contextmanager
     def _functions(
-        self, name: str, tools: Sequence[Function], reward: Function | None, keep: bool = False
-    ) -> Iterator["_Served"]:
-        """Serve the functions, and give them to services that run, until `_Served.close`.
+        self, name: str, tools: Sequence[Function], reward: Function | None, deployment: Deployment | None
+    ) -> Generator[tuple[list[str], ExitStack]]:
+        """Serve the functions, and give them to a deployment that runs, until the end of the block or of its stack.
 
-        It is called at the end of the block, or with `keep` if the block raises.
+        Yields the keys of a run that uses them, and the stack, which `pop_all` keeps beyond the block.
         """
-        served = _Served([], lambda: None)
-        if tools or reward is not None:
-            served = self._serve(checked_run_name(name), tools, reward)
-        try:
-            yield served
-        except BaseException:
-            served.close()
-            raise
-        if not keep:
-            served.close()
+        with ExitStack() as stack:
+            words: list[str] = []
+            if tools or reward is not None:
+                if deployment is not None:
+                    _check_free(deployment, name)
+                file = Deployment.path(self.outputs.resolve()).with_name(f"functions-{checked_run_name(name)}.json")
+                functions = Functions(tools, reward, file)
+                stack.callback(self._take, file)
+                stack.callback(functions.close)
+                if deployment is not None:
+                    self._reload(deployment, _with_functions(deployment.serve_config, file))
+                words = overrides({"trackway": {"functions_file": str(file)}})
+            yield words, stack
 
-    def _serve(self, name: str, tools: Sequence[Function], reward: Function | None) -> "_Served":
+    def _take(self, file: Path) -> None:
+        """Let services that still run do without the functions of this file."""
         deployment = self.deployment
-        if deployment is not None and deployment.attached:
-            raise UserError(
-                f"tools, reward: expected no functions, since the services run elsewhere ({deployment.address}), got "
-                "some; put them into a module that is installed there and name it in trackway.modules"
-            )
-        file = Deployment.path(self.outputs.resolve()).with_name(f"functions-{name}.json")
-        functions = Functions(tools, reward, file)
-        before = None if deployment is None else _without_functions(deployment.serve_config)
-        if deployment is not None and before is not None:
-            self._reload(deployment, _with_functions(before, str(functions.file)))
-
-        def close() -> None:
-            functions.close()
-            running = self.deployment
-            if running is not None and (self._session is None or not self._session.own):
-                self._reload(running, before or _without_functions(running.serve_config))
-
-        return _Served(overrides({"trackway": {"functions_file": str(functions.file)}}), close)
+        if deployment is not None and not deployment.attached:
+            self._reload(deployment, _without_functions(deployment.serve_config, file))
 
     def _reload(self, deployment: Deployment, config: dict[str, Any]) -> None:
         with board(False) as shown:
             reload(deployment, shown.report, config)
 
 
-def _with_functions(config: dict[str, Any], file: str | None) -> dict[str, Any]:
-    """The Serve config whose services take the tools and the scorer of this file."""
+def _check_free(deployment: Deployment, name: str) -> None:
+    """Raise UserError if the deployment cannot call this process, or if a run on it would lose its functions."""
+    if deployment.attached:
+        raise UserError(
+            f"tools, reward: expected no functions, since the services run elsewhere ({deployment.address}), got some; "
+            "put them into a module that is installed there and name it in trackway.modules"
+        )
+    others = [run for run in RunSession(deployment).active() if run != name]
+    if others:
+        raise UserError(
+            f"tools, reward: expected services without another run, got {', '.join(others)}, whose tools and reward "
+            "these would replace; wait until it ends, or give another outputs="
+        )
+
+
+def _with_functions(config: dict[str, Any], file: Path) -> dict[str, Any]:
     for service in _FUNCTIONS:
-        config = serve_config.with_options(config, service, {"functions_file": file})
+        config = serve_config.with_options(config, service, {"functions_file": str(file)})
     return config
 
 
-def _without_functions(config: dict[str, Any]) -> dict[str, Any]:
-    """The same config, if it names no file, so that restoring it restarts nothing else."""
-    named = any(serve_config.args_of(config, service).get("functions_file") for service in _FUNCTIONS)
-    return _with_functions(config, None) if named else config
-
-
-class _Served:
-    """Functions that are served: the keys of a run that uses them, and their end."""
-
-    def __init__(self, words: list[str], close: Callable[[], None]) -> None:
-        self.words = words
-        self._close: Callable[[], None] | None = close
-
-    def close(self) -> None:
-        """End them, once."""
-        close, self._close = self._close, None
-        if close is not None:
-            close()
-
-
-def _words(model: str | Path | None, keys: dict[str, Any]) -> list[str]:
-    path = {} if model is None else {"actor_rollout_ref.model.path": str(model)}
-    return overrides({**path, **keys})
+def _without_functions(config: dict[str, Any], file: Path) -> dict[str, Any]:
+    """The Serve config as it was before `_with_functions` with this file."""
+    before = copy.deepcopy(config)
+    for application in before["applications"]:
+        args = application.get("args", {})
+        if args.get("functions_file") == str(file):
+            del args["functions_file"]
+            args.pop("code_version", None)  # `reload` sets that of other own code
+    return before
 
 
 def _config(config: str | Path) -> tuple[Path | None, str]:

@@ -45,9 +45,8 @@ def with_versions(config: dict[str, Any]) -> dict[str, Any]:
     """The config with the version of each service's own code, so that deploying it restarts those that changed."""
     for service, settings in own_code(config).items():
         version = settings.version()
-        if version is not None or settings.code_version:  # also once the own code is gone
-            digest = version.digest if version else ""
-            config = serve_config.with_options(config, service, {"code_version": digest})
+        if version is not None:
+            config = serve_config.with_options(config, service, {"code_version": version.digest})
     return config
 
 

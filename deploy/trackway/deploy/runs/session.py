@@ -87,6 +87,10 @@ class RunSession:
         """The status of a run. Raises TrackwayError for an unknown one."""
         return run(self._trainer.run(name))
 
+    def active(self) -> list[str]:
+        """Names of the runs that have not ended."""
+        return [info.run for info in run(self._trainer.runs()) if info.state not in ENDED]
+
     def metrics(self, name: str) -> list[MetricsRow]:
         """The metrics of a run's steps so far."""
 

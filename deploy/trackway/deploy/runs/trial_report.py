@@ -42,7 +42,7 @@ def _shortened(file: str) -> str:
 
 
 def _shown_in_full(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """The first failed one, else those of the highest and the lowest reward. A single one if all are alike."""
+    """The first failed trajectory, or else the best and the worst by reward, or one if all have the same."""
     failed = [trajectory for trajectory in trajectories if trajectory.error is not None]
     if failed:
         return failed[:1]

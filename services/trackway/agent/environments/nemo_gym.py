@@ -1,6 +1,6 @@
 """A resources server of NeMo-Gym (github.com/NVIDIA-NeMo/Gym): `/seed_session`, a route for each tool, `/verify`.
 
-The row's `env_kwargs` are a row of NeMo-Gym, whose tools are offered. Requests are those of its `simple_agent`. The
+The row's `env_kwargs` are a row of NeMo-Gym, whose tools are offered. It sends the same requests as `simple_agent`. The
 session is a cookie, so a call that fails cannot be repeated on another connection.
 """
 

@@ -28,7 +28,7 @@ class Conversation:
     options: str
     """Tools and template variables, as canonical JSON."""
     keys: tuple[bytes, ...]
-    """Digests of its options with the first 0, 1, 2, ... messages. The last is that of the whole conversation."""
+    """Digests of its options with the first 0, 1, 2, ... messages. The last covers the whole conversation."""
 
     @classmethod
     def of(
