@@ -18,9 +18,8 @@ WEAVE_MAPPING := 0.53.12
 VLLM := .venv-vllm
 # SGLang on the CPU in an environment of its own, with stand-ins for what needs CUDA (tests/sglang/stand_ins).
 SGLANG := .venv-sglang
-# The package as an installation has it, in one folder: import-linter reads one of a regular package.
-ONE := build/one-package
-PACKAGES := $(filter-out %__pycache__ services/trackway/__init__.py clients/trackway/__init__.py,$(wildcard services/trackway/* clients/trackway/* deploy/trackway/*))
+# The package as an installation has it, in one folder: import-linter reads one folder of a package.
+ONE := .cache/one-package
 CODE := services clients deploy tests examples benchmarks docs typings
 PYTEST := $(BIN)/python -m pytest
 # The files that have the mark alone, since others beside them import every service.
@@ -114,7 +113,7 @@ test-all: test test-vllm-core test-sglang-core ## Run all three, as CI does.
 check: $(VENV)/.dev ## Check format, lint, types, the floors of the house, and what check-manifests does.
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/ruff check $(CODE)
-	@rm -rf $(ONE) && mkdir -p $(ONE)/trackway && ln -s $(addprefix $(CURDIR)/,$(PACKAGES)) $(ONE)/trackway
+	@rm -rf $(ONE) && mkdir -p $(ONE) && cp -rL services/trackway clients/trackway deploy/trackway $(ONE)
 	PYTHONPATH=$(ONE) $(BIN)/lint-imports --no-cache
 	$(BIN)/pyright
 	@$(MAKE) --no-print-directory check-manifests
