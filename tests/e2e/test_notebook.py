@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import nbformat
@@ -11,7 +12,9 @@ from nbclient import NotebookClient
 
 from tests.waiting import until
 from trackway.clients import ToolsClient, run
+from trackway.deploy.commands.why import reasons
 from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.runs.found import find_run
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.trainer import RunState
 
@@ -36,6 +39,7 @@ def test_the_example_notebook_trains_evaluates_and_uses_a_model(deployment: Depl
     info = RunFolder(deployment.outputs / "run-1").info()
     assert (info.state, info.step) == (RunState.FINISHED, 8)
     assert tools_of(deployment) == before  # the functions were the run's alone
+    assert [tool.function.name for tool in RunFolder(deployment.outputs / "run-1").tools()] == ["calculator"]
 
 
 GIVEN = """
@@ -66,6 +70,8 @@ def test_the_script_of_the_page_for_trls_users_runs(deployment: Deployment):
     assert re.fullmatch(r"run-\d+ finished 4", done.stdout.splitlines()[-1]), done.stdout
 
 
+STEPS = 30
+"""More than are done between two kills."""
 CELL = """
 import sys
 sys.path.insert(0, {folder!r})
@@ -78,7 +84,7 @@ def calculator(expression: str) -> str:
 
 run = trackway.local({outputs!r}).train(
     rows, tools=[calculator], reward=score, config="tiny_demo", run="killed",
-    trainer={{"total_training_steps": 6, "save_freq": 1, "val_before_train": False}},
+    trainer={{"total_training_steps": {steps}, "save_freq": 1, "val_before_train": False}},
 )
 print("started", flush=True)
 run.wait()
@@ -93,19 +99,34 @@ def score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-@pytest.mark.extended  # restarts two services three times, and waits for a run to fail
-def test_a_killed_notebook_ends_its_run_by_name_and_the_same_cell_resumes_it(deployment: Deployment, tmp_path: Path):
+@pytest.mark.extended  # restarts two services four times, and waits for a run to fail
+def test_a_killed_notebook_is_a_named_wait_and_then_ends_its_run_by_name(deployment: Deployment, tmp_path: Path):
     (tmp_path / "functions.py").write_text(FUNCTIONS)
-    cell = CELL.format(folder=str(tmp_path), outputs=str(deployment.outputs))
+    cell = CELL.format(steps=STEPS, folder=str(tmp_path), outputs=str(deployment.outputs))
     killed = RunFolder(deployment.outputs / "killed")
 
-    with subprocess.Popen([sys.executable, "-c", cell], cwd=tmp_path) as notebook:
-        until(lambda: killed.exists and killed.info().step >= 1)
-        notebook.kill()
-    until(lambda: killed.exists and killed.info().state is RunState.FAILED)
+    def named_wait(process: int) -> str:
+        lines = reasons(find_run(deployment.outputs, "killed").info, time.time())
+        return next((line for line in lines if f"waiting for the functions of process {process} on " in line), "")
 
-    assert f"process {notebook.pid} on " in killed.info().message
+    def until_killed(past_step: int) -> int:
+        with subprocess.Popen([sys.executable, "-c", cell], cwd=tmp_path) as notebook:
+            until(lambda: killed.exists and killed.info().step > past_step)
+            notebook.kill()
+        return notebook.pid
+
+    first = until_killed(0)
+    assert re.search(
+        r"rollout \d+/\d+/\d waits for (tool calculator|the reward service), ", until(lambda: named_wait(first))
+    )
+    second = until_killed(killed.info().step)  # the same cell, in time
+    assert killed.info().state is RunState.RUNNING
+    until(lambda: named_wait(second))
+    until(lambda: killed.info().state is RunState.FAILED)
+
+    assert f"from the functions of process {second} on " in killed.info().message
+    assert "within 60 s, got none" in killed.info().message
     done = subprocess.run([sys.executable, "-c", cell], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert (killed.info().state, killed.info().step) == (RunState.FINISHED, 6)
-    assert [row.step for row in killed.rows()] == [1, 2, 3, 4, 5, 6]
+    assert (killed.info().state, killed.info().step) == (RunState.FINISHED, STEPS)
+    assert [row.step for row in killed.rows()] == [*range(1, STEPS + 1)]

@@ -1,13 +1,10 @@
 """The scorer of another process: a reward service that `functions_file` names."""
 
 from trackway.clients import CallPolicy, RewardClient
-from trackway.serving.own_code import FunctionServer
+from trackway.serving.own_code import FunctionServer, FunctionsOutage
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.reward import ANY_DATA_SOURCE, ScoreRequest, ScorerInfo
 from trackway.wire.trajectory import Reward
-
-OUTAGE_S = 10.0
-"""Longest wait for the process when it does not answer."""
 
 
 class RemoteScorer:
@@ -20,19 +17,17 @@ class RemoteScorer:
             methods=["default"],
             description=f"the reward function of {server.process}",
         )
-        self._process = server.process
-        policy = CallPolicy(read_s=timeout_s, total_s=timeout_s, outage_s=OUTAGE_S)
+        self._outage = FunctionsOutage(server.process)
+        policy = CallPolicy(read_s=timeout_s, total_s=timeout_s, attempts=1)
         self._client = RewardClient(f"{server.url}/reward", token=server.token, policy=policy)
 
     async def score(self, request: ScoreRequest, method: str) -> Reward:
         """Score one solution. UNAVAILABLE names the process if it does not answer."""
         try:
-            return await self._client.score(request)
+            reward = await self._client.score(request)
         except TrackwayError as error:
             if error.code is not ErrorCode.UNAVAILABLE:
                 raise
-            message = (
-                f"expected {self._process} to score with its reward function, got no answer ({error.message}); start "
-                "the run there again, which resumes it"
-            )
-            raise TrackwayError(ErrorCode.UNAVAILABLE, message) from error
+            raise self._outage.error(error) from error
+        self._outage.began = None
+        return reward

@@ -6,9 +6,11 @@ An import error becomes OwnCodeError, which names the setting, the error and the
 import importlib
 import importlib.util
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Generic, Self, TypeVar
@@ -20,9 +22,15 @@ from trackway.serving.settings import ServiceSettings
 from trackway.serving.stand_ins import offer_stand_ins
 from trackway.serving.user_code import UserCodeExit, described, importing
 from trackway.system import atomic_write, read_secret
+from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import OwnCode
 
 P = TypeVar("P")
+
+OUTAGE_S = 60.0
+"""Longest wait for a process that serves functions, from its first missing answer."""
+ASK_AGAIN_S = 1.0
+"""Pause between two attempts to reach it."""
 
 
 class OwnCodeSettings(ServiceSettings):
@@ -134,6 +142,31 @@ class FunctionServer(BaseModel):
     @field_serializer("token")
     def _shown(self, token: SecretStr) -> str:
         return token.get_secret_value()
+
+
+@dataclass
+class FunctionsOutage:
+    """The time for which a process that serves functions does not answer."""
+
+    process: str
+    """The process in words, as in FunctionServer."""
+    began: float | None = None
+    """Time of the first missing answer on the monotonic clock, or None while the process answers."""
+
+    def error(self, got: Exception) -> TrackwayError:
+        """Return UNAVAILABLE for a call without answer. It asks for a retry until the outage has lasted `OUTAGE_S`."""
+        now = time.monotonic()
+        if self.began is None:
+            self.began = now
+        left_s = self.began + OUTAGE_S - now
+        if left_s > 0:
+            message = f"waiting for the functions of {self.process}, {left_s:.0f} s more"
+            return TrackwayError(ErrorCode.UNAVAILABLE, message, retry_after_s=ASK_AGAIN_S)
+        message = (
+            f"expected an answer from the functions of {self.process} within {OUTAGE_S:g} s, got none ({got}); start "
+            "the run there again, which resumes it"
+        )
+        return TrackwayError(ErrorCode.UNAVAILABLE, message)
 
 
 class Declared(Generic[P]):

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from trackway.serving.own_code import FunctionServer, import_modules
+from trackway.serving.own_code import FunctionServer, FunctionsOutage, import_modules
 from trackway.serving.user_code import failure_of, importing
 from trackway.tools.base import BaseTool, ToolConfig, ToolSource
 from trackway.tools.builtin.calculator import CalculatorTool
@@ -100,7 +100,8 @@ def _served(path: Path) -> list[BaseTool | ToolSource]:
     if not server.has_tools:
         return []
     servers = {server.process: McpServer(url=f"{server.url}/tools/mcp", auth_token=server.token)}
-    return [McpSource(f"functions_file {path}", servers, {"sessions": "shared", "connect_timeout_s": 10.0})]
+    config: ToolConfig = {"sessions": "shared", "connect_timeout_s": 10.0}
+    return [McpSource(f"functions_file {path}", servers, config, outage=FunctionsOutage(server.process))]
 
 
 def _build(planned: _Planned, configs: Mapping[str, ToolConfig]) -> BaseTool:

@@ -1,18 +1,22 @@
 """Functions of this process behind a tool server and a reward service, over HTTP."""
 
+import asyncio
 import logging
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from trackway.clients import CallPolicy, RewardClient, ToolsClient, run
 from trackway.deploy.api.functions import Functions
 from trackway.reward.app import create_app as reward_app
 from trackway.reward.settings import RewardSettings
 from trackway.serving.own_code import FunctionServer
+from trackway.system.waits import Waits, noted_in
 from trackway.tools.app import create_app as tools_app
 from trackway.tools.settings import ToolsSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -113,18 +117,53 @@ def test_the_file_is_its_owners_and_the_token_opens_nothing_else(functions: Func
     assert statuses == [401, 401, 200]
 
 
-def test_a_process_that_has_ended_is_named_by_the_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("trackway.reward.remote.OUTAGE_S", 0.1)
-    served = Functions([], score, tmp_path / "functions-c.json")
-    content = served.file.read_text()
-    served.close()
-    assert not served.file.exists()
-    served.file.write_text(content)
+async def ask_tool(http: httpx.AsyncClient) -> object:
+    client = ToolsClient("http://tools", http, CallPolicy(attempts=1))
+    return await client.one_shot("double", OneShotRequest(arguments={"number": 21}))
 
-    with pytest.raises(TrackwayError, match=r"expected process \d+ on .* to score .*, got no answer") as caught:
-        run(scored(served.file, "7"))
 
-    assert caught.value.code is ErrorCode.UNAVAILABLE
+async def ask_reward(http: httpx.AsyncClient) -> object:
+    request = ScoreRequest(data_source="any", solution_str="7", ground_truth="7")
+    return await RewardClient("http://reward", http, CallPolicy(attempts=1)).score(request)
+
+
+@pytest.mark.parametrize(
+    ("app_of", "ask"),
+    [
+        (lambda file: tools_app(ToolsSettings(functions_file=file)), ask_tool),
+        (lambda file: reward_app(RewardSettings(functions_file=file)), ask_reward),
+    ],
+    ids=["tools", "reward"],
+)
+def test_an_ended_process_is_a_wait_by_name_and_then_an_error(
+    app_of: Callable[[Path], FastAPI],
+    ask: Callable[[httpx.AsyncClient], Coroutine[Any, Any, object]],
+    functions: Functions,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("trackway.serving.own_code.OUTAGE_S", 2.0)
+    monkeypatch.setattr("trackway.serving.own_code.ASK_AGAIN_S", 0.2)
+    process = FunctionServer.read(functions.file).process
+    notes: list[str] = []
+
+    async def asked() -> TrackwayError | None:
+        app = app_of(functions.file)
+        async with app.router.lifespan_context(app), httpx.AsyncClient(transport=httpx.ASGITransport(app)) as http:
+            await ask(http)
+            functions.close()
+            with Waits()("a rollout", "its service") as waiting, noted_in([waiting]):
+                asking = asyncio.create_task(ask(http))
+                while not asking.done():
+                    await asyncio.wait({asking}, timeout=0.05)
+                    notes.append(waiting.problem)
+            error = asking.exception()
+            return error if isinstance(error, TrackwayError) else None
+
+    error = run(asked())
+
+    assert f"unavailable: waiting for the functions of {process}, 2 s more" in notes
+    assert error is not None and error.code is ErrorCode.UNAVAILABLE
+    assert f"expected an answer from the functions of {process} within 2 s, got none" in error.message
 
 
 def test_without_the_file_the_services_name_the_remedy(tmp_path: Path):

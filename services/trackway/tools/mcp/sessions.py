@@ -12,6 +12,7 @@ from typing import Literal
 from mcp.types import CallToolResult, Tool
 from pydantic import Field, JsonValue
 
+from trackway.serving.own_code import FunctionsOutage
 from trackway.tools.mcp.connection import ConnectionLost, McpConnection, Meta
 from trackway.tools.mcp.servers_file import McpServer
 from trackway.tools.user_files import UserEntry
@@ -44,10 +45,11 @@ class Held:
 class McpSessions:
     """The sessions with a server. Calls raise TrackwayError, and MCPError when the server rejects the request."""
 
-    def __init__(self, server: McpServer, name: str, limits: McpLimits) -> None:
+    def __init__(self, server: McpServer, name: str, limits: McpLimits, outage: FunctionsOutage | None = None) -> None:
         self._server = server
         self._name = name
         self._limits = limits
+        self._outage = outage
         self._free_sessions = limits.max_sessions or (64 if server.command is not None else 1024)
         self._shared = Held(None)
         self._held: dict[str, Held] = {}
@@ -97,14 +99,19 @@ class McpSessions:
         connection: McpConnection | None = None
         try:
             connection = await self._connected(held)
-            return await connection.call(tool, arguments, meta)
+            result = await connection.call(tool, arguments, meta)
         except ConnectionLost as error:
             await self._disconnect(held, connection)
             if held is not self._shared and connection is not None:
                 held.lost = True
                 self._forget(held)
                 raise self._instance_lost(str(error)) from error
+            if self._outage is not None:
+                raise self._outage.error(error) from error
             raise TrackwayError(ErrorCode.UNAVAILABLE, f"{error}; retry, or restart the server") from error
+        if self._outage is not None:
+            self._outage.began = None
+        return result
 
     async def close(self) -> None:
         """End every session."""

@@ -12,6 +12,7 @@ from mcp import MCPError
 from mcp.types import INVALID_PARAMS, Tool
 from pydantic import JsonValue, ValidationError
 
+from trackway.serving.own_code import FunctionsOutage
 from trackway.tools.base import BaseTool, ToolConfig, ToolInputError, ToolLimits, ToolSource, current_session
 from trackway.tools.mcp.connection import ConnectionLost
 from trackway.tools.mcp.results import RequestMeta, from_mcp, meta_of
@@ -75,15 +76,24 @@ class McpTool(BaseTool):
 
 
 class McpSource(ToolSource):
-    """Servers by name, and their selected tools. None is all. ValueError when the config is invalid."""
+    """Servers by name, and their selected tools. None is all. ValueError when the config is invalid.
+
+    outage: that of the servers' process, if calls wait for it.
+    """
 
     def __init__(
-        self, origin: str, servers: Mapping[str, McpServer], config: ToolConfig, selected: Sequence[str] | None = None
+        self,
+        origin: str,
+        servers: Mapping[str, McpServer],
+        config: ToolConfig,
+        selected: Sequence[str] | None = None,
+        outage: FunctionsOutage | None = None,
     ) -> None:
         super().__init__(origin)
         self._selected = selected
         self._config, self._limits = _split(origin, config)
         self._servers = servers
+        self._outage = outage
         self._sessions: list[McpSessions] = []
 
     @classmethod
@@ -115,7 +125,7 @@ class McpSource(ToolSource):
         await asyncio.gather(*(sessions.close() for sessions in self._sessions))
 
     async def _ask(self, name: str, server: McpServer) -> list[tuple[str, McpTool]]:
-        sessions = McpSessions(server, name, self._limits)
+        sessions = McpSessions(server, name, self._limits, self._outage)
         self._sessions.append(sessions)
         try:
             tools = await sessions.discover()
