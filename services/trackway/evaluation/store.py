@@ -2,6 +2,7 @@
 
 evaluation.json    what is evaluated, and at the end the summary
 config.json        the resolved configuration
+tools.json         the tools that the rollouts are offered
 rollouts.jsonl     trajectories that have ended, one per line, until all have
 trajectories/      val_step_0.parquet, as every run has; with state.json and metrics.jsonl
 """
@@ -24,6 +25,7 @@ from trackway.trainer.metrics.validation import validation_metrics
 from trackway.trainer.run_state.folder import EVALUATION_FILE, RunFolder, outputs_folders
 from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
 from trackway.trainer.service_urls import ServiceUrls
+from trackway.wire.chat import ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow, RunState
 from trackway.wire.trajectory import Trajectory
@@ -54,7 +56,7 @@ class EvaluationStore:
         """Whether all rollouts have ended."""
         return self.exists and self.evaluation().summary is not None
 
-    def begin(self, evaluation: Evaluation, config: RunConfig) -> None:
+    def begin(self, evaluation: Evaluation, config: RunConfig, tools: Sequence[ToolSchema] = ()) -> None:
         """Write the evaluation's settings. Raises TrackwayError(CONFLICT) when a run or an evaluation has the name."""
         if self.exists or self._folder.exists:
             name = self.path.name
@@ -63,6 +65,7 @@ class EvaluationStore:
         with writing(self.path, "the evaluation"):
             self.path.mkdir(parents=True, exist_ok=True)
         self._folder.write_config(config)
+        self._folder.write_tools(tools)
         self._write(evaluation)
 
     def evaluation(self) -> Evaluation:

@@ -17,6 +17,7 @@ from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs.session import RunSession
 from trackway.evaluation.store import EvaluationStore
 from trackway.system.user_error import UserError
+from trackway.trainer.run_state.folder import RunFolder
 
 ROWS = [
     {"prompt": f"Ben has {a} boxes with {b} cards in each box. How many cards does Ben have?", "answer": a * b}
@@ -82,6 +83,7 @@ def test_functions_of_this_process_are_the_tools_and_the_reward_of_an_evaluation
     compared = result.against(result)
     assert compared is not None and compared.score.value == 0.0
     assert [*(tmp_path / "outputs" / ".deployment").iterdir()] == []
+    assert [tool.function.name for tool in RunFolder(tmp_path / "outputs" / "mine").tools()] == ["calculator"]
 
 
 def test_services_elsewhere_get_neither_functions_nor_rows(tmp_path: Path):

@@ -3,15 +3,22 @@
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args, overload
 
 from trackway.deploy.api.evaluated import Evaluated, frame_of
 from trackway.deploy.runs.session import RunSession
 from trackway.deploy.terminal.progress import delivery_bar, run_bar
+from trackway.system.user_error import UserError
 from trackway.trainer.run_state.export import Export, export_checkpoint
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectory_dump import read_trajectories
-from trackway.trainer.run_state.trajectory_export import dumped_files
+from trackway.trainer.run_state.trajectory_export import (
+    ExportedTrajectories,
+    TrajectoryFormat,
+    dumped_files,
+    export_trajectories,
+    source_of,
+)
 from trackway.wire.trainer import RunInfo
 
 if TYPE_CHECKING:
@@ -103,13 +110,48 @@ class Run:
         """Evaluate the run's newest checkpoint. For the parameters, see `Services.evaluate`."""
         return self._services.evaluate(self, rows, tools=tools, reward=reward, **options)
 
-    def export(self, target: str | Path, step: int | None = None, merge: bool = False) -> Export:
-        """Write the newest checkpoint, or a step's, as a Hugging Face folder.
+    @overload
+    def export(
+        self, target: str | Path, step: int | None = None, merge: bool = False, *, format: Literal["model"] = "model"
+    ) -> Export: ...
+    @overload
+    def export(
+        self,
+        target: str | Path,
+        step: int | None = None,
+        *,
+        format: TrajectoryFormat,
+        where: str | None = None,
+        validation: bool = False,
+    ) -> ExportedTrajectories: ...
 
+    def export(
+        self,
+        target: str | Path,
+        step: int | None = None,
+        merge: bool = False,
+        *,
+        format: Literal["model"] | TrajectoryFormat = "model",
+        where: str | None = None,
+        validation: bool = False,
+    ) -> Export | ExportedTrajectories:
+        """Write the model or the trajectories to a new folder, or with the format `chat` to a new file.
+
+        format: `model` is the newest checkpoint, or a step's, as a Hugging Face folder. `atif`, `datasets` and `chat`
+            are the trajectories of all steps or of one, as with `trackway export --as`.
         merge: put a LoRA adapter into the model's weights; without it the adapter alone is written, as PEFT does.
-        Raises TrackwayError for a missing checkpoint or an existing folder.
+        where: which trajectories, such as `"score > 0.5 and not failed"`.
+        validation: the trajectories of validations in place of those trained on.
+        Raises TrackwayError for an existing target, and without such a checkpoint or trajectories.
         """
-        return export_checkpoint(RunFolder(self.folder), Path(target), step, merge=merge)
+        if format not in (known := ("model", *get_args(TrajectoryFormat))):
+            raise UserError(f"format: expected one of {', '.join(known)}, got {format!r}")
+        if merge if format != "model" else validation or where is not None:
+            raise UserError(f"expected merge with a model, where and validation with trajectories, got {format=}")
+        folder = RunFolder(self.folder)
+        if format == "model":
+            return export_checkpoint(folder, Path(target), step, merge=merge)
+        return export_trajectories(source_of(folder, step, validation), format, Path(target), where)
 
     @contextmanager
     def _until_end(self) -> Generator[None]:

@@ -50,6 +50,7 @@ from trackway.trainer.run_state.checkpoint import check_storage
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.supervisor.manager import check_adapter, runnable
 from trackway.trainer.traces.preflight import unusable, without_entity
+from trackway.wire.chat import ToolSchema
 from trackway.wire.errors import TrackwayError
 from trackway.wire.health import Health
 from trackway.wire.tracing import TraceBackend
@@ -76,6 +77,8 @@ class Subject:
     """Values of the command line that a run which is resumed takes."""
     resumes: str = ""
     """The run of this machine that is resumed, and the settings that it keeps, in words. Empty for a new run."""
+    tools: Sequence[ToolSchema] = ()
+    """The tools of the services, which `check_parts` sets."""
 
     @property
     def decisions(self) -> list[Decision]:
@@ -329,6 +332,7 @@ def check_parts(subject: Subject, report: Report = lambda name, state: None) -> 
     here = RowsHere(config, check.findings, report, MEASURED_ROWS)
     here.read()
     served = check.with_template(served, here)
+    subject.tools = served.schemas
     check.findings.wrong += unserved(config, here.used, served)
     return check.findings, here.used
 

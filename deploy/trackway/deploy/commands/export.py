@@ -1,8 +1,7 @@
 """`trackway export`: a checkpoint of a run as a Hugging Face folder, or trajectories in formats that others read."""
 
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.markup import escape
@@ -11,10 +10,6 @@ from trackway.deploy.commands.options import OUTPUTS, Outputs, json_of
 from trackway.deploy.terminal.progress import file_bar, print_json, stdout
 from trackway.system import visible
 from trackway.system.user_error import UserError
-
-if TYPE_CHECKING:
-    from trackway.deploy.runs.found import FoundRun
-    from trackway.trainer.run_state.trajectory_export import Source
 
 app = typer.Typer()
 
@@ -74,9 +69,11 @@ def export(
             Source,
             atif_files,
             export_trajectories,
+            source_of,
         )
 
-        source = Source(atif_files(Path(name))) if is_file else _source_of(find_run(outputs, name), step, validation)
+        run = None if is_file else find_run(outputs, name).folder
+        source = Source(atif_files(Path(name))) if run is None else source_of(run, step, validation)
         with file_bar(as_json) as show:
             exported = export_trajectories(source, kind, target, where, show)
         line = (
@@ -87,26 +84,8 @@ def export(
                 f"; {exported.further_rows} further rows of sessions are left out, which --as datasets and atif have"
             )
         if not source.tools:
-            line += "; without definitions of tools, which only running services know"
+            line += "; without definitions of tools, which are not recorded"
     if as_json:
         print_json(exported._asdict())
         return
     stdout.print(escape(visible(line)), soft_wrap=True)
-
-
-def _source_of(run: "FoundRun", step: int | None, validation: bool) -> "Source":
-    """The run's trajectories, and the tools that its services offer if they run."""
-    from trackway.clients import ToolsClient
-    from trackway.clients import run as wait_for
-    from trackway.trainer.data.name_check import CHECK_POLICY
-    from trackway.trainer.run_state.trajectory_export import Source, dumped_files
-    from trackway.wire.errors import TrackwayError
-
-    config = run.folder.config()
-    files = dumped_files(run.folder, step, validation)
-    tools, names = [], config.trackway.tools
-    with suppress(TrackwayError):  # the line at the end says that they are missing
-        client = ToolsClient(run.services.url("tools"), policy=CHECK_POLICY) if run.services else None
-        offered = wait_for(client.list()) if client else []
-        tools = [tool for tool in offered if names is None or tool.function.name in names]
-    return Source(files, config.actor_rollout_ref.model.path, tools)

@@ -102,7 +102,9 @@ class EvaluationRun:
         """
         samples = rows.samples[: self.evaluation.rows or None]
         if not self.store.exists:
-            self.store.begin(self.evaluation.model_copy(update={"rows": len(samples)}), self.subject.config)
+            self.store.begin(
+                self.evaluation.model_copy(update={"rows": len(samples)}), self.subject.config, self.subject.tools
+            )
         done = self.store.done()
         left = [sample for sample in samples if sample.index not in done]
         exported = self.store.path / "model"
@@ -237,7 +239,7 @@ def rescored(name: str, overrides: list[str], target: str | None, outputs: Path,
     assert prepared.subject.services is not None
     served, messages = prepared.subject.services.serve_config, before.endpoint is not None
     scores = run(_scored(store.trajectories(), samples, served, config, messages=messages))
-    prepared.store.begin(named, config)
+    prepared.store.begin(named, config, RunFolder(store.path).tools())
     prepared.store.add(scores)
     return prepared.store.finish()
 

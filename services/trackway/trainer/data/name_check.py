@@ -77,8 +77,10 @@ async def ask_services(urls: ServiceUrls) -> tuple[Served, dict[str, TrackwayErr
     return served, errors
 
 
-async def check_names(config: RunConfig, rows: Mapping[str, Rows], urls: ServiceUrls) -> None:
+async def check_names(config: RunConfig, rows: Mapping[str, Rows], urls: ServiceUrls) -> tuple[ToolSchema, ...]:
     """Check the names in the rows, given by configuration key, against those that the services know.
+
+    Returns the schemas of the tools, empty when the tool server does not answer.
 
     An unreachable service is logged and does not fail the check: the run itself waits for its services.
 
@@ -86,6 +88,7 @@ async def check_names(config: RunConfig, rows: Mapping[str, Rows], urls: Service
         TrackwayError: INVALID_REQUEST with each unknown name and its rows.
     """
     served, errors = await ask_services(urls)
+    schemas = served.schemas
     if not _asks_for_tools(config, rows.values()):
         served = replace(served, tools=None)
         errors.pop("tools", None)
@@ -94,6 +97,7 @@ async def check_names(config: RunConfig, rows: Mapping[str, Rows], urls: Service
     problems = unserved(config, rows, served)
     if problems:
         raise TrackwayError(ErrorCode.INVALID_REQUEST, "; ".join(problems))
+    return schemas
 
 
 def unserved(config: RunConfig, rows: Mapping[str, Rows], served: Served) -> list[str]:

@@ -79,7 +79,9 @@ async def build(
         keep = await prompt_filter(config, services.tools_url)
         rows, held_out = await asyncio.to_thread(load_data, config, keep)
     with waits(RUN, "the services to say which agent loops, tools and scorers they have"):
-        await check_names(config, {"data.train_files": rows, "data.val_files": held_out}, services)
+        tools = await check_names(config, {"data.train_files": rows, "data.val_files": held_out}, services)
+    if tools:
+        folder.write_tools(tools)
     with waits(RUN, "the rollout service to say how its engines take weights"):
         await require_takers(config.trackway.weights_transport, services)
     with waits(RUN, "the rollout service to say whether its engines can sleep"):

@@ -36,8 +36,7 @@ def export_checkpoint(run: RunFolder, target: Path, step: int | None = None, *, 
     `merge` asks for the model with the adapter in its weights. Raises TrackwayError for a run without such a
     checkpoint, a damaged one, or an existing folder, and StorageError.
     """
-    if target.exists():
-        raise _refused(f"expected a folder that does not exist, got {target}; give another one, or remove it")
+    require_new(target)
     checkpoint = _checkpoint(run, step)
     model = run.config().actor_rollout_ref.model
     kind = "adapter" if model.lora_rank and not merge else "model"
@@ -50,6 +49,15 @@ def export_checkpoint(run: RunFolder, target: Path, step: int | None = None, *, 
         else:
             _write_model(actor, draft, model)
     return Export(str(checkpoint), kind, str(target), sorted(path.name for path in target.iterdir()))
+
+
+def require_new(target: Path) -> None:
+    """Raise TrackwayError(INVALID_REQUEST) if the target exists, or if it is below a file."""
+    if target.exists() or target.is_symlink():
+        raise _refused(f"expected a target that does not exist, got {target}; give another one, or remove it")
+    above = next(folder for folder in target.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise _refused(f"expected a target below a folder, got {target}, where {above} is a file; give another one")
 
 
 def _write_adapter(actor: Path, folder: Path, model: ModelConfig) -> None:

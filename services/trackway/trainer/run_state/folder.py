@@ -6,6 +6,7 @@
     worker.log      its output and traceback            checkpoints/    to resume from
     activity.json   waits and rollouts by state     trajectories/   step_<n>.parquet, val_step_<n>.parquet
     wandb/          W&B's local files                   tensorboard/    event files
+    tools.json      the tools that its rollouts are offered
     token_values/   step_<n>.parquet
 
 Files are replaced as a whole, except `metrics.jsonl`, which is appended to. state.json has one writer at a time: the
@@ -25,12 +26,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from trackway.system import append_line, atomic_write, writing
 from trackway.trainer.run_state.ownership import Beat, Owner
 from trackway.trainer.service_urls import ServiceUrls
+from trackway.wire.chat import ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Wait
 from trackway.wire.names import RESERVED_NAMES
@@ -46,6 +48,8 @@ OWNER = "worker.json"
 METRICS = "metrics.jsonl"
 ACTIVITY = "activity.json"
 TOKEN_VALUES = "token_values"
+TOOLS = "tools.json"
+_TOOLS = TypeAdapter(list[ToolSchema])
 
 logger = logging.getLogger("trackway.trainer")
 
@@ -172,6 +176,19 @@ class RunFolder:
     def write_services(self, services: ServiceUrls) -> None:
         """Replace the URLs, which may have changed since the run's first start."""
         self._replace("services.json", services.model_dump_json(indent=2))
+
+    def tools(self) -> list[ToolSchema]:
+        """Return the tools that the run's rollouts are offered. Empty when they are not recorded."""
+        try:
+            return _TOOLS.validate_json((self.path / TOOLS).read_bytes())
+        except (OSError, ValidationError):
+            return []
+
+    def write_tools(self, offered: Iterable[ToolSchema]) -> None:
+        """Record those of the tools that `trackway.tools` leaves to the run."""
+        names = self.config().trackway.tools
+        tools = [tool for tool in offered if names is None or tool.function.name in names]
+        self._replace(TOOLS, _TOOLS.dump_json(tools).decode())
 
     def info(self) -> RunInfo:
         """The run's status.

@@ -12,6 +12,7 @@ from pydantic_core import to_json
 
 from trackway.system import new_folder, replacing, writing
 from trackway.trainer.run_state.atif import read_atif, to_atif
+from trackway.trainer.run_state.export import require_new
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.row_filter import Cell, RowFilter
 from trackway.trainer.run_state.trajectory_dump import read_trajectories
@@ -113,6 +114,12 @@ class Source(NamedTuple):
     tools: Sequence[ToolSchema] = ()
 
 
+def source_of(run: RunFolder, step: int | None, validation: bool) -> Source:
+    """The trajectories of a run, of one step or of all. Raises TrackwayError(NOT_FOUND) without any."""
+    files = dumped_files(run, step, validation)
+    return Source(files, run.config().actor_rollout_ref.model.path, run.tools())
+
+
 def dumped_files(run: RunFolder, step: int | None, validation: bool) -> list[Path]:
     """The files of a run's trajectories, by step. Raises TrackwayError(NOT_FOUND) without any."""
     name = f"{'val_' if validation else ''}step_{'*' if step is None else step}.parquet"
@@ -152,8 +159,7 @@ def export_trajectories(
     where: see RowFilter, over COLUMNS. report: gets the number of files read, and of all.
     Raises TrackwayError for an existing target, a wrong filter, or no trajectory left, and StorageError.
     """
-    if target.exists():
-        raise _refused(f"expected a target that does not exist, got {target}; give another one, or remove it")
+    require_new(target)
     chosen = RowFilter(where, {name: kind for name, (kind, _) in COLUMNS.items()}) if where is not None else None
     counts = {"trajectories": 0, "filtered": 0, "further_rows": 0}
 
