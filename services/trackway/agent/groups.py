@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
 
 from trackway.agent.context import AgentContext
 from trackway.agent.loop import AgentLoop, agent_loop
@@ -19,6 +19,8 @@ MakeLoop = Callable[[AgentContext], AgentLoop]
 """An agent loop's class, or a function that makes one."""
 _SLACK_S = 1.0
 """Time allowed for the work around a release."""
+_CALLS = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Buckets advised by the GenAI conventions."""
 
 
 class Groups:
@@ -36,7 +38,14 @@ class Groups:
         self._duration = OperationDuration(
             "invoke_agent", "invoke_agent", "Duration of trajectories in seconds", "gen_ai_agent_name"
         )
-        self.metrics = Collectors(running, self._ended, self._duration)
+        self._calls = [
+            Histogram(f"gen_ai_invoke_agent_{name}", description, ["gen_ai_agent_name"], buckets=_CALLS, registry=None)
+            for name, description in (
+                ("inference_calls", "Answered model calls of a trajectory"),
+                ("tool_calls", "Tool calls of a trajectory"),
+            )
+        ]
+        self.metrics = Collectors(running, self._ended, self._duration, *self._calls)
         """An outcome is a stop reason, an error code, or `aborted`."""
         self._closed = False
 
@@ -137,6 +146,9 @@ class Groups:
         try:
             trajectory = await agent.run(request, rollout_n)
             error_type = trajectory.error.code.value if trajectory.error else ""
+            turns = [turn for row in (trajectory, *trajectory.further_rows) for turn in row.turns]
+            for calls, number in zip(self._calls, (len(turns), sum(len(turn.calls) for turn in turns)), strict=True):
+                calls.labels(agent.agent_name).observe(number)
             return trajectory
         finally:
             self._duration.observe(time.perf_counter() - started, error_type, agent.agent_name)

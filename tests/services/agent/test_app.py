@@ -136,6 +136,14 @@ async def test_trajectories_are_counted_by_kind_and_outcome(services: AgentServi
         f'{name}{{error_type="",{labels}}} 3.0',
         f'{name}{{error_type="invalid_request",{labels}}} 1.0',
     }
+    calls = 'gen_ai_invoke_agent_%s_calls_%s{gen_ai_agent_name="tool_agent"} %s'
+    for line in (
+        calls % ("inference", "count", 4.0),
+        calls % ("inference", "sum", 4.0),
+        calls % ("tool", "count", 4.0),
+        calls % ("tool", "sum", 1.0),
+    ):
+        assert line in lines
 
 
 @pytest.mark.anyio
