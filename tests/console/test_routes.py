@@ -25,7 +25,7 @@ from tests.console.example_run import (
     write_step,
     write_values,
 )
-from trackway.console import export, file_results, over_steps, search, spans, trajectory_files
+from trackway.console import app, export, file_results, over_steps, search, spans, trajectory_files
 from trackway.console.app import create_app
 from trackway.console.trajectory_files import File, ParquetReader
 from trackway.deploy.bundled import TINY_MODEL
@@ -1064,3 +1064,33 @@ def test_the_console_writes_nothing_into_a_run(outputs: Path) -> None:
 
     assert {path: path.stat().st_mtime_ns for path in sorted(folder.path.rglob("*"))} == before
     assert RunFolder(folder.path).info().state == "finished"
+
+
+def test_search_finds_the_trajectories_whose_traces_have_a_span(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(outputs)
+    asked: list[dict[str, object]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content))
+        if len(asked) == 1:
+            return httpx.Response(200, json={"traces": [{"trace_id": f"tr-{'0' * 32}"}], "next_page_token": "more"})
+        return httpx.Response(200, json={"traces": [{"trace_id": f"tr-{TRACE_ID}"}]} if len(asked) == 2 else {})
+
+    monkeypatch.setattr(spans, "mlflow_http", lambda uri, timeout: httpx.Client(transport=httpx.MockTransport(answer)))
+    monkeypatch.setattr(search, "BUDGET_S", 60.0)
+    every = {"run": "tidy", "limit": 50}
+
+    assert found(get(outputs, "search", **every, span="execute_tool look*")) == [(2, False, "7", 1), (1, False, "7", 1)]
+    assert found(get(outputs, "search", **every, span="none")) == []
+    assert [body["filter"] for body in asked] == [*["span.name LIKE 'execute_tool look%'"] * 2, "span.name = 'none'"]
+    assert [body.get("page_token") for body in asked] == [None, "more", None]
+    quoted = refused(outputs, "search", run="tidy", span="'\"")
+    assert quoted[:2] == (422, "invalid_request") and "both kinds of quotes" in quoted[2]
+
+    monkeypatch.setattr(spans, "MOST_TRACES", 1)
+    monkeypatch.setattr(app, "MOST_TRACES", 1)
+    asked.clear()
+    [told] = get(outputs, "search", **every, span="turn *")["unreadable"]
+    assert told == "searched the newest 1 traces with such a span, not the others"
+    RunFolder(outputs / "tidy").update(mlflow_uri="sqlite:///a.db")
+    assert refused(outputs, "search", run="tidy", span="turn")[:2] == (404, "not_found")

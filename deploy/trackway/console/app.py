@@ -36,7 +36,7 @@ from trackway.console.runs import Runs, config_of, series
 from trackway.console.search import Query as SearchQuery
 from trackway.console.search import search
 from trackway.console.services import service_routes
-from trackway.console.spans import spans_page
+from trackway.console.spans import MOST_TRACES, spans_page, traces_with
 from trackway.console.steps import MOST_ROLLOUTS, step_page
 from trackway.console.tokenizer import Tokenizers
 from trackway.console.trajectory import MOST_TOKENS, Rank, tokens_page, trajectory_page
@@ -181,6 +181,7 @@ def _routes(runs: Runs, services: list[str]) -> APIRouter:
         last_step: int | None = None,
         validation: bool | None = None,
         tool_right: Annotated[bool, Query(description="Whether a tool gave the right result.")] = False,
+        span: Annotated[str, Query(max_length=300, description="Name of a span, where * matches any text.")] = "",
         limit: Annotated[int, Query(ge=1, le=MOST_HITS)] = 50,
         cursor: Annotated[str | None, Query(max_length=40)] = None,
     ) -> SearchPage:
@@ -200,8 +201,12 @@ def _routes(runs: Runs, services: list[str]) -> APIRouter:
             first_step=first_step,
             last_step=last_step,
             validation=validation,
+            traces=traces_with(runs.find(run), span) if span else None,
         )
-        return search(reader, runs.find(run), query, limit, cursor)
+        page = search(reader, runs.find(run), query, limit, cursor)
+        if query.traces is not None and len(query.traces) >= MOST_TRACES and cursor is None:
+            page.unreadable.append(f"searched the newest {len(query.traces)} traces with such a span, not the others")
+        return page
 
     @router.get("/api/prompt", response_model=PromptPage)
     def one_prompt(run: RunKey, sample: str, validation: Validation = False) -> PromptPage:

@@ -65,6 +65,8 @@ class Query:
     first_step: int | None = None
     last_step: int | None = None
     validation: bool | None = None
+    traces: list[str] | None = None
+    """Ids of the traces that it may have."""
 
 
 def search(reader: ParquetReader, folder: RunFolder, query: Query, limit: int, cursor: str | None) -> SearchPage:
@@ -282,6 +284,8 @@ def _conditions(query: Query) -> tuple[str, dict[str, object]]:
         add("score >= $least", least=query.least)
     if query.most is not None:
         add("score <= $most", most=query.most)
+    if query.traces is not None:
+        add("list_contains($traces, trace_id)", traces=query.traces)
     return "".join(f" AND {condition}" for condition in conditions), values
 
 

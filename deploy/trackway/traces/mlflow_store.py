@@ -29,7 +29,7 @@ from trackway.traces.tree import (
     facts_of,
     hex_id,
 )
-from trackway.tracing.export.mlflow import credentials, mlflow_http
+from trackway.tracing.export.mlflow import condition, credentials, mlflow_http
 from trackway.tracing.local_mlflow import client as local_mlflow
 
 TIMEOUT_S = 30.0
@@ -169,11 +169,10 @@ def _steps(tag: str, steps: Steps | None) -> str:
 def _compared(option: str, field: str, key: str, value: str) -> str:
     if not re.fullmatch(r"[\w.-]+", key):
         raise UserError(f"{option}: expected a name of letters, digits, '_', '.' and '-', got {key!r}")
-    if "'" in value and '"' in value:
-        raise UserError(f"{option} {key}: MLflow cannot search for a text with both kinds of quotes, got {value!r}")
-    quote = '"' if "'" in value else "'"
-    operator, text = ("LIKE", value.replace("*", "%")) if "*" in value else ("=", value)
-    return f"{field} {operator} {quote}{text}{quote}"
+    try:
+        return condition(field, value)
+    except ValueError as error:
+        raise UserError(f"{option} {key}: {error}") from error
 
 
 def _tree(info: Info, spans: Sequence[Span]) -> TraceTree:

@@ -114,6 +114,15 @@ def _tls_and_environment(uri: str) -> tuple[bool | ssl.SSLContext, bool]:
     return ssl.create_default_context(cafile=certificate) if certificate and is_checked else is_checked, is_remote
 
 
+def condition(field: str, value: str) -> str:
+    """Return MLflow's condition on a text, where `*` matches anything. Raises ValueError with both kinds of quotes."""
+    if "'" in value and '"' in value:
+        raise ValueError(f"MLflow cannot search for a text with both kinds of quotes, got {value!r}; use one kind or *")
+    quote = '"' if "'" in value else "'"
+    operator, text = ("LIKE", value.replace("*", "%")) if "*" in value else ("=", value)
+    return f"{field} {operator} {quote}{text}{quote}"
+
+
 def credentials() -> dict[str, str]:
     """The authorization header from MLflow's environment variables. Empty without them."""
     token = os.environ.get("MLFLOW_TRACKING_TOKEN")

@@ -4,7 +4,7 @@ import { link, trajectoryLink } from "../api.js";
 import { empty, h, number, panel, plural, roving, visible } from "../dom.js";
 import { chooser, csv, fileName, queries, scoreChip } from "./parts.js";
 
-const FIELDS = ["text", "regex", "tool", "tool_right", "error", "message", "incident", "service", "stop_reason", "least", "most", "first_step", "last_step", "validation"];
+const FIELDS = ["text", "regex", "tool", "tool_right", "error", "message", "incident", "service", "stop_reason", "least", "most", "first_step", "last_step", "validation", "span"];
 const INCIDENTS = ["retried", "generation_cut", "weights_behind", "prompt_cut", "tool_failed", "tool_timeout", "instance_lost", "replica_lost"];
 const ENOUGH = 50;
 const COLUMNS = ["step", "validation", "sample_index", "rollout_n", "score", "stop_reason", "error", "tools", "found"];
@@ -54,6 +54,7 @@ function form(run, asked, metrics) {
     choice("stop_reason", "ended by", [["", "any"], ...["answered", "max_turns", "max_response", "max_prompt", "bad_call", "environment_done", "error"].map((reason) => [reason, reason])]),
     field("least", "reward from", { type: "number", step: "any" }), field("most", "reward to", { type: "number", step: "any" }),
     field("first_step", "step from", { type: "number", min: 0 }), field("last_step", "step to", { type: "number", min: 0 }),
+    field("span", "span", { maxlength: 300, placeholder: "execute_tool search*", title: "name of a span of its trace in MLflow, an agent's framework's too; * matches any text" }),
     choice("validation", "rollouts of", [["", "training and validation"], ["false", "training"], ["true", "validation"]]),
     h("button", { class: "primary" }, "Search"));
 }
