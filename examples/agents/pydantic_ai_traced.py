@@ -4,6 +4,8 @@
 # ///
 r"""An agent of pydantic-ai whose own OpenTelemetry spans join the trace of its rollout.
 
+MLflow also needs the experiment: "OTEL_EXPORTER_OTLP_HEADERS": "x-mlflow-experiment-id=1".
+
 export TRACKWAY_EXTERNAL__COMMAND='["uv", "run", "examples/agents/pydantic_ai_traced.py"]'
 export TRACKWAY_EXTERNAL__ENVIRONMENT='{"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}' && trackway up
 trackway data make-tiny rows --agent-name external
@@ -19,7 +21,7 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.propagate import extract
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from pydantic_ai import Agent
+from pydantic_ai import Agent, UnexpectedModelBehavior, UsageLimitExceeded, UsageLimits
 
 provider = TracerProvider()
 if "TRACEPARENT" in os.environ:  # the rollout is traced
@@ -27,6 +29,23 @@ if "TRACEPARENT" in os.environ:  # the rollout is traced
     trace.set_tracer_provider(provider)
     context.attach(extract({"traceparent": os.environ["TRACEPARENT"]}))
     Agent.instrument_all()
+agent = Agent("openai:policy", retries=3)
+
+
+@agent.tool_plain
+def calculator(expression: str) -> str:
+    """The value of an arithmetic expression."""
+    if "**" in expression or set(expression) - set("0123456789+-*/(). "):
+        return "expected numbers and + - * / ( )"
+    try:
+        return str(eval(expression))
+    except (SyntaxError, ArithmeticError, TypeError) as error:
+        return str(error)
+
+
 question = "\n".join(message["content"] for message in json.load(sys.stdin)["prompt"])
-print(Agent("openai:policy").run_sync(question).output)
+try:
+    print(agent.run_sync(question, usage_limits=UsageLimits(request_limit=4)).output)
+except (UnexpectedModelBehavior, UsageLimitExceeded) as error:  # the model's own fault: the rollout counts
+    print(error)
 provider.shutdown()

@@ -2,6 +2,8 @@
 
 python examples/tracing/read_back.py phoenix outputs/demo/seed0 http://127.0.0.1:6006 demo
 python examples/tracing/read_back.py agentmesh outputs/demo/seed0 http://127.0.0.1:8787
+python examples/tracing/read_back.py mlflow outputs/demo/seed0 http://127.0.0.1:5000
+WANDB_API_KEY=... python examples/tracing/read_back.py weave outputs/demo/seed0 my-team/demo
 """
 
 import json
@@ -13,6 +15,11 @@ from typing import Any
 
 import httpx
 
+from trackway.traces.mlflow_store import MlflowStore
+from trackway.traces.store import TraceFilter, TraceStore
+from trackway.traces.tree import TraceTree
+from trackway.traces.views import output_of, tokens_of
+from trackway.traces.weave_store import WeaveStore
 from trackway.trainer.run_state.trajectory_dump import read_trajectories
 from trackway.wire.chat import Message
 from trackway.wire.trajectory import Trajectory
@@ -79,6 +86,31 @@ def _agentmesh_facts(spans: list[Item], scores: list[Item]) -> Facts:
     }
 
 
+def of_mlflow(uri: str) -> dict[str, Facts]:
+    """Read the facts of each trajectory's trace in MLflow, by trace id."""
+    return _of_store(MlflowStore.open(uri, None))
+
+
+def of_weave(project: str) -> dict[str, Facts]:
+    """Read the same facts of a project of Weave's calls."""
+    return _of_store(WeaveStore.open(project))
+
+
+def _of_store(store: TraceStore) -> dict[str, Facts]:
+    return {tree.hex_id: _tree_facts(tree) for tree in store.search(TraceFilter())}
+
+
+def _tree_facts(tree: TraceTree) -> Facts:
+    messages = output_of(tree, "messages")
+    said = [Message.model_validate(message) for message in messages] if isinstance(messages, list) else []
+    return {
+        "texts": [text for message in said for text in _contents(message)],
+        "tokens": sum(tokens[1] for chat in tree.of_kind("chat") if (tokens := tokens_of(chat))),
+        "tool calls": len(tree.of_kind("execute_tool")),
+        "score": output_of(tree, "reward"),
+    }
+
+
 def _texts(messages: list[Item]) -> list[str]:
     parts = [part for message in messages for part in message["parts"]]
     return [str(part.get("content") or part.get("response") or part.get("name")) for part in parts]
@@ -115,6 +147,6 @@ def compare(run: Path, traces: Mapping[str, Facts]) -> int:
 
 
 if __name__ == "__main__":
-    readers = {"phoenix": of_phoenix, "agentmesh": of_agentmesh}
+    readers = {"phoenix": of_phoenix, "agentmesh": of_agentmesh, "mlflow": of_mlflow, "weave": of_weave}
     receiver, run, *where = sys.argv[1:]
     sys.exit(compare(Path(run), readers[receiver](*where)) != 0)

@@ -260,6 +260,19 @@ def test_a_search_is_saved_in_the_browser_and_asked_again(browser: Browser, url:
     assert browser.evaluate("document.querySelectorAll('.queries .chip').length") == 0
 
 
+def test_a_search_by_a_span_finds_the_trajectories_of_its_traces(
+    browser: Browser, url: str, outputs: Path, mlflow: str
+) -> None:
+    RunFolder(outputs / "tidy").update(mlflow_uri=mlflow)
+    browser.open(f"{url}#/search?run=tidy")
+    browser.evaluate("document.querySelector('form.search [name=span]').value = 'execute_tool *'")
+    browser.click("form.search button.primary")
+
+    browser.wait("document.querySelectorAll('table.hits tbody tr').length === 2")
+    assert browser.evaluate("document.querySelector('form.search [name=span]').value") == "execute_tool *"
+    assert browser.problems == []
+
+
 def test_a_search_can_be_cancelled(browser: Browser, url: str) -> None:
     with holding(browser, "*/api/search?*"):
         browser.open(f"{url}#/search?run=tidy&text=42")
@@ -445,7 +458,15 @@ def mlflow() -> Iterator[str]:
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             spans = [mlflow_span(2, 1, 1.5, 2.0, "failed"), mlflow_span(1, None, 1.0, 3.0)]
-            body = json.dumps({"traces": [{"spans": spans}] if self.path.endswith(f"=tr-{TRACE_ID}") else []}).encode()
+            self.answer({"traces": [{"spans": spans}] if self.path.endswith(f"=tr-{TRACE_ID}") else []})
+
+        def do_POST(self) -> None:
+            asked = self.rfile.read(int(self.headers["content-length"]))
+            is_wanted = b"span.name LIKE 'execute_tool %'" in asked
+            self.answer({"traces": [{"trace_id": f"tr-{TRACE_ID}"}] if is_wanted else []})
+
+        def answer(self, reply: dict[str, object]) -> None:
+            body = json.dumps(reply).encode()
             self.send_response(200)
             self.send_header("content-length", str(len(body)))
             self.end_headers()

@@ -4,9 +4,9 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -41,13 +41,19 @@ Start = Callable[..., RunInfo]
 @pytest.fixture(scope="module")
 def agents(deployment: Deployment) -> Iterator[list[ReplicaInfo]]:
     """Two replicas of the agent service, whose external agent is the example."""
+    with running_agents(deployment, {"command": [sys.executable, str(SCRIPT)]}, 2):
+        yield agent_replicas(deployment)
+
+
+@contextmanager
+def running_agents(deployment: Deployment, external: Mapping[str, object], replicas: int) -> Iterator[None]:
+    """Replicas of the agent service with these settings of its external agent; afterwards with the former ones."""
     before = deployment.serve_config
     old = {replica.health.pid for replica in agent_replicas(deployment)}
-    settings = {"external": {"command": [sys.executable, str(SCRIPT)]}}
-    deployment.serve_config = serve_config.with_options(before, "agent", settings)
-    status.scale(deployment, "agent", 2)
-    until(lambda: len(now := agent_replicas(deployment)) == 2 and old.isdisjoint(r.health.pid for r in now))
-    yield agent_replicas(deployment)
+    deployment.serve_config = serve_config.with_options(before, "agent", {"external": external})
+    status.scale(deployment, "agent", replicas)
+    until(lambda: len(now := agent_replicas(deployment)) == replicas and old.isdisjoint(r.health.pid for r in now))
+    yield
     last = {replica.health.pid for replica in agent_replicas(deployment)}
     deployment.serve_config = before
     deployment.save()
