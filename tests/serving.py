@@ -1,9 +1,10 @@
-"""Serve an app with uvicorn in the tests' process."""
+"""Serve an app with uvicorn, or a server of the standard library, in the tests' process."""
 
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from http.server import HTTPServer
 from typing import Any
 
 import uvicorn
@@ -58,3 +59,16 @@ def served_in_thread(app: ASGIApp, port: int = 0, **config: Any) -> Iterator[str
         server.should_exit = True
         thread.join(STOPS_WITHIN_S)
         assert not thread.is_alive(), f"the server did not stop within {STOPS_WITHIN_S:.0f} s"
+
+
+@contextmanager
+def answered_by(server: HTTPServer) -> Iterator[str]:
+    """Yield the URL of a server, which answers in a thread of its own."""
+    with server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join(STOPS_WITHIN_S)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,6 +22,7 @@ from tests.console.example_run import (
     write_run,
     write_step,
 )
+from tests.serving import answered_by
 from trackway.console import file_results
 from trackway.trainer.run_state.folder import Activity, RunFolder
 from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
@@ -475,12 +475,8 @@ def mlflow() -> Iterator[str]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join(10)
+    with answered_by(ThreadingHTTPServer(("127.0.0.1", 0), Answer)) as url:
+        yield url
 
 
 def test_the_times_of_a_trajectory_are_lanes_with_the_spans_of_its_trace_below(

@@ -1,7 +1,6 @@
 """An OTLP receiver whose mood can be set: it answers, refuses, breaks, or keeps its callers waiting."""
 
 import gzip
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
+
+from tests.serving import answered_by
 
 
 @dataclass
@@ -97,21 +98,8 @@ def running_sink(port: int = 0, sink: Sink | None = None) -> Iterator[Sink]:
     """A sink on a free port, or the same one again on the port it had."""
     sink = sink or Sink()
     sink.open.set()
-    server = _Server(("127.0.0.1", port), _handler(sink))
-    sink.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield sink
-    finally:
-        sink.open.set()
-        server.shutdown()
-        server.server_close()
-        thread.join(5)
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    with answered_by(_Server(("127.0.0.1", port), _handler(sink))) as sink.url:
+        try:
+            yield sink
+        finally:
+            sink.open.set()

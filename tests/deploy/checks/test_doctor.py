@@ -9,13 +9,13 @@ import time
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import ClassVar
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from tests.services.chat.families import FAMILIES
+from tests.serving import answered_by
 from trackway.deploy.checks import doctor
 from trackway.deploy.checks.doctor import DEMO_EXTRAS, OTHER_EXTRAS, Examination, Finding, examine
 from trackway.deploy.cli import app
@@ -189,12 +189,9 @@ def test_clocks_of_attached_services_are_compared_with_this_machines(tmp_path: P
     outputs = tmp_path / "out"
     assert not any(finding.name.startswith("clock of") for finding in examined(tmp_path).findings)
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
+    with answered_by(ThreadingHTTPServer(("127.0.0.1", 0), Answers)) as url:
         Deployment(base_url=url, dashboard_url="", mlflow_uri="", outputs=outputs, attached=True).save()
         examination = examined(tmp_path)
-        server.shutdown()
 
     clocks = {finding.name: finding for finding in examination.findings if finding.name.startswith("clock of")}
     assert {name: finding.ok for name, finding in clocks.items()} == {

@@ -4,11 +4,11 @@ import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 from rich.console import Console
 
+from tests.serving import answered_by
 from trackway.deploy.checks.findings import Findings
 from trackway.deploy.checks.run import Checked, RunCheck, Subject
 from trackway.deploy.deployment.record import Deployment
@@ -36,11 +36,8 @@ class Dashboard(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def dashboard() -> Iterator[str]:
-    server = HTTPServer(("127.0.0.1", 0), Dashboard)
-    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with answered_by(HTTPServer(("127.0.0.1", 0), Dashboard)) as url:
+        yield url
 
 
 def found(folder: Path, dashboard_url: str, *words: str, attached: bool = True) -> Findings:

@@ -2,10 +2,10 @@
 
 import ssl
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
 
 import pytest
 
+from tests.serving import answered_by
 from trackway.deploy.deployment.http_poll import answers, tls
 from trackway.system import free_port
 
@@ -20,13 +20,8 @@ class _Ready(BaseHTTPRequestHandler):
 
 
 def test_only_200_is_an_answer() -> None:
-    with HTTPServer(("127.0.0.1", 0), _Ready) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        url = f"http://127.0.0.1:{server.server_port}"
+    with answered_by(HTTPServer(("127.0.0.1", 0), _Ready)) as url:
         answered = (answers(f"{url}/ready"), answers(f"{url}/loading"))
-        server.shutdown()
-        thread.join(10)
 
     assert (answered, answers(f"http://127.0.0.1:{free_port()}")) == ((True, False), False)
 

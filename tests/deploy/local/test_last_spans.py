@@ -9,11 +9,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.clients.tracing.otlp_sink import Sink, free_port, running_sink
+from tests.clients.tracing.otlp_sink import Sink, running_sink
 from trackway.deploy.deployment.processes import ProcessRecord
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local import last_spans
 from trackway.deploy.local.up import take_down
+from trackway.system import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.tracing.otlp_sink import Sink, free_port, running_sink
+from tests.clients.tracing.otlp_sink import Sink, running_sink
 from tests.waiting import until
+from trackway.system import free_port
 from trackway.tracing import Tracing, TracingSettings, trajectory_span, turn_span
 from trackway.tracing.active import activated
 from trackway.wire.tracing import TraceBackend, TraceTarget

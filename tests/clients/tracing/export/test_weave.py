@@ -2,13 +2,13 @@
 
 import base64
 import json
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from pydantic import SecretStr
 
+from tests.serving import answered_by
 from trackway.tracing import RolloutTraceConfig
 from trackway.tracing.export.weave import default_entity, project_url
 from trackway.tracing.settings import HOSTED_WEAVE
@@ -42,13 +42,9 @@ class Account(BaseHTTPRequestHandler):
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     Account.asked = []
-    with ThreadingHTTPServer(("127.0.0.1", 0), Account) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}/")
+    with answered_by(ThreadingHTTPServer(("127.0.0.1", 0), Account)) as url:
+        monkeypatch.setenv("WANDB_BASE_URL", f"{url}/")
         yield Account.asked
-        server.shutdown()
-        thread.join(10)
 
 
 def test_a_project_without_an_entity_is_the_keys_own_and_is_asked_for_once(
