@@ -5,6 +5,14 @@ import inspect
 
 from generators.markdown import code, page, table
 
+RESULTS = {
+    "trackway": (
+        *("trackway.evaluation.summary.RolloutSummary", "trackway.evaluation.paired.Paired"),
+        *("trackway.trainer.run_state.export.Export", "trackway.wire.trainer.RunInfo"),
+        "trackway.trainer.run_state.trajectory_export.ExportedTrajectories",
+    )
+}
+"""Types that a package's functions return and that it does not export."""
 PACKAGES = {
     "trackway": ("Train and evaluate", "trackway"),
     "clients": ("Clients", "trackway.clients"),
@@ -33,8 +41,14 @@ def python_api(package: str, title: str) -> str:
     has_parts = "." in package  # mkdocstrings reads none of the package above, which is in three folders
     summary = f"::: {package}\n{options}" if has_parts else inspect.getdoc(importlib.import_module(package)) or ""
     source = f"Import everything on this page from `{package}`."
-    exports = importlib.import_module(package).__all__
-    return page(title, summary, source, *(f"::: {_defined(package, name)}" for name in exports))
+    exported = importlib.import_module(package)
+    functions_first = sorted(exported.__all__, key=lambda name: inspect.isclass(getattr(exported, name)))
+    parts = [_defined(package, name) for name in functions_first]
+    results = RESULTS.get(package, ())
+    returned = ["These are results; no code imports them."] if results else []
+    return page(
+        title, summary, source, *(f"::: {part}" for part in parts), *returned, *(f"::: {part}" for part in results)
+    )
 
 
 def _defined(package: str, name: str) -> str:

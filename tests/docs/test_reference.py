@@ -141,7 +141,7 @@ def test_an_example_of_a_command_is_a_block_to_copy() -> None:
 def test_a_page_of_the_python_api_asks_for_each_exported_name() -> None:
     summary = "::: trackway.reward\n    options:\n      members: false\n      show_root_heading: false"
     source = "Import everything on this page from `trackway.reward`."
-    exported = f"::: {Scorer.__module__}.Scorer\n\n::: {scorer.__module__}.scorer"
+    exported = f"::: {scorer.__module__}.scorer\n\n::: {Scorer.__module__}.Scorer"  # functions first
     assert python_api("trackway.reward", "Scorers") == f"# Scorers\n\n{summary}\n\n{source}\n\n{exported}\n"
 
 
