@@ -177,10 +177,11 @@ $(VENV)/.cpu: $(VENV)/.uv pyproject.toml constraints.txt
 	$(INSTALL) --editable '.[cpu]'
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.uv pyproject.toml constraints.txt tests/console/axe.txt
+$(VENV)/.dev: $(VENV)/.uv pyproject.toml constraints.txt tests/console/axe.txt tests/services/trainer/run_state/harbor.txt
 	@echo "installing the development set (first time: a minute or two)"
 	$(INSTALL) --editable '.[dev]'
 	$(BIN)/uv pip install --python $(BIN)/python --quiet --no-deps --require-hashes --requirement tests/console/axe.txt
+	$(BIN)/uv pip install --python $(BIN)/python --quiet --no-deps --require-hashes --python-version 3.12 --target $(VENV)/harbor --requirement tests/services/trainer/run_state/harbor.txt
 	@touch $@ $(VENV)/.cpu
 
 $(WEAVE)/.ready: tests/weave/constraints.txt Makefile | $(VENV)/.uv
