@@ -2,6 +2,7 @@
 of the console, a comparison (these by headless Chromium), and the reward curve.
 
 make demo && make picture        (Debian: apt-get install chromium chromium-driver)
+python docs/pictures.py --outputs my-agent/outputs --own-agent mine        (a run of 20 steps and its two evaluations)
 """
 
 # pyright: reportMissingImports=false
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
@@ -49,8 +51,12 @@ def main() -> None:
     """Copy the curve, photograph a comparison, and a trajectory in an MLflow on the demo's database."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--outputs", type=Path, default=Path("outputs/demo"))
-    outputs = parser.parse_args().outputs
+    parser.add_argument("--own-agent", metavar="RUN", help="only the pictures of docs/start/your-own-agent.md")
+    arguments = parser.parse_args()
+    outputs = arguments.outputs
     PICTURES.mkdir(exist_ok=True)
+    if arguments.own_agent is not None:
+        return own_agent(outputs, arguments.own_agent)
     shutil.copy(outputs / "reward.png", PICTURES / "reward.png")
     compare(outputs, PICTURES / "compare.png")
     console(outputs)
@@ -79,12 +85,30 @@ def compare(outputs: Path, image: Path) -> None:
 
 
 def console(outputs: Path) -> None:
-    """The first step in the console, and a trajectory of it that was rewarded."""
+    """The first step in the console, a trajectory of it that was rewarded, and its tokens."""
     [right] = json.loads(trackway(outputs, "list", "--step", "1", "--reward-min", "1", "--limit", "1", "--json"))
     run = next(outputs.glob("*/state.json")).parent.name
     step = f"run={run}&step=1"
     rollout = f"{step}&sample={right['tags']['sample_index']}&rollout={right['tags']['rollout_n']}"
-    views = {"step": (f"#/step?{step}", 1060), "trajectory": (f"#/trajectory?{rollout}", 1010)}
+    photograph_views(
+        outputs,
+        {
+            "console-step": (f"#/step?{step}", 1060),
+            "console-trajectory": (f"#/trajectory?{rollout}", 1010),
+            "console-tokens": (f"#/tokens?{rollout}", 760),
+        },
+    )
+
+
+def own_agent(outputs: Path, run: str) -> None:
+    """The run of the page about an own agent, and the rows of its evaluations side by side."""
+    evaluated = sorted(folder.parent.name for folder in outputs.glob("*/evaluation.json"))[-1]
+    views = {"own-agent-run": (f"#/run?run={run}", 880), "own-agent-rows": (f"#/evaluations?run={evaluated}", 700)}
+    photograph_views(outputs, views)
+
+
+def photograph_views(outputs: Path, views: Mapping[str, tuple[str, int]]) -> None:
+    """Save the console's pages at these addresses, each as high as it says, as pictures of these names."""
     url = f"http://127.0.0.1:{(port := free_port())}"
     words = ["console", "--outputs", str(outputs), "--port", str(port)]
     with subprocess.Popen([sys.executable, "-m", "trackway.deploy.cli", *words]) as server, chromium() as browser:
@@ -95,8 +119,8 @@ def console(outputs: Path) -> None:
                 browser.get(f"{url}/{address}")
                 ready = f"return document.getElementById('main').dataset.ready === {json.dumps(address)}"
                 WebDriverWait(browser, WAIT_S).until(lambda page, ready=ready: page.execute_script(ready))
-                browser.save_screenshot(str(PICTURES / f"console-{name}.png"))
-                print(PICTURES / f"console-{name}.png")
+                browser.save_screenshot(str(PICTURES / f"{name}.png"))
+                print(PICTURES / f"{name}.png")
         finally:
             server.terminate()
 

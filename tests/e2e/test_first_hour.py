@@ -48,7 +48,7 @@ def test_the_tutorial_trains_ones_own_agent_from_an_empty_folder(tmp_path: Path,
     folder.mkdir()
     programs = Installed(tmp_path, sys.executable, wheel, "cpu").bin
 
-    init, once, group, train, look, traces, compared = outputs_of(commands_of_the_page(), folder, programs)
+    init, once, group, train, look, traces, compared, used = outputs_of(commands_of_the_page(), folder, programs)
 
     project, outputs = folder / "my-agent", folder / "my-agent" / "outputs"
     assert "my_agent.py" in init and (project / "trackway.yaml").is_file()
@@ -59,6 +59,7 @@ def test_the_tutorial_trains_ones_own_agent_from_an_empty_folder(tmp_path: Path,
     assert "short finished 3/3" in look and "val-core/my_agent/acc/mean@1" in look and "16 traces" in look
     assert "execute_tool calculator" in traces and "compare.html" in traces
     assert re.search(r"[+-]\d\.\d{3} in score against eval-short-0, 95 % interval", compared), compared
+    assert "is now the model model" in used and "held_out.jsonl row 1 loop my_agent" in used
     assert "How many" in (project / "compare.html").read_text()
 
     run = RunFolder(outputs / "short")
