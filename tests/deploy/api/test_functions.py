@@ -87,7 +87,9 @@ def test_an_error_of_the_function_is_the_tools_and_is_shown_once_in_its_own_proc
     assert (first.code, again.code) == (ErrorCode.TOOL_FAILED, ErrorCode.TOOL_FAILED)
     assert "no negative number, please: -3" in first.message
     own = [record for record in caplog.records if record.threadName == "trackway-functions"]
-    assert [record.levelno for record in own if "double" in record.getMessage()] == [logging.ERROR]
+    shown = [(record.levelno, logging.Formatter().format(record)) for record in own if "double" in record.getMessage()]
+    failure = "tool 'double' failed in execute: ValueError: no negative number, please: -3"
+    assert [(level, text.rpartition(" (")[0]) for level, text in shown] == [(logging.ERROR, failure)]
 
 
 def test_a_reward_function_scores_every_data_source(functions: Functions):

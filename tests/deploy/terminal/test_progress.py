@@ -1,9 +1,10 @@
 """What the terminal shows of a run."""
 
 import pytest
+from IPython.display import HTML
 from rich.progress import Progress
 
-from trackway.deploy.terminal.progress import RunBar, board
+from trackway.deploy.terminal.progress import RunBar, board, run_bar, stderr
 from trackway.wire.trainer import RunInfo, RunState
 
 
@@ -38,3 +39,31 @@ def test_a_quiet_bar_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     RunBar(Progress(disable=True), quiet=True).show(RunInfo(run="a", state=RunState.RUNNING, message="waits"))
 
     assert capsys.readouterr().err == ""
+
+
+def test_a_notebook_has_one_output_that_each_step_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs: list[str] = []
+
+    class Handle:
+        def __init__(self, place: int) -> None:
+            self.place = place
+
+        def update(self, shown: HTML) -> None:
+            outputs[self.place] = str(shown.data)
+
+    def display(shown: HTML, display_id: bool) -> Handle:
+        outputs.append(str(shown.data))
+        return Handle(len(outputs) - 1)
+
+    monkeypatch.setattr("IPython.display.display", display)
+    monkeypatch.setattr(stderr, "is_jupyter", True)
+
+    with run_bar(quiet=False) as bar, board(quiet=False) as parts:
+        for step in (1, 2):
+            metrics = {"critic/score/mean": step / 4}
+            bar.show(RunInfo(run="a", state=RunState.RUNNING, step=step, total_steps=4, metrics=metrics))
+            parts.report("rows", "ready" if step == 2 else "reading")
+
+    run, rows = outputs
+    assert "running" in run and "2/4" in run and "reward 0.50" in run
+    assert "rows ready" in rows and "reading" not in rows

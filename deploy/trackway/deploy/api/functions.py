@@ -149,7 +149,7 @@ class _Once(logging.Filter):
         """Return whether this error is new."""
         if isinstance(record.exc_info, tuple) and isinstance(record.exc_info[1], Exception):
             record.msg, record.args = f"{record.getMessage()}: {located(record.exc_info[1])}", ()
-            record.exc_info = None
+            record.exc_info = record.exc_text = None  # `trackway.system.logs` made the text
         text = record.getMessage()
         is_new = text not in self._seen and len(self._seen) < _MAX_ERRORS
         if is_new:

@@ -5,9 +5,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import StringIO
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
@@ -17,6 +18,7 @@ from rich.table import Table
 from trackway.system import visible
 
 if TYPE_CHECKING:
+    from IPython.display import DisplayHandle
     from pydantic import BaseModel
 
     from trackway.wire.trainer import RunInfo
@@ -46,10 +48,33 @@ stderr = Console(stderr=True)
 stdout = Console()
 
 
+class NotebookCell:
+    """An output of a notebook's cell, which each update replaces. Needs no widgets, and stays in the file."""
+
+    _handle: "DisplayHandle | None" = None
+
+    def update(self, renderable: RenderableType) -> None:
+        """Show this in place of what the output had."""
+        from IPython.display import HTML, display
+
+        page = Console(file=StringIO(), record=True, width=100, force_jupyter=False)
+        page.print(renderable)
+        shown = HTML(page.export_html(inline_styles=True, code_format="<pre>{code}</pre>"))
+        if self._handle is None:
+            self._handle = display(shown, display_id=True)
+        else:
+            self._handle.update(shown)
+
+
+def _cell(quiet: bool) -> NotebookCell | None:
+    """An output of the cell that runs, or None outside of a notebook."""
+    return NotebookCell() if stderr.is_jupyter and not quiet else None
+
+
 class Board:
     """One row per component: a spinner until it is ready, then a mark and the seconds it took."""
 
-    def __init__(self, live: Live | None, quiet: bool) -> None:
+    def __init__(self, live: Live | NotebookCell | None, quiet: bool) -> None:
         self._live = live
         self._quiet = quiet
         self._started = time.monotonic()
@@ -80,7 +105,7 @@ class Board:
 def board(quiet: bool) -> Iterator[Board]:
     """A board for the duration of the block. Prints nothing with `quiet`, and plain lines without a terminal."""
     if quiet or not stderr.is_terminal:
-        yield Board(None, quiet)
+        yield Board(_cell(quiet), quiet)
         return
     with Live(console=stderr, refresh_per_second=8) as live:
         yield Board(live, quiet)
@@ -92,6 +117,7 @@ class RunBar:
     def __init__(self, progress: Progress, quiet: bool) -> None:
         self._progress = progress
         self._quiet = quiet
+        self._cell = _cell(quiet)
         self._task = progress.add_task("starting", total=None, detail="")
         self._shown = -1
         self._last_message = ""
@@ -114,7 +140,9 @@ class RunBar:
             total=total,
             detail=f"{sparkline([*self._rewards.values()])} {detail}",
         )
-        if self._progress.disable and not self._quiet and info.step != self._shown:
+        if self._cell is not None:
+            self._cell.update(self._progress.get_renderable())
+        elif self._progress.disable and not self._quiet and info.step != self._shown:
             step = f" step {info.step}/{info.total_steps} {detail}" if info.total_steps else ""
             stderr.print(f"{info.state.value}{step}")
             self._shown = info.step
@@ -165,8 +193,8 @@ def run_bar(quiet: bool) -> Iterator[RunBar]:
 class RowBar:
     """The progress of an evaluation: rows that have ended, and the mean score so far."""
 
-    def __init__(self, progress: Progress, board: Board) -> None:
-        self._progress, self.report = progress, board.report
+    def __init__(self, progress: Progress, board: Board, cell: NotebookCell | None) -> None:
+        self._progress, self.report, self._cell = progress, board.report, cell
         self._task = progress.add_task("rows", total=None, detail="", visible=False)
         self._scores: list[float] = []
         self._rows = self._failed = 0
@@ -180,13 +208,15 @@ class RowBar:
         failed = f"  {self._failed} failed" if self._failed else ""
         total = self._rows + left
         self._progress.update(self._task, completed=self._rows, total=total, detail=f"{mean}{failed}", visible=True)
+        if self._cell is not None:
+            self._cell.update(self._progress.get_renderable())
 
 
 @contextmanager
 def row_bar(quiet: bool) -> Iterator[RowBar]:
     """A bar for the duration of the block, and lines for what starts before; prints nothing with `quiet`."""
     with Progress(*_COLUMNS, console=stderr, disable=quiet or not stderr.is_terminal) as progress:
-        yield RowBar(progress, Board(None, quiet))
+        yield RowBar(progress, Board(_cell(quiet), quiet), _cell(quiet))
 
 
 def print_json(value: "BaseModel | Mapping[str, object] | list[object]") -> None:
