@@ -1,5 +1,6 @@
 """`import trackway` on running services: the example notebook, and a notebook whose process is killed."""
 
+import os
 import re
 import subprocess
 import sys
@@ -10,8 +11,10 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.e2e.access_tokens import OPERATOR
 from tests.waiting import until
 from trackway.clients import ToolsClient, run
+from trackway.clients.token import TOKEN
 from trackway.deploy.commands.why import reasons
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs.found import find_run
@@ -56,18 +59,41 @@ def calculator(expression: str) -> str:
 """
 
 
-@pytest.mark.extended  # restarts two services twice
-def test_the_script_of_the_page_for_trls_users_runs(deployment: Deployment):
-    page = (NOTEBOOK.parents[1] / "docs" / "coming-from" / "trl.md").read_text()
-    _, code = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
-    script = f"{GIVEN}\n{code}\nprint(run.name, run.info.state.value, len(run.metrics()))"
-
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=deployment.outputs.parent, capture_output=True, text=True, timeout=300
+def code_of(page: str) -> dict[str, str]:
+    """The blocks of a page for users of another library that are for Trackway, by the file that each names."""
+    text = (NOTEBOOK.parents[1] / "docs" / "coming-from" / f"{page}.md").read_text()
+    blocks = re.findall(
+        r"^```python\n# Trackway(?:: (\w+\.py)[^\n]*)?\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL
     )
+    return {file or "train.py": block for file, block in blocks}
 
+
+def run_page(page: str, folder: Path, token: str = OPERATOR) -> str:
+    """The last line that the page's script prints, with the run's name, state and steps added."""
+    end = "print(run.name, run.info.state.value, len(run.metrics()), round(run.trajectories().score.mean(), 2))"
+    for file, block in code_of(page).items():
+        (folder / file).write_text(f"{GIVEN}\n{block}\n{end}" if file == "train.py" else block)
+    done = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=folder,
+        env={**os.environ, TOKEN: token},
+        capture_output=True,
+        text=True,
+        timeout=380,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert re.fullmatch(r"run-\d+ finished 4", done.stdout.splitlines()[-1]), done.stdout
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.extended  # restarts two services twice
+@pytest.mark.parametrize("page", ["trl", "tinker"])
+def test_the_script_of_the_page_for_users_of_another_library_runs(deployment: Deployment, page: str):
+    assert re.fullmatch(r"run-\d+ finished 4 \d\.\d+", run_page(page, deployment.outputs.parent))
+
+
+@pytest.mark.extended  # starts services of its own, whose agent is a program
+def test_the_program_of_the_page_for_agent_lightnings_users_is_trained(tmp_path: Path):
+    assert re.fullmatch(r"run-1 finished 4 \d\.\d+", run_page("agent-lightning", tmp_path, token=""))
 
 
 STEPS = 30
