@@ -1,6 +1,7 @@
 """`import trackway`: its names, and an evaluation with functions of this process."""
 
 import asyncio
+import inspect
 import operator
 import re
 import subprocess
@@ -58,6 +59,19 @@ def test_every_name_is_there_and_another_is_an_attribute_error():
         assert callable(getattr(trackway, name))
     with pytest.raises(AttributeError, match="module 'trackway' has no attribute 'trian'"):
         trackway.trian  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("name", ["train", "evaluate", "rollouts"])
+def test_a_function_has_the_parameters_of_its_method_and_the_outputs_folder(name: str):
+    own, method = (inspect.signature(getattr(place, name)).parameters for place in (trackway, trackway.Services))
+    passed_on = {key: parameter for key, parameter in own.items() if key not in ("outputs", "options")}
+
+    assert own["outputs"].default == "outputs"
+    assert name != "train" or passed_on.keys() == method.keys() - {"self"}
+    taken = method if "options" not in method else inspect.signature(trackway.Services.evaluate).parameters
+    assert {key: taken[key].default for key in passed_on if key != "rows"} == {
+        key: parameter.default for key, parameter in passed_on.items() if key != "rows"
+    }
 
 
 @pytest.mark.slow

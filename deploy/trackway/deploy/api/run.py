@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args, overload
 
 from trackway.deploy.api.evaluated import Evaluated, frame_of
+from trackway.deploy.deployment.attach import folder_here
 from trackway.deploy.runs.session import RunSession
 from trackway.deploy.terminal.progress import delivery_bar, run_bar
 from trackway.system.user_error import UserError
@@ -57,8 +58,8 @@ class Run:
     def info(self) -> RunInfo:
         """The run's status: state, step, newest metrics. Raises TrackwayError when its services do not answer."""
         with self._services.authorised():
-            folder = RunFolder(self.folder)
-            self._info = folder.info() if folder.exists else self._session.info(self.name)
+            folder = folder_here(self._info)
+            self._info = folder.info() if folder else self._session.info(self.name)
         return self._info
 
     def wait(self) -> Self:
@@ -85,8 +86,8 @@ class Run:
         import pandas
 
         with self._services.authorised():
-            folder = RunFolder(self.folder)
-            rows = folder.rows() if folder.exists else self._session.metrics(self.name)
+            folder = folder_here(self._info)
+            rows = folder.rows() if folder else self._session.metrics(self.name)
         steps = pandas.Index([row.step for row in rows], name="step")
         return pandas.DataFrame([row.data for row in rows], index=steps)
 
@@ -94,9 +95,9 @@ class Run:
         """Return the trajectories of training, or with `validation` of the validations, of one step or of all steps.
 
         Columns are `score`, `prompt_ids`, `response_ids`, `turns` and the others of the run's parquet files.
-        Raises TrackwayError(NOT_FOUND) when there are none, or when this machine lacks the run's folder.
+        Raises TrackwayError(NOT_FOUND) when there are none, and UserError when this machine lacks the run's folder.
         """
-        files = dumped_files(RunFolder(self.folder), step, validation)
+        files = dumped_files(self._own_folder, step, validation)
         return frame_of([trajectory for file in files for trajectory in read_trajectories(file)])
 
     def evaluate(
@@ -142,16 +143,25 @@ class Run:
         merge: put a LoRA adapter into the model's weights; without it the adapter alone is written, as PEFT does.
         where: which trajectories, such as `"score > 0.5 and not failed"`.
         validation: the trajectories of validations in place of those trained on.
-        Raises TrackwayError for an existing target, and without such a checkpoint or trajectories.
+        Raises TrackwayError for an existing target, and without such a checkpoint or trajectories. Raises UserError
+        when this machine lacks the run's folder.
         """
         if format not in (known := ("model", *get_args(TrajectoryFormat))):
             raise UserError(f"format: expected one of {', '.join(known)}, got {format!r}")
         if merge if format != "model" else validation or where is not None:
             raise UserError(f"expected merge with a model, where and validation with trajectories, got {format=}")
-        folder = RunFolder(self.folder)
         if format == "model":
-            return export_checkpoint(folder, Path(target), step, merge=merge)
-        return export_trajectories(source_of(folder, step, validation), format, Path(target), where)
+            return export_checkpoint(self._own_folder, Path(target), step, merge=merge)
+        return export_trajectories(source_of(self._own_folder, step, validation), format, Path(target), where)
+
+    @property
+    def _own_folder(self) -> RunFolder:
+        if folder := folder_here(self._info):
+            return folder
+        raise UserError(
+            f"run {self.name}: expected its folder {self.folder} on this machine, got none; mount the volume of its "
+            "services here"
+        )
 
     @contextmanager
     def _until_end(self) -> Generator[None]:

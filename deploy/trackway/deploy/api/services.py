@@ -274,22 +274,50 @@ def connect(
     return services
 
 
-def train(rows: RowsGiven, *, outputs: str | Path = "outputs", **options: Any) -> Run:
-    """Do `local(outputs).train(...)`. Services that it starts stop when `Run.wait` or `Run.stop` ends."""
+def train(
+    rows: RowsGiven,
+    *,
+    model: str | Path | None = None,
+    tools: Sequence[Function] = (),
+    reward: Function | None = None,
+    held_out: RowsGiven | None = None,
+    run: str | None = None,
+    config: str | Path = "default",
+    outputs: str | Path = "outputs",
+    **keys: Any,
+) -> Run:
+    """Start a run on the services of an outputs folder, as `local(outputs).train` does, which has the parameters.
+
+    Services that it starts stop when `Run.wait` or `Run.stop` ends.
+    """
     services = local(outputs)
-    run = services.train(rows, **options)
-    return run.then(services.close)
+    given = {"tools": tools, "reward": reward, "held_out": held_out, "run": run, "config": config, **keys}
+    return services.train(rows, model=model, **given).then(services.close)
 
 
 def evaluate(
-    what: Run | str | Path, rows: RowsGiven | None = None, *, outputs: str | Path = "outputs", **options: Any
+    what: Run | str | Path,
+    rows: RowsGiven | None = None,
+    *,
+    n: int = 1,
+    tools: Sequence[Function] = (),
+    reward: Function | None = None,
+    outputs: str | Path = "outputs",
+    **options: Any,
 ) -> Evaluated:
-    """Do `local(outputs).evaluate(...)`."""
-    return local(outputs).evaluate(what, rows, **options)
+    """Roll out each row n times and summarise the scores. `local(outputs).evaluate` has the other parameters."""
+    return local(outputs).evaluate(what, rows, n=n, tools=tools, reward=reward, **options)
 
 
 def rollouts(
-    what: Run | str | Path, rows: RowsGiven, *, outputs: str | Path = "outputs", **options: Any
+    what: Run | str | Path,
+    rows: RowsGiven,
+    *,
+    n: int = 1,
+    tools: Sequence[Function] = (),
+    reward: Function | None = None,
+    outputs: str | Path = "outputs",
+    **options: Any,
 ) -> "pandas.DataFrame":
-    """Do `local(outputs).rollouts(...)`."""
-    return local(outputs).rollouts(what, rows, **options)
+    """Roll out each row n times and return the trajectories. `local(outputs).evaluate` has the other parameters."""
+    return local(outputs).rollouts(what, rows, n=n, tools=tools, reward=reward, **options)
