@@ -1,12 +1,16 @@
 """What a user can correct is one line and exit status 2, never a traceback."""
 
 import json
+import logging
+import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import typer
@@ -14,15 +18,40 @@ from typer.main import get_command
 
 from trackway.deploy.cli import app
 from trackway.deploy.commands import main_ppo
+from trackway.deploy.terminal.entry import enter
 from trackway.trainer.config.compose import PRESETS
 
 
-def trackway(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trackway.deploy.cli", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd, check=False)
+class Ended(NamedTuple):
+    """The end of a command, and what it printed."""
+
+    status: object
+    out: str
+    err: str
 
 
-@pytest.mark.slow
+Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def trackway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """Runs a command line in an empty folder, in this process."""
+
+    def run(*words: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["trackway", *words])
+        with pytest.raises(SystemExit) as ended:
+            enter(app)
+        out, err = capsys.readouterr()
+        return Ended(ended.value.code, out, err)
+
+    monkeypatch.chdir(tmp_path)
+    handler, factory = signal.getsignal(signal.SIGTERM), logging.getLogRecordFactory()
+    with patch.dict(os.environ):
+        yield run
+    signal.signal(signal.SIGTERM, handler)
+    logging.setLogRecordFactory(factory)
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -41,21 +70,27 @@ def trackway(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistake_is_one_line_with_exit_status_2(words: list[str], expected: str, tmp_path: Path) -> None:
-    result = trackway(*words, cwd=tmp_path)
-    assert result.returncode == 2
-    assert expected in result.stderr.replace("\n", " ").replace("  ", " ")
-    assert "Traceback" not in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
+def test_a_mistake_is_one_line_with_exit_status_2(words: list[str], expected: str, trackway: Run) -> None:
+    ended = trackway(*words)
+    assert (ended.status, len(ended.err.strip().splitlines())) == (2, 1)
+    assert expected in ended.err.replace("\n", " ").replace("  ", " ")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["status", "--json"], ["status", "--json", "--typo"]])
-def test_a_mistake_is_one_json_document_with_json(words: list[str], tmp_path: Path) -> None:
-    result = trackway(*words, cwd=tmp_path)
+def test_a_process_ends_with_the_status_and_the_line_of_its_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trackway.deploy.cli", "status"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
 
-    error = json.loads(result.stdout)["error"]
-    assert (result.returncode, error["code"]) == (2, "invalid_request")
+    said = "error: no services are running for outputs; start them with `trackway up`, or give --outputs\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", said)
+
+
+@pytest.mark.parametrize("words", [["status", "--json"], ["status", "--json", "--typo"]])
+def test_a_mistake_is_one_json_document_with_json(words: list[str], trackway: Run) -> None:
+    ended = trackway(*words)
+
+    error = json.loads(ended.out)["error"]
+    assert (ended.status, error["code"]) == (2, "invalid_request")
     assert error["message"].startswith(("no services are running for outputs", "No such option: --typo"))
 
 
@@ -81,30 +116,14 @@ def test_every_command_has_json_and_says_what_is_in_it() -> None:
     assert [words for words, (text,) in options.items() if not text.startswith(starts)] == []
 
 
-@pytest.mark.slow
-def test_help_has_an_example_for_every_command(tmp_path: Path) -> None:
-    for command in (
-        ["up"],
-        ["attach"],
-        ["down"],
-        ["status"],
-        ["scale"],
-        ["train"],
-        ["demo"],
-        ["ui"],
-        ["clean"],
-        ["serve"],
-        ["runs", "list"],
-        ["traces", "list"],
-        ["config", "explain"],
-    ):
-        result = trackway(*command, "--help", cwd=tmp_path)
-        assert (result.returncode, "Example: trackway" in " ".join(result.stdout.split())) == (0, True), command
+def test_help_has_an_example_for_every_command() -> None:
+    helps = {words: command.help for words, command in commands(get_command(app))}
+
+    assert [words for words, text in helps.items() if "Example: trackway" not in " ".join(text.split())] == []
 
 
-@pytest.mark.slow
-def test_a_key_is_explained_with_what_a_preset_says_of_it(tmp_path: Path) -> None:
-    told = trackway("config", "explain", "data.train_batch_size", "--config-name", "tiny_demo", cwd=tmp_path).stdout
+def test_a_key_is_explained_with_what_a_preset_says_of_it(trackway: Run) -> None:
+    told = trackway("config", "explain", "data.train_batch_size", "--config-name", "tiny_demo").out
 
     assert [" ".join(line.split()) for line in told.splitlines()] == [
         "",
@@ -115,14 +134,13 @@ def test_a_key_is_explained_with_what_a_preset_says_of_it(tmp_path: Path) -> Non
     ]
 
 
-@pytest.mark.slow
-def test_a_dry_run_without_running_services_plans_those_that_it_would_start(tmp_path: Path) -> None:
+def test_a_dry_run_without_running_services_plans_those_that_it_would_start(trackway: Run) -> None:
     words = ["data.train_files=nowhere.parquet", "actor_rollout_ref.model.path=Some/Model"]
-    told = trackway("train", "--dry-run", "trainer.total_training_steps=7", *words, cwd=tmp_path)
+    told = trackway("train", "--dry-run", "trainer.total_training_steps=7", *words)
 
-    assert told.returncode == 0, told.stderr
+    assert told.status == 0, told.err
     assert {"steps 7 in all", "rollout engine torch; replicas as in the Serve config"} <= {
-        " ".join(line.split()) for line in told.stdout.splitlines()
+        " ".join(line.split()) for line in told.out.splitlines()
     }
 
 
