@@ -197,7 +197,12 @@ class ServiceClient:
 
     def error_of(self, response: WholeResponse) -> Exception:
         """The error for a non-2xx answer of a call."""
-        return error_of(response)
+        error = error_of(response)
+        at_root = self.service is not None and httpx.URL(self.base_url).path == "/"
+        if at_root and isinstance(error, ForeignServerError) and error.status == 404:
+            message = f"expected the address of a service, got {self.base_url}, the root of Ray Serve's proxy"
+            return TrackwayError(ErrorCode.INVALID_REQUEST, f"{message}; give {self.base_url}/{self.service}")
+        return error
 
     async def _exchange(
         self, send: Callable[[_Request, str, Headers], Awaitable[R]], request: _Request, headers: Headers
@@ -274,7 +279,7 @@ class ServiceClient:
                 async with aclosing(response):
                     if not response.is_success:
                         await response.aread()
-                        raise error_of(WholeResponse.of(response))
+                        raise self.error_of(WholeResponse.of(response))
                     yield response.aiter_lines()
         except TimeoutError as error:
             message = f"{method} {self.base_url}{path}: the stream did not end before the deadline; allow more time"
@@ -324,12 +329,9 @@ class ServiceClient:
                 f"{method} {self.base_url}{path}: refused until the deadline because the service is full ({error})"
             )
             return TrackwayError(ErrorCode.OVERLOADED, f"{message}; allow more time or add replicas")
-        remedy = self.remedy
-        if isinstance(error, ForeignServerError) and error.status == 404 and self.service is not None:
-            remedy = f"an address ends in its service, such as http://127.0.0.1:8000/{self.service}"
         message = (
             f"{method} {self.base_url}{path}: no answer after {self.policy.attempts} attempts "
-            f"({type(error).__name__}: {error}); {remedy}"
+            f"({type(error).__name__}: {error}); {self.remedy}"
         )
         return TrackwayError(ErrorCode.UNAVAILABLE, message)
 

@@ -9,7 +9,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pydantic import BaseModel, JsonValue
 
 from tests.time_limits import ENDS_SOON
-from trackway.clients import CallPolicy, Deadline, RewardClient, ServiceClient
+from trackway.clients import CallPolicy, Deadline, RewardClient, RolloutClient, ServiceClient
 from trackway.system.waits import Waits, noted_in
 from trackway.tracing import Tracing, TracingSettings, collect_trace_stats, trajectory_span
 from trackway.tracing.active import activated
@@ -146,12 +146,24 @@ async def test_a_service_that_comes_back_within_the_outage_of_the_policy_answers
     assert (answer.value, len(script.requests)) == (7, 21)
 
 
-async def test_the_address_of_all_services_is_no_address_of_one() -> None:
-    script = Script(*[httpx.Response(404, text="Path '/scorers' not found. Ping http://s/-/routes")] * 3)
+async def test_the_address_of_all_services_is_refused_at_once() -> None:
+    no_route = httpx.Response(404, text="Path '/scorers' not found. Ping http://s/-/routes")
+    script = Script(*[no_route] * 6)
     http = httpx.AsyncClient(transport=httpx.MockTransport(script))
 
-    with pytest.raises(TrackwayError, match=r"an address ends in its service, such as http://127.0.0.1:8000/reward"):
-        await RewardClient("http://s", http, FAST).scorers()
+    expected = (
+        "expected the address of a service, got http://s:8000, the root of Ray Serve's proxy; give http://s:8000/"
+    )
+    with pytest.raises(TrackwayError) as called:
+        await RewardClient("http://s:8000/", http, FAST).scorers()
+    assert (called.value.message, called.value.retryable) == (f"{expected}reward", False)
+    with pytest.raises(TrackwayError) as streamed:
+        async with RolloutClient("http://s:8000", http, FAST).stream("POST", "/y"):
+            pass
+    assert (streamed.value.message, streamed.value.retryable) == (f"{expected}rollout", False)
+    assert len(script.requests) == 2
+    with pytest.raises(TrackwayError, match="no answer after 3 attempts"):  # a proxy that starts
+        await RewardClient("http://s:8000/reward", http, FAST).scorers()
 
 
 @pytest.mark.parametrize(
