@@ -11,7 +11,9 @@ import httpx
 import pytest
 
 from trackway.deploy.local.single_service import app_of
+from trackway.serving.settings import ServiceName
 from trackway.system.user_error import UserError
+from trackway.wire.errors import TrackwayError
 
 pytestmark = pytest.mark.slow  # a process of its own
 
@@ -109,3 +111,14 @@ def test_settings_come_from_the_serve_config(tmp_path: Path) -> None:
     )
 
     assert app_of("reward", config).state.settings.max_body_bytes == 2048
+
+
+@pytest.mark.parametrize("service", ["rollout", "agent"])
+def test_a_service_without_a_model_names_the_variable(
+    service: ServiceName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TRACKWAY_MODEL_PATH", raising=False)
+
+    with pytest.raises((UserError, TrackwayError), match=r"model_path \(TRACKWAY_MODEL_PATH\)"):
+        app_of(service)

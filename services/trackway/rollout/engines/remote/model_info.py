@@ -40,7 +40,9 @@ class ModelFacts:
             raw = json.loads((folder / "config.json").read_text())
             file = _ConfigFile.model_validate({**raw, **raw.get("text_config", {})})
         except (OSError, ValueError, ValidationError) as error:
-            message = f"expected a Hugging Face model folder, got {folder}: {error}; set model_path"
+            message = (
+                f"expected a Hugging Face model folder, got {folder}: {error}; set model_path (TRACKWAY_MODEL_PATH)"
+            )
             raise TrackwayError(ErrorCode.INVALID_REQUEST, message) from error
         longest, quantized = max_positions or file.max_position_embeddings, file.quantization_config is not None
         return cls(file.vocab_size, longest, _eos_ids(folder, file), quantized)

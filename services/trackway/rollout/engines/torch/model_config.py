@@ -123,7 +123,8 @@ def _text(path: Path) -> str:
     if not path.is_file():
         raise TrackwayError(
             ErrorCode.INVALID_REQUEST,
-            f"expected a Hugging Face model folder with {path.name}, got no such file in {path.parent}; set model_path",
+            f"expected a Hugging Face model folder with {path.name}, got no such file in {path.parent}; set model_path "
+            "(TRACKWAY_MODEL_PATH)",
         )
     return path.read_text()
 
