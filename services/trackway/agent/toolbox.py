@@ -250,8 +250,10 @@ class Toolbox:
                     record.reward, record.metrics = result.reward, result.metrics
         except CallFailed as failed:
             error = failed.error
-            add_incident(failed.incident, tool=call.name, code=error.code.value, message=error.message)
-            sent[call_id].message = error.message[:MESSAGE_CHARS]
+            place = error.detail.get("raised_at")
+            message = error.message[:MESSAGE_CHARS] + (f" ({place})" if place else "")
+            add_incident(failed.incident, tool=call.name, code=error.code.value, message=message)
+            sent[call_id].message = message
             return failed_call(sent[call_id], error.message)
         return Observation(result.text, result.reward, record)
 

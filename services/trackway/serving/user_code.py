@@ -53,14 +53,18 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
-def located(error: BaseException) -> str:
-    """Return type and message, with the file and line of the user's code that raised it, if any did."""
-    if isinstance(error, UserCodeExit):
-        return described(error)
+def raised_at(error: BaseException) -> str | None:
+    """Return `file:line` of the user's code that raised the error, with a hint, or None if no such code did."""
     files = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     own = [f"{file}:{line}" for file, line in files if not file.startswith((*_NOT_OWN, "<"))]
     hint = ": is an `await` missing?" if isinstance(error, AttributeError) and "'coroutine'" in str(error) else ""
-    return f"{described(error)} ({own[-1]}{hint})" if own else described(error)
+    return None if isinstance(error, UserCodeExit) or not own else f"{own[-1]}{hint}"
+
+
+def located(error: BaseException) -> str:
+    """Return type and message, with the file and line of the user's code that raised it, if any did."""
+    place = raised_at(error)
+    return f"{described(error)} ({place})" if place else described(error)
 
 
 @contextmanager

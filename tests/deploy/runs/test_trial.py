@@ -259,6 +259,16 @@ def test_a_trajectory_is_shown_turn_by_turn_with_tokens_and_seconds() -> None:
     ]
 
 
+def test_a_failed_call_is_shown_with_its_message_and_the_line_that_raised_it() -> None:
+    failing = trajectory(0, 0.0)
+    failing.turns[0].calls[0].error = ErrorCode.TOOL_FAILED
+    failing.turns[0].calls[0].message = "tool 'calculator' failed in execute: KeyError: 'k' (/d/tools.py:7)"
+
+    assert [line for line in shown(failing) if line.startswith("failed call")] == [
+        "failed call calculator: tool 'calculator' failed in execute: KeyError: 'k' (/d/tools.py:7)"
+    ]
+
+
 def test_a_group_is_a_table_with_the_best_and_the_worst_in_full() -> None:
     lines = shown(trajectory(0, 0.0), trajectory(1, 1.0), trajectory(2, 0.5))
 

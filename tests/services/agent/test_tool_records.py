@@ -1,11 +1,13 @@
 """What a call leaves: its record on the turn, what the scorer learns of it, and what the turn's span shows."""
 
 import json
+import linecache
 import logging
 
 import pytest
 from pydantic import JsonValue
 
+from tests.services.agent import agent_services
 from tests.services.agent.agent_services import AgentServices, call
 from tests.services.agent.scripted_model import END
 from trackway.wire.chat import MAX_MESSAGES, Message
@@ -60,7 +62,9 @@ async def test_a_failed_call_keeps_its_message_though_the_response_has_no_room_f
     [record] = trajectory.turns[0].calls
     assert (trajectory.stop_reason, len(trajectory.turns[0].messages)) == (StopReason.MAX_RESPONSE, 1)
     assert record.error is ErrorCode.TOOL_FAILED
-    assert record.message == "tool 'counter' failed in execute: RuntimeError: out of order"
+    message, _, line = record.message.rpartition(":")
+    assert message == f"tool 'counter' failed in execute: RuntimeError: out of order ({agent_services.__file__}"
+    assert 'raise RuntimeError("out of order")' in linecache.getline(agent_services.__file__, int(line.rstrip(")")))
 
 
 @pytest.mark.anyio

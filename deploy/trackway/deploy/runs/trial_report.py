@@ -64,6 +64,8 @@ def _in_full(trajectory: Trajectory, max_response_length: int) -> list[Renderabl
         components = ", ".join(f"{name} {value:g}" for name, value in trajectory.reward.components.items())
         score = Text.assemble((f"{trajectory.reward.score:g}", "bold"), f"   {components}" if components else "")
         facts.add_row(Text("reward", "bold"), score)
+    for record in (record for turn in trajectory.turns for record in turn.calls if record.error is not None):
+        facts.add_row(Text("failed call", "bold red"), Text(f"{record.tool}: {_visible(record.message)}", "red"))
     turns = len(trajectory.turns)
     facts.add_row(
         Text("end", "bold"),

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from pydantic import JsonValue
 
-from trackway.serving.user_code import contained, described, failure_of, outcome_of
+from trackway.serving.user_code import contained, described, failure_of, outcome_of, raised_at
 from trackway.tools.base import BaseTool, ToolLimits
 from trackway.tools.core.arguments import ArgumentCheck
 from trackway.tools.core.instances import acquire
@@ -143,7 +143,9 @@ class LimitedTool:
         """The error for the caller. The traceback is logged here, since it does not cross the process."""
         logger.error("tool %r failed in %s", self.tool.name, method, exc_info=error)
         message = f"tool {self.tool.name!r} failed in {method}: {described(failure_of(error))}"
-        return TrackwayError(ErrorCode.TOOL_FAILED, message, tool=self.tool.name)
+        place = raised_at(error)  # not in the message, which the model reads
+        detail = {"raised_at": place} if place else {}
+        return TrackwayError(ErrorCode.TOOL_FAILED, message, tool=self.tool.name, **detail)
 
 
 async def ended_within(seconds: float, work: asyncio.Task[R]) -> bool:
