@@ -736,16 +736,20 @@ def test_search_finds_the_rollouts_of_each_group_of_failures(outputs: Path) -> N
     other, twice = rollout("tidy", 3, 10, 0), rollout("tidy", 3, 10, 1)
     assert other.error is not None
     other.error.message = "the queue is full for 2.5 s"
-    twice.turns[0].calls = [twice.turns[0].calls[0].model_copy(update={"error": ErrorCode.TOOL_FAILED})] * 2
+    failed = {"error": ErrorCode.TOOL_FAILED, "message": "KeyError: 'k' (/d/tools.py:7)"}
+    twice.turns[0].calls = [twice.turns[0].calls[0].model_copy(update=failed)] * 2
+    alone = rollout("tidy", 3, 11, 0)
+    alone.error, failed["message"] = None, "ValueError: 12 of 30"
+    alone.turns[0].calls = [alone.turns[0].calls[0].model_copy(update=failed)]
     twice.incidents = [Incident.TOOL_FAILED, Incident.REPLICA_LOST]
-    write_trajectories(folder.path / "trajectories/step_3.parquet", [other, twice])
+    write_trajectories(folder.path / "trajectories/step_3.parquet", [other, twice, alone])
 
     asked = {}
     for group in get(outputs, "failures", run="tidy")["failures"]:
         error = {"error": group["code"]}
         query = {
             "trajectory": {**error, "message": group["pattern"]},
-            "call": {**error, "tool": group["tool"]},
+            "call": {**error, "tool": group["tool"], "message": group["pattern"]},
             "incident": {"incident": group["code"]},
         }[group["kind"]]
         asked[group["kind"], group["code"], group["pattern"]] = (group["count"], group["rollouts"])
@@ -755,7 +759,8 @@ def test_search_finds_the_rollouts_of_each_group_of_failures(outputs: Path) -> N
         ("trajectory", "tool_timeout", MESSAGE.replace("30", "N")): (2, 2),
         ("trajectory", "tool_timeout", "the queue is full for N s"): (1, 1),
         ("call", "tool_timeout", ""): (3, 3),
-        ("call", "tool_failed", ""): (2, 1),
+        ("call", "tool_failed", "KeyError: 'k' (/d/tools.py:N)"): (2, 1),
+        ("call", "tool_failed", "ValueError: N of N"): (1, 1),
         ("incident", "retried", ""): (2, 2),
         ("incident", "replica_lost", ""): (1, 1),
     }

@@ -17,6 +17,7 @@ _ENDED_BY = (
 )
 """The tool whose call ended the rollout."""
 _CALL_CODE = "json_extract_string(call, '$.error')"
+CALL_MESSAGE = "coalesce(json_extract_string(call, '$.message'), '')"
 _CALL_CODES = "json_extract_string(turns, '$[*].calls[*].error')"
 IS_INCIDENT = (
     f"incident IS DISTINCT FROM {_CODE} AND NOT list_contains({_CALL_CODES}, incident) AND NOT (incident = "
@@ -31,7 +32,7 @@ FAILURES = {
         _FAILED,
     ),
     "call": (
-        f"{_CALL_CODE} AS code, json_extract_string(call, '$.tool') AS tool, '' AS message, '' AS called",
+        f"{_CALL_CODE} AS code, json_extract_string(call, '$.tool') AS tool, {CALL_MESSAGE} AS message, '' AS called",
         f"{_CALL_CODE} IS NOT NULL AND NOT ({_FAILED} AND {_CALL_CODE} = {_CODE} AND {_CALL_CODE} NOT IN ({_SEEN}))",
     ),
     "incident": (

@@ -309,7 +309,7 @@ class Failure(WireReply):
     code: str
     tool: str | None
     message: str
-    """One of the messages. Empty for calls and incidents, which have none."""
+    """One of the messages. Empty for incidents, which have none."""
     pattern: str
     """Common beginning of its messages, N for numbers, which search takes as `message`."""
     infrastructure: bool

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trackway.console.failure_kinds import CALLED, IS_INCIDENT, pattern_of
+from trackway.console.failure_kinds import CALL_MESSAGE, CALLED, IS_INCIDENT, pattern_of
 from trackway.console.replies import Hit, SearchPage, TrajectoryAddress
 from trackway.console.runs import finite
 from trackway.console.trajectory_files import File, ParquetReader, trajectory_files
@@ -49,7 +49,8 @@ class Query:
     error: str = ""
     """Code of an error that ended the rollout, or of a failed call."""
     message: str = ""
-    """Beginning of the message of the error that ended the rollout, N for each number: a group of Failures."""
+    """Beginning of the message of the error that ended the rollout, or with `tool` of a failed call, N for each number:
+    a group of Failures."""
     incident: str = ""
     """A problem from which the rollout recovered, and which is no failure of one of its calls."""
     service: str = ""
@@ -251,11 +252,13 @@ def _conditions(query: Query) -> tuple[str, dict[str, object]]:
             values["twice"] = twice
         add(f"({' OR '.join(found)})", once=once)
     if query.tool and query.error:
+        alike = f" AND {pattern_of(CALL_MESSAGE)} = $message" if query.message else ""
         add(
             f"len([call FOR call IN {_CALLS} IF json_extract_string(call, '$.tool') = $tool "
-            "AND json_extract_string(call, '$.error') = $error]) > 0",
+            f"AND json_extract_string(call, '$.error') = $error{alike}]) > 0",
             tool=query.tool,
             error=query.error,
+            **({"message": query.message} if query.message else {}),
         )
     elif query.tool:
         add("list_contains(json_extract_string(turns, '$[*].calls[*].tool'), $tool)", tool=query.tool)
@@ -267,7 +270,7 @@ def _conditions(query: Query) -> tuple[str, dict[str, object]]:
             "list_contains(json_extract_string(turns, '$[*].calls[*].error'), $error))",
             error=query.error,
         )
-    if query.message:
+    if query.message and not (query.tool and query.error):
         add(f"{pattern_of(_MESSAGE)} = $message", message=query.message)
     if query.incident:
         called = f" AND list_contains({CALLED}, $service)" if query.service else ""

@@ -46,7 +46,7 @@ function causes(page, run, only, service, steps) {
 function row(run, failure, steps) {
   const { example } = failure;
   const bySteps = new Map(failure.steps.steps.map((step, index) => [step, failure.steps.values[index]]));
-  const search = link("search", { run, ...{ trajectory: { error: failure.code, message: failure.pattern }, call: { error: failure.code, tool: failure.tool }, incident: { incident: failure.code, service: failure.called } }[failure.kind] });
+  const search = link("search", { run, ...{ trajectory: { error: failure.code, message: failure.pattern }, call: { error: failure.code, tool: failure.tool, message: failure.pattern }, incident: { incident: failure.code, service: failure.called } }[failure.kind] });
   return h("tr", {}, h("td", {}, h("b", {}, failure.code.replaceAll("_", " ")), failure.tool && ` · ${visible(failure.tool)}`, " ",
     failure.service && h("span", { class: "chip" }, failure.service), " ", failure.infrastructure && h("span", { class: "chip warn", title: "a service, a machine or the network failed" }, "infrastructure"), failure.message && h("div", { class: "found" }, visible(failure.message))),
     h("td", { class: "num strong" }, number(failure.count), failure.rollouts !== failure.count && h("div", { class: "dim small" }, `in ${plural(failure.rollouts, "rollout")}`)),
