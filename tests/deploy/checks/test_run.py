@@ -99,9 +99,7 @@ def each(rows: tuple[int, ...], **changes: object) -> Changes:
 
 WRONG: list[tuple[list[str], Changes, str]] = [
     (["actor_rollout_ref.actor.optim.lr=inf"], {}, "optim.lr: Input should be a finite number, got inf"),
-    (["actor_rollout_ref.actor.clip_ratio=nan"], {}, "clip_ratio: Input should be a finite number, got nan"),
     (["trainer.experiment_name=../../evil"], {}, "trainer.experiment_name: expected a run name of letters, digits"),
-    (["trainer.experiment_name=''"], {}, "trainer.experiment_name: expected a run name of letters, digits"),
     (["data.train_batch_size=49"], {}, "expected at least data.train_batch_size=49 rows, got 48"),
     (["trainer.val_only=true"], {}, "trainer.val_only=true: expected rows in data.val_files, got none"),
     (["trainer.resume_mode=resume_path"], {}, "trainer.resume_from_path: expected .../global_step_<n>"),
@@ -179,15 +177,19 @@ def test_what_is_wrong_on_any_machine_ends_a_plan_with_status_2(words, overrides
 
 
 @pytest.mark.parametrize(("overrides", "said"), MISSING)
-def test_what_only_this_machine_lacks_is_listed_by_a_plan_and_refused_by_a_preflight(
-    words, overrides, said: str
-) -> None:
-    planned = command(main_ppo, *words({}, *overrides), "--dry-run")
+def test_what_only_this_machine_lacks_is_listed_and_refused_by_a_preflight(words, overrides, said: str) -> None:
     checked = command(main_ppo, *words({}, *overrides), "--preflight")
 
-    assert (planned.status, checked.status) == (0, 2)
-    for told in (planned, checked):
-        assert said in told.text.partition("missing here")[2]
+    assert checked.status == 2
+    assert said in checked.text.partition("missing here")[2]
+
+
+def test_what_only_this_machine_lacks_is_listed_and_not_refused_by_a_plan(words) -> None:
+    [overrides, said], *_ = MISSING
+    planned = command(main_ppo, *words({}, *overrides), "--dry-run")
+
+    assert planned.status == 0
+    assert said in planned.text.partition("missing here")[2]
 
 
 @pytest.mark.parametrize("mode", ["--dry-run", "--preflight"])

@@ -59,6 +59,14 @@ def rows(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.fixture
+def few_rows(tmp_path: Path) -> list[str]:
+    """Overrides for a run of four rows with the tiny model."""
+    write_rows(tmp_path / "few.parquet", [SHORT] * 4)
+    batch = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+    return [f"data.train_files={tmp_path / 'few.parquet'}", f"actor_rollout_ref.model.path={TINY_MODEL}", *batch]
+
+
 def test_the_shipped_configuration_is_what_verl_had() -> None:
     config = compose([], CONFIG, "gsm8k_multiturn_grpo")
 
@@ -105,9 +113,8 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(rows: Path, tmp_path: Path
     assert not (tmp_path / "outputs").exists()
 
 
-def test_a_plan_says_that_stale_rollouts_are_corrected(rows: Path, tmp_path: Path) -> None:
-    words = [f"data.train_files={rows}", f"actor_rollout_ref.model.path={TINY_MODEL}"]
-    words += ["--outputs", str(tmp_path / "outputs"), "--dry-run"]
+def test_a_plan_says_that_stale_rollouts_are_corrected(few_rows: list[str], tmp_path: Path) -> None:
+    words = [*few_rows, "--outputs", str(tmp_path / "outputs"), "--dry-run"]
 
     ahead = main_ppo("async_training.staleness_threshold=0.5", *words).stdout
     chosen = main_ppo(
@@ -174,17 +181,14 @@ def test_cfg_job_prints_a_file_that_composes_to_the_same(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["trainer.nnodes=2"], "missing here: trainer.nnodes: expected 1 on this machine, got 2"),
         (["--config-path=nowhere"], "--config: expected a folder or a YAML file, got nowhere"),
         (
             [f"--config-path={CONFIG}", "--config-name=gsm8k"],
             "expected a file gsm8k.yaml in .*, found: gsm8k_multiturn_grpo",
         ),
-        (["+trainer.nope=1"], "unknown key 'trainer.nope'"),
-        (["data.train_files=nowhere.parquet"], "data.train_files: expected a dataset file at .*nowhere.parquet"),
     ],
 )
-def test_a_mistake_is_told_before_anything_starts(words: list[str], message: str, tmp_path: Path) -> None:
+def test_a_configuration_that_is_not_there_is_told(words: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises((UserError, TrackwayError), match=message):
         main_ppo(*words, "--outputs", str(tmp_path))
 
@@ -217,12 +221,12 @@ def test_a_reward_model_that_cannot_score_is_refused_once_its_files_are_here() -
     [(RunState.FINISHED, "auto", True), (RunState.STOPPED, "disable", True), (RunState.STOPPED, "auto", False)],
 )
 def test_a_name_that_is_taken_is_refused_before_anything_starts(
-    rows: Path, tmp_path: Path, state: RunState, mode: str, refused: bool
+    few_rows: list[str], tmp_path: Path, state: RunState, mode: str, refused: bool
 ) -> None:
-    words = [f"data.train_files={rows}", f"actor_rollout_ref.model.path={TINY_MODEL}"]
-
     def run(*more: str) -> Subject:
-        return prepare([*words, "trainer.experiment_name=again", *more], None, "default", UpSettings(outputs=tmp_path))
+        return prepare(
+            [*few_rows, "trainer.experiment_name=again", *more], None, "default", UpSettings(outputs=tmp_path)
+        )
 
     def checked(*more: str) -> list[str]:
         return check_run(run(*more), load=False).findings.missing_here

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
@@ -28,6 +29,7 @@ main()
 """
 
 
+@cache
 def of_extras() -> set[str]:
     """Top-level modules that an installation without extras lacks."""
     installed: set[str] = set()
