@@ -7,10 +7,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+from mlflow import MlflowClient
 
 from trackway.clients.token import authorization, resolve_token
+from trackway.console.spans import spans_page
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.deployment.record import Deployment
+from trackway.evaluation.store import EvaluationStore
+from trackway.trainer.run_state.folder import RunFolder
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -51,7 +55,28 @@ def test_rows_are_tried_and_evaluated_on_the_running_services(
 
     words = ["--data", str(rows), "--limit", "2", "--n", "2", "--config-name", "tiny_demo", "--outputs", str(outputs)]
     name = f"evaluated-{'attached' if attached else 'here'}"
-    document = json.loads(trackway("evaluate", "running", *words, "--run", name, "--json"))
+    given = ["trackway.trace_validation_samples=1", f"trackway.mlflow_uri={deployment.mlflow_uri}"]
+    document = json.loads(trackway("evaluate", "running", *given, *words, "--run", name, "--json"))
 
     assert (document["evaluation"]["summary"]["rollouts"], document["evaluation"]["summary"]["failed"]) == (4, 0)
     assert groups_answered(deployment) == before + 3
+    rollouts = EvaluationStore(outputs / name).trajectories()
+    traced = [found.trace_id for found in rollouts if found.trace_id]
+    assert [bool(found.trace_id) for found in rollouts] == [True, True, False, False]
+    verified = json.loads(trackway("traces", "verify", "--run", name, "--outputs", str(outputs), "--json"))
+    assert (verified["traced"], verified["complete"]) == (2, 2), verified
+    listed = json.loads(
+        trackway("traces", "list", "--run", name, "--validate", "--mlflow-uri", deployment.mlflow_uri, "--json")
+    )
+    assert {found["trace_id"] for found in listed} == {f"tr-{trace_id}" for trace_id in traced}
+    folder = RunFolder(outputs / name)
+    names = [span.name for span in spans_page(folder, traced[0]).spans]
+    assert names[0] == "trajectory" and {"turn 0", "chat policy"} <= {*names}, names
+    linked = MlflowClient(deployment.mlflow_uri).search_traces(
+        locations=[folder.info().experiment_id or ""], run_id=folder.info().run_id
+    )
+    scores = {f"tr-{found.trace_id}": [found.reward.score] for found in rollouts if found.trace_id and found.reward}
+    assert {
+        trace.info.trace_id: [found.feedback.value for found in trace.info.assessments if found.name == "reward"]
+        for trace in linked
+    } == scores

@@ -23,6 +23,8 @@ ON_CPU = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"} if DEVICE == "cp
 SERVER_ARGUMENTS = ["--device", DEVICE, "--max-total-tokens", "16384", "--sleep-on-idle"]
 if DEVICE == "cuda":  # the default kernels there take no float32
     SERVER_ARGUMENTS += ["--attention-backend", "triton"]
+TOOL_ARGUMENTS = ["--tool-call-parser", "qwen25"]
+"""Arguments of a server whose chat completions have tool calls."""
 Replica = SglangEngine
 OTHER_PREFIX = Verdict.ROUNDED
 """An adapter whose tensors have another prefix: SGLang reads the number and the kind of their layer alone."""

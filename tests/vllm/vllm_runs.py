@@ -52,6 +52,8 @@ BLOCK = 128
 """Tokens of a KV block: vLLM reuses prefixes of whole blocks only."""
 SERVER_ARGUMENTS: list[str] = [] if DEVICE == "cpu" else ["--block-size", str(BLOCK)]
 """Arguments of any server."""
+TOOL_ARGUMENTS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+"""Arguments of a server whose chat completions have tool calls."""
 
 PROMPT = [11, 12, 13]
 LONG = SamplingParams(max_tokens=300, ignore_eos=True, seed=1)

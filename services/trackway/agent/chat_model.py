@@ -36,7 +36,7 @@ class ChatModel(ServiceClient):
     remedy = "correct the URL, or start the server"
 
     def __init__(self, settings: ChatModelSettings, policy: CallPolicy | None = None) -> None:
-        self._variable, self.model = settings.api_key_env, settings.model
+        self._variable, self.model, self._sends_seed = settings.api_key_env, settings.model, settings.sends_seed
         key = os.environ.get(self._variable, "") if self._variable else ""
         if self._variable and not key:
             message = f"expected the API key in the variable {self._variable}, got none; export it"
@@ -59,7 +59,9 @@ class ChatModel(ServiceClient):
         }
         if tools:
             body["tools"] = [tool.model_dump(mode="json") for tool in tools]
-        unset = {"top_p": 1.0, "top_k": -1, "seed": None}
+        unset: dict[str, JsonValue] = {"top_p": 1.0, "top_k": -1, "seed": None}
+        if not (self._sends_seed and params.temperature > 0):  # a greedy answer has no seed
+            del unset["seed"]
         body |= {name: value for name, usual in unset.items() if (value := getattr(params, name)) != usual}
         reply = await self.call(
             "POST",

@@ -127,6 +127,8 @@ class ChatModelSettings(BaseModel):
     """Name of the model, as the server knows it."""
     api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_]\w*$")
     """Name of the environment variable with the API key."""
+    sends_seed: bool = True
+    """Send a seed with each request above temperature 0. Some servers refuse it."""
 
 
 AgentName = Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]

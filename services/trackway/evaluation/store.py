@@ -25,6 +25,7 @@ from trackway.trainer.metrics.validation import validation_metrics
 from trackway.trainer.run_state.folder import EVALUATION_FILE, RunFolder, outputs_folders
 from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
 from trackway.trainer.service_urls import ServiceUrls
+from trackway.trainer.traces.feedback import links_of, validation_feedback
 from trackway.wire.chat import ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow, RunState
@@ -126,8 +127,14 @@ class EvaluationStore:
         return evaluation
 
     def send(self, uri: str, deadline_s: float) -> None:
-        """Send a finished evaluation to MLflow as a run. Raises TrackwayError(UNAVAILABLE) after the deadline."""
-        tracking, end = MlflowRun(self._folder, self.config(), uri), time.monotonic() + deadline_s
+        """Send a finished evaluation to MLflow as a run, linked to its traces, whose rewards become feedback.
+
+        Raises TrackwayError(UNAVAILABLE) after the deadline.
+        """
+        config, trajectories = self.config(), self.trajectories()
+        tracking, end = MlflowRun(self._folder, config, uri), time.monotonic() + deadline_s
+        feedback = validation_feedback(trajectories) if config.trackway.feedback else []
+        tracking.queue.push([*links_of(trajectories), *feedback])
         tracking.end("FINISHED")
         try:
             while (problem := _advanced(tracking)) is not None:

@@ -22,6 +22,7 @@ from trackway.deploy.runs.evaluate import EvaluationRun, Options
 from trackway.deploy.runs.prepare import configured, prepare
 from trackway.evaluation.store import EvaluationStore
 from trackway.evaluation.summary import Evaluation
+from trackway.system.storage import StorageError
 from trackway.system.user_error import UserError
 from trackway.trainer.config import resolve
 from trackway.trainer.learner.learner import Learner
@@ -176,16 +177,70 @@ def test_rescoring_asks_what_the_agent_asked_and_keeps_the_rollouts(project: Pat
     ]
 
 
-def test_mlflow_has_the_evaluation_as_a_run(project: Path, mlflow_server: str):
-    words = ["trainer.logger=[mlflow]", f"trackway.mlflow_uri={mlflow_server}", "trainer.project_name=evaluations"]
+def test_mlflow_has_the_evaluation_as_a_run_with_the_traces_of_its_first_rows(project: Path, mlflow_server: str):
+    words = [f"trackway.mlflow_uri={mlflow_server}", "trainer.project_name=evaluations"]
+    run_name = "actor_rollout_ref.rollout.trace.experiment_name=of-the-run"
 
-    finished = evaluated(prepared(*words, n=2, name="tracked"))
+    finished = evaluated(prepared(*words, run_name, "trackway.trace_validation_samples=2", n=2, name="tracked"))
 
     assert finished.summary is not None
     info, client = RunFolder(OUTPUTS / "tracked").info(), MlflowClient(mlflow_server)
     stored = client.get_run(info.run_id or "")
     assert (stored.info.run_name, stored.info.status) == ("tracked", "FINISHED")
     assert stored.data.metrics["evaluation/pass_at_2"] == pytest.approx(finished.summary.pass_at[2].value)
+    rollouts = EvaluationStore(OUTPUTS / "tracked").trajectories()
+    rows = [found.tags.sample_index for found in rollouts]
+    traced = {f"tr-{found.trace_id}": found for found in rollouts if found.trace_id}
+    assert [found.tags.sample_index for found in traced.values()] == rows[:4] and len(rows) == 10
+    traces = client.search_traces(locations=[info.experiment_id or ""], run_id=info.run_id)
+    assert {trace.info.trace_id for trace in traces} == {*traced}
+    for trace in traces:
+        rollout = traced[trace.info.trace_id]
+        assert rollout.reward is not None
+        values = {found.name: found.to_dictionary() for found in trace.info.assessments}
+        values = {name: (value.get("feedback") or value["expectation"])["value"] for name, value in values.items()}
+        assert values == {"reward": rollout.reward.score, "ground_truth": rollout.ground_truth}
+        tags = {"experiment_name": "tracked", "validate": "True", "rollout_n": str(rollout.tags.rollout_n)}
+        assert {name: trace.info.tags.get(name) for name in tags} == tags
+        assert [span.name for span in trace.data.spans if span.parent_id is None] == ["trajectory"]
+
+
+def traced_rows(name: str, *overrides: str) -> int:
+    evaluated(prepared(*overrides, name=name))
+    return sum(found.trace_id is not None for found in EvaluationStore(OUTPUTS / name).trajectories())
+
+
+def test_evaluations_trace_within_the_keys_of_training(
+    project: Path, mlflow_server: str, capfd: pytest.CaptureFixture[str]
+):
+    uri = f"trackway.mlflow_uri={mlflow_server}"
+
+    assert traced_rows("off", uri, "trackway.trace_validation_samples=0") == 0
+    assert traced_rows("dummy", uri, "actor_rollout_ref.rollout.trace.backend=dummy") == 0
+    assert traced_rows("unknown", uri, "trackway.trace_bytes_per_day=1") == 1  # the size of a trace is not known yet
+    assert traced_rows("spent", uri, "trackway.trace_bytes_per_day=1") == 0
+    assert traced_rows("more", uri, "trainer.log_val_generations=5") == 5
+    capfd.readouterr()
+    assert traced_rows("nowhere", "actor_rollout_ref.rollout.trace.backend=mlflow") == 0
+    assert "MLFLOW_TRACKING_URI" not in capfd.readouterr().err
+
+
+def test_a_full_disk_is_named_and_the_rest_is_rolled_out_once_there_is_room(
+    project: Path, small_disk: Path, fill: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(f"{__name__}.OUTPUTS", small_disk)
+    filler = fill(small_disk, leave=48 * 1024)
+
+    with pytest.raises(StorageError, match=r"expected to write a rollout to .*, got 'No space left on device' with 0"):
+        evaluated(prepared(n=16, name="full"))
+    kept = [found.id for found in EvaluationStore(small_disk / "full").trajectories()]
+    filler.unlink()
+    evaluation = evaluated(evaluate.resumed("full", small_disk))
+
+    assert evaluation.summary is not None
+    assert (evaluation.summary.tasks, evaluation.summary.rollouts, evaluation.summary.failed) == (5, 80, 0)
+    assert 0 < len(kept) < 80
+    assert {*kept} < {found.id for found in EvaluationStore(small_disk / "full").trajectories()}
 
 
 @pytest.mark.parametrize(

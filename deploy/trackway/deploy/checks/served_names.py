@@ -79,12 +79,16 @@ def _is_missing(error: BaseException) -> bool:
 
 def _agents(args: dict[str, Any]) -> dict[str, bool]:
     """Each agent, and whether it offers tools."""
+    from trackway.agent.environments.loop import register_environments
     from trackway.agent.loop import agents
+    from trackway.agent.sessions.external import register_external
     from trackway.agent.settings import AgentSettings
     from trackway.agent.verl.loading import load_loops
 
     settings = AgentSettings(**{"model_path": "", **args})
     load_loops(settings)
+    register_external(settings)
+    register_environments(settings)
     if settings.tool_parser is not None:
         tool_format(settings.tool_parser)
     return {loop.name: loop.offers_tools for loop in agents()}

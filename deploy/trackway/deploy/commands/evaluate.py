@@ -37,6 +37,7 @@ def evaluate(
     api_key_env: Annotated[
         str | None, typer.Option(metavar="NAME", help="Environment variable with the API key for a URL.")
     ] = None,
+    no_seed: Annotated[bool, typer.Option("--no-seed", help="Send a URL no seed, which some servers refuse.")] = False,
     run: Annotated[str | None, typer.Option(metavar="RUN", help="Name of the evaluation.")] = None,
     resume: Annotated[str | None, typer.Option(metavar="RUN", help="Continue an evaluation that was cut off.")] = None,
     rescore: Annotated[
@@ -85,7 +86,7 @@ def evaluate(
     else:
         from trackway.deploy.runs import evaluate as evaluations
 
-        options = evaluations.Options(data, n, limit, temperature, pass_above, step, run, model, api_key_env)
+        options = evaluations.Options(data, n, limit, temperature, pass_above, step, run, model, api_key_env, no_seed)
         prepared = (
             evaluations.resumed(resume, outputs)
             if resume
@@ -102,7 +103,7 @@ def evaluate(
 
 
 def _evaluated(prepared: "EvaluationRun", as_json: bool) -> "Evaluation":
-    """Check and run the evaluation, with a bar. Ctrl-C says how to continue."""
+    """Check and run the evaluation, with a bar. When it is cut off it says how to continue."""
     name = prepared.evaluation.name
     with board(as_json) as shown:
         findings, rows = prepared.check(shown.report)
@@ -114,7 +115,7 @@ def _evaluated(prepared: "EvaluationRun", as_json: bool) -> "Evaluation":
     try:
         with row_bar(as_json) as bar:
             return prepared.run(rows, bar.report, bar.show)
-    except KeyboardInterrupt:
+    except BaseException:
         if prepared.store.exists:
             stderr.print(f"its rollouts are kept; continue with: trackway evaluate --resume {name}", soft_wrap=True)
         raise

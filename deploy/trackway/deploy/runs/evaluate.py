@@ -18,9 +18,11 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from trackway.agent.chat_model import ChatModel
+from trackway.agent.loop import agent_loop, agents
 from trackway.agent.settings import ChatModelSettings
 from trackway.agent.tokens import ChatTokens
 from trackway.clients import CallPolicy, Deadline, RewardClient, run
+from trackway.clients.failures import ForeignServerError
 from trackway.deploy.checks.findings import Findings
 from trackway.deploy.checks.run import Subject, check_parts
 from trackway.deploy.config import serve_config
@@ -36,18 +38,23 @@ from trackway.evaluation.rescore import score_request
 from trackway.evaluation.store import EvaluationStore
 from trackway.evaluation.summary import Evaluation
 from trackway.system.user_error import UserError
+from trackway.tracing import TracingSettings
+from trackway.tracing.export.mlflow import experiment_by_name
 from trackway.trainer.config import RunConfig, resolve
 from trackway.trainer.config.compose import given, leaves
 from trackway.trainer.data.dataset import Rows
-from trackway.trainer.loop.from_config import retry_policy, training_template
+from trackway.trainer.loop.build_traces import LEDGER
+from trackway.trainer.loop.from_config import retry_policy, trace_target, training_template
 from trackway.trainer.loop.rollout_client import GroupTemplate, Rollouts
 from trackway.trainer.run_state.checkpoint import PREFIX, find_all, find_latest
 from trackway.trainer.run_state.export import export_checkpoint
 from trackway.trainer.run_state.folder import RunFolder, outputs_folders, run_folders
+from trackway.trainer.traces.budget import DailyTraceBytes, TraceBudget
 from trackway.wire.agent import Sample
-from trackway.wire.errors import TrackwayError
+from trackway.wire.chat import Message
+from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.names import checked_run_name
-from trackway.wire.tracing import TraceTarget
+from trackway.wire.rollout import SamplingParams
 from trackway.wire.trajectory import Trajectory
 
 RUNNING = "running"
@@ -57,6 +64,8 @@ MLFLOW_S = 60.0
 """Longest wait until MLflow has the result."""
 _MODEL = "actor_rollout_ref.model"
 _QUESTION = CallPolicy.question(20.0, attempts=2)
+_FIRST_ANSWER = CallPolicy.question(120.0)
+"""For a server that loads the model on its first request."""
 _SHOWN_MODELS = 20
 _WHOLE_MODEL: dict[str, object] = {f"{_MODEL}.lora_rank": 0, f"{_MODEL}.lora_adapter_path": None}
 _ONE_ENGINE: dict[str, object] = {"trainer.n_gpus_per_node": None, "trainer.nnodes": None, "data.val_files": []}
@@ -80,6 +89,8 @@ class Options:
     """Name of the model at a URL."""
     api_key_env: str | None = None
     """Environment variable with the key of the server at a URL."""
+    no_seed: bool = False
+    """Send no seed to a URL."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +104,10 @@ class EvaluationRun:
     def check(self, report: Report) -> tuple[Findings, Rows | None]:
         """Faults of the rows, tools, scorers and loops; and the rows, None when they cannot be read."""
         findings, used = check_parts(self.subject, report)
-        return findings, used.get("data.train_files")
+        rows = used.get("data.train_files")
+        if rows is not None and self.evaluation.endpoint is not None:
+            findings.wrong += _need_tokens(rows.samples, self.subject.config)
+        return findings, rows
 
     def run(self, rows: Rows, report: Report, progress: Progress) -> Evaluation:
         """All rollouts that are not stored yet, and the summary. Raises UserError, TrackwayError, StorageError.
@@ -105,12 +119,16 @@ class EvaluationRun:
             self.store.begin(
                 self.evaluation.model_copy(update={"rows": len(samples)}), self.subject.config, self.subject.tools
             )
-        done = self.store.done()
+        done, config = self.store.done(), self.subject.config
         left = [sample for sample in samples if sample.index not in done]
+        budget = TraceBudget(DailyTraceBytes(self.store.path.parent / LEDGER), config.trackway.trace_bytes_per_day)
+        wanted = min(config.traced_validation, len(samples)) if self._can_trace else 0
+        prompts = budget.prompts(wanted, self.evaluation.n)
+        traced = {sample.index for sample in samples[:prompts]}
         exported = self.store.path / "model"
         try:
             if left:
-                run(self._collect(self._with_model(exported, report), left, report, progress))
+                run(self._collect(self._with_model(exported, report), left, traced, budget, report, progress))
             evaluation = self.store.finish()
         finally:
             shutil.rmtree(exported, ignore_errors=True)
@@ -124,13 +142,21 @@ class EvaluationRun:
         return evaluation
 
     @property
+    def _can_trace(self) -> bool:
+        """Whether the services reach a trace backend; of running ones it is not known."""
+        if self.subject.services is None:
+            return True
+        args = serve_config.args_of(self.subject.services.serve_config, "agent")
+        settings = TracingSettings.model_validate(args.get("tracing", {}))
+        backends = self.subject.config.actor_rollout_ref.rollout.trace.backend or settings.default_backends
+        return not {*backends}.isdisjoint(settings.usable)
+
+    @property
     def mlflow_uri(self) -> str | None:
-        """Address of the MLflow that gets the result, or None without the logger or without a known address."""
-        config, deployment = self.subject.config, self.subject.deployment
-        if "mlflow" not in config.trainer.logger:
-            return None
+        """Address of the MLflow that gets the result, or None without a known address."""
+        deployment = self.subject.deployment
         of_services = deployment.mlflow_uri if deployment else None
-        return config.trackway.mlflow_uri or of_services or os.environ.get("MLFLOW_TRACKING_URI")
+        return self.subject.config.trackway.mlflow_uri or of_services or os.environ.get("MLFLOW_TRACKING_URI")
 
     def _with_model(self, exported: Path, report: Report) -> Subject:
         """The subject that serves the checkpoint."""
@@ -144,22 +170,38 @@ class EvaluationRun:
         config = self.subject.config.with_values({f"{_MODEL}.path": str(exported), **_WHOLE_MODEL})
         return replace(self.subject, config=config)
 
-    async def _collect(self, subject: Subject, samples: Sequence[Sample], report: Report, progress: Progress) -> None:
+    async def _collect(
+        self,
+        subject: Subject,
+        samples: Sequence[Sample],
+        traced: set[int | str],
+        budget: TraceBudget,
+        report: Report,
+        progress: Progress,
+    ) -> None:
         config, left = subject.config, len(samples)
         async with agent_of(subject, report) as client:
             rollouts = Rollouts(client, self._template(config), retry_policy(config))
 
             async def collect(sample: Sample) -> None:
                 nonlocal left
-                group = await rollouts.group(sample, 0, 0, trace=False)
+                group = await rollouts.group(sample, 0, 0, trace=sample.index in traced)
                 self.store.add(group)
+                kept = [trajectory.trace_bytes for trajectory in group if trajectory.trace_id is not None]
+                budget.spend(sum(kept), len(kept))
                 left -= 1
                 progress(group, left)
 
-            await asyncio.gather(*map(collect, samples))
+            tasks = [asyncio.create_task(collect(sample)) for sample in samples]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
 
     def _template(self, config: RunConfig) -> GroupTemplate:
-        template = training_template(config, self.evaluation.name, TraceTarget())
+        target = trace_target(config, experiment_by_name(config.trace_project))
+        template = training_template(config, self.evaluation.name, target)
         sampling = template.sampling_params.model_copy(update={"temperature": self.evaluation.temperature})
         return replace(template, n=self.evaluation.n, sampling_params=sampling, validation=True)
 
@@ -217,8 +259,9 @@ def resumed(name: str, outputs: Path) -> EvaluationRun:
     evaluation, outputs = store.evaluation(), store.path.parent
     if store.finished:
         raise UserError(f"expected an evaluation that was cut off, got {name!r}, which is finished; give another --run")
-    if evaluation.endpoint is not None:
-        _endpoint(evaluation.endpoint.base_url, Options(**evaluation.endpoint.model_dump(exclude={"base_url"})))
+    if (endpoint := evaluation.endpoint) is not None:
+        keys = {"model": endpoint.model, "api_key_env": endpoint.api_key_env, "no_seed": not endpoint.sends_seed}
+        _endpoint(endpoint.base_url, Options(temperature=evaluation.temperature, **keys))
     running = recorded(outputs) if evaluation.model == RUNNING else None
     return _prepared(evaluation, store.config(), running, outputs)
 
@@ -275,36 +318,87 @@ async def _scored(
 
 
 def _prepared(evaluation: Evaluation, config: RunConfig, running: Deployment | None, outputs: Path) -> EvaluationRun:
-    names = {"trainer.experiment_name": evaluation.name, "data.train_files": evaluation.files}
+    names = {
+        "trainer.experiment_name": evaluation.name,
+        "actor_rollout_ref.rollout.trace.experiment_name": None,
+        "data.train_files": evaluation.files,
+    }
     used = config.with_values({**_ONE_ENGINE, **names})
     settings = UpSettings.read(outputs=outputs)
     services = None if running else services_for(used, gpus_here(), serve_config.load(settings.config))
     if services and evaluation.endpoint:
         services.give("agent", {"chat_model": evaluation.endpoint.model_dump()})
+    if services and used.trackway.mlflow_uri:
+        for service in ("agent", "rollout", "tools", "reward"):
+            tracing = serve_config.args_of(services.serve_config, service).get("tracing", {})
+            services.give(service, {"tracing": {**tracing, "mlflow_uri": used.trackway.mlflow_uri}})
     subject = Subject(services.config if services else used, services, running, settings)
     return EvaluationRun(EvaluationStore(outputs.resolve() / evaluation.name), evaluation, subject)
 
 
 def _endpoint(what: str, options: Options) -> ChatModelSettings | None:
-    """The server and the model at a URL, or None for anything else. Raises UserError and TrackwayError."""
+    """The server and the model at a URL, or None for anything else. Raises UserError and TrackwayError.
+
+    A model that the server does not list is asked for a few tokens, since some servers list none.
+    """
     if not what.startswith(("http://", "https://")):
-        if options.model or options.api_key_env:
-            raise UserError(f"--model and --api-key-env: expected a URL to evaluate, got {what!r}; leave them out")
+        if options.model or options.api_key_env or options.no_seed:
+            message = f"--model, --api-key-env and --no-seed: expected a URL to evaluate, got {what!r}; leave them out"
+            raise UserError(message)
         return None
     try:
-        endpoint = ChatModelSettings(base_url=what, model=options.model or "any", api_key_env=options.api_key_env)
+        endpoint = ChatModelSettings(
+            base_url=what,
+            model=options.model or "any",
+            api_key_env=options.api_key_env,
+            sends_seed=not options.no_seed,
+        )
     except ValidationError as error:  # the value may be the key itself
         raise UserError(
             "expected https://HOST/v1 without a user, and in --api-key-env the name of a variable, got others; export "
             "the key and give the variable's name"
         ) from error
-    served = run(ChatModel(endpoint, _QUESTION).models())
+    served: list[str] = []
+    try:
+        served = run(ChatModel(endpoint, _QUESTION).models())
+    except TrackwayError as error:
+        gone = error.code is ErrorCode.UNAVAILABLE and not isinstance(error.__cause__, ForeignServerError)
+        if error.code in (ErrorCode.UNAUTHORIZED, ErrorCode.FORBIDDEN) or gone:
+            raise
+        if options.model is None:
+            message = f"expected a list of models at {what}/models, got none; name the model with --model"
+            raise UserError(message) from error
     if options.model is None and len(served) == 1:
-        endpoint = endpoint.model_copy(update={"model": served[0]})
-    if endpoint.model not in served:
-        names = ", ".join(sorted(served)[:_SHOWN_MODELS]) or "none"
-        raise UserError(f"--model: expected a model of {what} ({names}), got {options.model}; name one of them")
+        return endpoint.model_copy(update={"model": served[0]})
+    if options.model in served:
+        return endpoint
+    names = ", ".join(sorted(served)[:_SHOWN_MODELS]) or "none"
+    refused = f"--model: expected a model of {what} ({names}), got {options.model}; name one of them"
+    if options.model is None:
+        raise UserError(refused)
+    params = SamplingParams(temperature=1.0 if options.temperature is None else options.temperature, max_tokens=16)
+    hello = [Message(role="user", content="Hello")]
+    try:
+        run(ChatModel(endpoint, _FIRST_ANSWER).answer(hello, (), params, Deadline.after(_FIRST_ANSWER.total_s)))
+    except TrackwayError as error:
+        if error.code is not ErrorCode.MODEL_NOT_FOUND or not served:
+            raise
+        raise UserError(refused) from error
     return endpoint
+
+
+def _need_tokens(samples: Sequence[Sample], config: RunConfig) -> list[str]:
+    """Faults of rows and limits that need the token ids of a model, which a server with messages does not return."""
+    known = {sample.agent_name or config.default_agent for sample in samples} & {loop.name for loop in agents()}
+    wrong = [name for name in sorted(known) if not agent_loop(name).speaks_messages]
+    expected = "agent_name: expected single_turn_agent, tool_agent, a subclass or an environment for a URL, got"
+    faults = [f"{expected} {name}, which needs token ids; evaluate a model's folder" for name in wrong]
+    if config.trackway.max_tool_response_tokens is not None:
+        key = "trackway.max_tool_response_tokens"
+        faults.append(
+            f"{key}: expected null for a URL, whose tokens are unknown; use multi_turn.max_tool_response_length"
+        )
+    return faults
 
 
 class _Source(NamedTuple):

@@ -117,11 +117,13 @@ def _total(rows: Sequence[MetricsRow], name: str) -> float:
 
 def _runs_of(outputs: Path) -> Iterator[FoundRun]:
     deployment = find_running(outputs)
-    if deployment is not None:
-        infos = run(TrainerClient(deployment.url("trainer")).runs())
-    else:
-        infos = [folder.info() for folder in run_folders(outputs)]
+    infos = [] if deployment is None else run(TrainerClient(deployment.url("trainer")).runs())
     yield from (FoundRun(info, outputs, deployment) for info in infos)
+    known = {info.run for info in infos}
+    for folder in run_folders(outputs):
+        # The trainer of attached services does not know the evaluations of this machine.
+        if folder.name not in known and (deployment is None or folder.is_evaluation):
+            yield FoundRun(folder.info(), outputs, None)
 
 
 def _changed(found: FoundRun) -> float:

@@ -103,19 +103,28 @@ class Trial:
 
 @asynccontextmanager
 async def agent_of(subject: Subject, report: Report) -> AsyncIterator[AgentClient]:
-    """A client of the running agent service, or of one that is started in this process with all that it needs."""
+    """A client of the running agent service, or of one that is started in this process with all that it needs.
+
+    An error of the block is raised without the groups of the services' tasks.
+    """
     deployment, services = subject.deployment, subject.services
-    if deployment is not None:
-        yield AgentClient(deployment.url("agent"))
-        return
-    assert services is not None
-    report("model and services", "starting")
-    start_s = subject.settings.start_timeout_s
-    speaks_messages = serve_config.args_of(services.serve_config, "agent").get("chat_model")
-    model = None if speaks_messages else model_of(subject.config)
-    async with services_here(services.serve_config, model, start_s) as client:
-        report("model and services", "ready")
-        yield client
+    try:
+        if deployment is not None:
+            yield AgentClient(deployment.url("agent"))
+            return
+        assert services is not None
+        report("model and services", "starting")
+        start_s = subject.settings.start_timeout_s
+        speaks_messages = serve_config.args_of(services.serve_config, "agent").get("chat_model")
+        model = None if speaks_messages else model_of(subject.config)
+        async with services_here(services.serve_config, model, start_s) as client:
+            report("model and services", "ready")
+            yield client
+    except ExceptionGroup as group:
+        error: Exception = group
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
 
 
 def _row(rows: Rows, number: int) -> tuple[Sample, RowLocation]:

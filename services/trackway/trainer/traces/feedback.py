@@ -50,6 +50,15 @@ def validation_feedback(trajectories: Sequence[Trajectory]) -> list[Assessment]:
     return [_assessment(trajectory, _reward(trajectory) | _ground_truth(trajectory)) for trajectory in scored]
 
 
+def links_of(trajectories: Sequence[Trajectory]) -> list[Assessment]:
+    """The link of each trajectory's trace to the run."""
+    return [
+        Assessment(trajectory.trace_id, trajectory.span_id or "", {}, link=True)
+        for trajectory in trajectories
+        if trajectory.trace_id is not None
+    ]
+
+
 def _assessment(trajectory: Trajectory, values: Mapping[str, Value]) -> Assessment:
     named = {name: named_number(value) if isinstance(value, float) else value for name, value in values.items()}
     return Assessment(trajectory.trace_id or "", trajectory.span_id or "", named)

@@ -9,7 +9,13 @@ from trackway.tracing import Tracing
 from trackway.trainer.learner.filtering import FilteredBatch
 from trackway.trainer.metrics.rollout import Metrics
 from trackway.trainer.traces.budget import TraceBudget
-from trackway.trainer.traces.feedback import Assessment, TraceFeedback, training_feedback, validation_feedback
+from trackway.trainer.traces.feedback import (
+    Assessment,
+    TraceFeedback,
+    links_of,
+    training_feedback,
+    validation_feedback,
+)
 from trackway.trainer.traces.span_counts import SpanAccounts
 from trackway.trainer.traces.step import StepTrace
 from trackway.wire.tracing import TraceTarget
@@ -61,10 +67,7 @@ class RunTraces:
         traced = [trajectory for trajectory in trajectories if trajectory.trace_id is not None]
         (trace or self.own).received(traced)
         self.budget.spend(sum(trajectory.trace_bytes for trajectory in traced), len(traced))
-        links = [
-            Assessment(trajectory.trace_id or "", trajectory.span_id or "", {}, link=True) for trajectory in traced
-        ]
-        self._link(links)
+        self._link(links_of(traced))
 
     def assess(self, batch: FilteredBatch, advantages: Sequence[float], step: int) -> None:
         """Queue the feedback of a step on each trace. `advantages` belong to `batch.used`. Returns immediately."""
