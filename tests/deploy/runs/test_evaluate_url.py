@@ -335,7 +335,9 @@ def test_what_needs_token_ids_is_refused_once_before_the_rollouts(rows: Path):
     with answering(answer) as url:
         run = prepared(url, rows, "trackway.max_tool_response_tokens=8", name="tokens")
         findings, _ = run.check(lambda name, state: None)
+        others, _ = prepared(url, rows, name="others", limit=4).check(lambda name, state: None)
 
+    assert others.wrong == []
     assert [fault.partition(";")[0] for fault in findings.wrong] == [
         "agent_name: expected single_turn_agent, tool_agent, a subclass or an environment for a URL, got external, "
         "which needs token ids",

@@ -106,7 +106,7 @@ class EvaluationRun:
         findings, used = check_parts(self.subject, report)
         rows = used.get("data.train_files")
         if rows is not None and self.evaluation.endpoint is not None:
-            findings.wrong += _need_tokens(rows.samples, self.subject.config)
+            findings.wrong += _need_tokens(rows.samples[: self.evaluation.rows or None], self.subject.config)
         return findings, rows
 
     def run(self, rows: Rows, report: Report, progress: Progress) -> Evaluation:
