@@ -101,7 +101,7 @@ def test_a_metric_of_a_run_is_there_though_no_run_is() -> None:
 def test_a_route_has_its_models_and_the_scope_it_needs() -> None:
     assert row(http_api(), "POST", "`/abort_requests`")[2:] == [
         "Abort generations by request id, or all. Each returns its tokens so far with finish_reason `abort`. *(admin)*",
-        "[AbortRequest](wire.md#abortrequest)",
+        "[AbortRequest](wire.md#abortrequest), query: `model`",
         "[AbortReply](wire.md#abortreply)",
     ]
 

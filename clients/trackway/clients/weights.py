@@ -10,6 +10,9 @@ may be overwritten. Version numbers are store-wide and increase over all runs.
     <url>/<version>/manifest.json, model.safetensors, ...
     <url>/<version>/manifest.json, model.safetensors.delta
     <url>/offer.json
+    <url>/policies/<name>/latest.json, <version>/...
+
+A named policy has a store of its own below the service's, whose root is that of the default policy.
 
 An offer says where the publisher also has the tensors of a version in memory. Nothing depends on it.
 
@@ -48,6 +51,8 @@ from trackway.wire.weights import (
 MANIFEST = "manifest.json"
 LATEST = "latest.json"
 OFFER = "offer.json"
+POLICIES = "policies"
+"""Folder of the named policies, in the store of a service."""
 CACHE_LOCK = ".lock"
 CACHE_WAIT_S = 60.0
 """Longest wait for another replica of the host that fetches a version; then the fetch is to be tried again."""
@@ -191,6 +196,18 @@ class WeightStore:
                     if self.manifest(candidate).delta is None:
                         return candidate
         return None
+
+    def policies(self) -> list[str]:
+        """The names of the policies that have a published version, sorted."""
+        self._fs.invalidate_cache()
+        found = self._fs.glob(f"{self._root}/{POLICIES}/*/{LATEST}")
+        return sorted(str(path).rsplit("/", 2)[-2] for path in found)
+
+    def remove_policy(self, name: str) -> None:
+        """Remove a named policy with all its versions, the newest version's name first."""
+        folder = f"{self._root}/{POLICIES}/{name}"
+        self._fs.rm(f"{folder}/{LATEST}")
+        self._fs.rm(folder, recursive=True)
 
     def offer(self, offer: WeightOffer) -> None:
         """Say where else than here the tensors of a version are. Made before the version is visible."""
@@ -385,6 +402,11 @@ def _unreadable(path: str, error: ValidationError, remedy: str) -> TrackwayError
     where = ".".join(map(str, first["loc"])) or "its JSON"
     message = f"expected {path} to be readable, got {where}: {first['msg']}; {remedy}"
     return TrackwayError(ErrorCode.WEIGHTS_CORRUPT, message)
+
+
+def policy_url(url: str, name: str) -> str:
+    """The URL of a policy's store, below that of the service."""
+    return f"{url.rstrip('/')}/{POLICIES}/{name}"
 
 
 def version_of(folder: Path) -> int | None:

@@ -186,11 +186,11 @@ class GenerateRequest(WireRequest):
 
     request_id: str | None = None
     model: str | None = None
-    """Name of the served model. Any other name is answered 404 `model_not_found`."""
+    """Name of the policy. None is the service's default one; an unknown one is answered 404 `model_not_found`."""
     token_ids: list[TokenId] = Field(min_length=1, fail_fast=True)
     sampling_params: SamplingParams = Field(default_factory=SamplingParams)
     min_weight_version: Int = Field(default=0, ge=0)
-    """Oldest weight version that may answer. A replica with an older one loads it first, or answers 409
+    """Oldest weight version of the policy that may answer. A replica with an older one loads it first, or answers 409
     `weights_behind`."""
     context_start: Int = Field(default=0, ge=0)
     """Index of the first prompt token that is new in this trajectory; for the text of the trace."""
@@ -394,3 +394,23 @@ class ModelList(WireReply):
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
+
+
+class PolicyInfo(WireReply):
+    """A policy: a name with a line of weight versions."""
+
+    name: str
+    is_default: bool = False
+    """Whether requests without a name get it."""
+    loaded: bool = False
+    """Whether the replica that answers holds it in memory."""
+    version: int | None = None
+    """The weight version there. None unless it is loaded."""
+    requests: int = 0
+    """Requests in progress there, for a policy other than the default one."""
+
+
+class PolicyList(WireReply):
+    """Every policy that a request can name."""
+
+    policies: list[PolicyInfo]

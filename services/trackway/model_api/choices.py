@@ -108,9 +108,14 @@ class Job:
 
 
 def jobs_of(
-    name: str, prompts: Sequence[list[int]], request: SampledRequest, max_tokens: int, tokenizer: ChatTokenizer
+    name: str,
+    prompts: Sequence[list[int]],
+    request: SampledRequest,
+    max_tokens: int,
+    tokenizer: ChatTokenizer,
+    model: str | None = None,
 ) -> list[Job]:
-    """`n` choices per prompt, numbered consecutively; their request ids derive from the response's id."""
+    """`n` choices per prompt of a policy, numbered consecutively; their request ids derive from the response's id."""
     greedy = request.top_p == 0  # no engine takes 0: it would keep no token
     params = SamplingParams(
         temperature=0.0 if greedy else request.temperature,
@@ -126,6 +131,7 @@ def jobs_of(
     requests = [
         GenerateRequest.model_construct(  # the ids are the tokenizer's, or were validated with the request
             request_id=name,
+            model=model,
             token_ids=prompt,
             sampling_params=params,
             min_weight_version=request.min_weight_version,

@@ -18,8 +18,9 @@ from trackway.rollout.classifiers import is_classifier
 from trackway.rollout.classify_routes import classifier_app
 from trackway.rollout.engines import open_engine
 from trackway.rollout.engines.protocol import Engine, MemoryPart, PauseMode
-from trackway.rollout.metrics import engine_gauges, store_gauges
+from trackway.rollout.metrics import InferenceMetrics, engine_gauges, store_gauges
 from trackway.rollout.model_routes import model_routes
+from trackway.rollout.policies import Policies
 from trackway.rollout.service import RolloutService
 from trackway.rollout.settings import RolloutSettings
 from trackway.rollout.tokenizer import TokenText
@@ -41,6 +42,7 @@ from trackway.wire.rollout import (
     PausedReply,
     PauseReply,
     PauseRequest,
+    PolicyList,
     SleepMode,
     SleepReply,
     WeightInfo,
@@ -50,12 +52,12 @@ from trackway.wire.rollout import (
 _log = logging.getLogger(__name__)
 
 
-async def piece_lines(service: RolloutService, request: GenerateRequest) -> AsyncGenerator[str]:
+async def piece_lines(policies: Policies, request: GenerateRequest) -> AsyncGenerator[str]:
     """A line for each GeneratePiece. The last has the receipt, and the error of a generation that failed."""
     last = GeneratePiece()
     with collect_trace_stats() as stats:
         try:
-            async with aclosing(service.stream(request)) as pieces:
+            async with aclosing(policies.stream(request)) as pieces:
                 async for piece in pieces:
                     yield _line(
                         GeneratePiece(
@@ -100,32 +102,39 @@ def create_app(
     text = TokenText(settings.model_path, settings.tool_parser)
     engine = engine or open_engine(settings)
     store = WeightStore(settings.weights_url) if settings.weights_url else None
-    service = _service(settings, engine, text, store)
+    metrics = InferenceMetrics()
+
+    def opened(of_policy: RolloutSettings) -> RolloutService:
+        own = WeightStore(of_policy.weights_url) if of_policy.weights_url else None
+        return _service(of_policy, open_engine(of_policy), text, own, metrics)
+
+    default = _service(settings, engine, text, store, metrics)
+    policies = Policies(default, settings, store, opened)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
-            await service.start()
+            await policies.start()
             yield
         finally:
-            await service.stop()
+            await policies.stop()
 
     return service_app(
         "rollout",
         settings,
-        routers=[routes(service), *model_routes(service, text), control_routes(service)],
+        routers=[routes(policies), *model_routes(policies, text), control_routes(policies)],
         lifespan=lifespan,
-        ready=service.ready,
+        ready=policies.ready,
         tracing=tracing,
-        collectors=[service.inference],
+        collectors=[metrics, policies],
         gauges=[
-            *engine_gauges(engine, lambda: service.weights().latest),
+            *engine_gauges(engine, lambda: default.weights().latest),
             *([] if store is None else store_gauges(store)),
         ],
     )
 
 
-def routes(service: RolloutService) -> ServiceRouter:
+def routes(policies: Policies) -> ServiceRouter:
     """The service's routes, named as in vLLM, so that a plain vLLM can replace it."""
     router = ServiceRouter(tags=["rollout"])
 
@@ -134,7 +143,7 @@ def routes(service: RolloutService) -> ServiceRouter:
     async def generate(request: Annotated[GenerateRequest, Body(examples=[PROMPT])]) -> GenerateReply:
         """Continue a prompt given as token ids. After 409 `weights_behind`, 429 `overloaded` or 503 `paused`, retry
         later."""
-        return await service.generate(request)
+        return await policies.generate(request)
 
     @router.post(
         "/generate_batch", response_class=StreamingResponse, responses={200: {"content": {"application/x-ndjson": {}}}}
@@ -142,7 +151,7 @@ def routes(service: RolloutService) -> ServiceRouter:
     async def generate_batch(body: BatchRequest[GenerateRequest], request: Request) -> StreamingResponse:
         """Run generations at the same time. Streams one BatchResult per line of NDJSON, each as it ends. Each equals
         the same request to `/generate`, and has its own trace and its own error."""
-        return NdjsonStream(run_batch(service.generate, body.entries, request.app.state.batch_load))
+        return NdjsonStream(run_batch(policies.generate, body.entries, request.app.state.batch_load))
 
     @router.post(
         "/generate_stream", response_class=StreamingResponse, responses={200: {"content": {"application/x-ndjson": {}}}}
@@ -150,81 +159,98 @@ def routes(service: RolloutService) -> ServiceRouter:
     async def generate_stream(request: Annotated[GenerateRequest, Body(examples=[PROMPT])]) -> StreamingResponse:
         """Stream `/generate`, a GeneratePiece per line of NDJSON as the tokens come. An error is a line too.
         Closing the connection aborts the generation."""
-        return NdjsonStream(piece_lines(service, request))
+        return NdjsonStream(piece_lines(policies, request))
 
     @router.get("/weights")
-    async def weights() -> WeightsReply:
-        """The replica's weight version, and the newest version that it has seen."""
-        return service.weights()
+    async def weights(model: str | None = None) -> WeightsReply:
+        """The weight version of a policy that the replica has loaded, and the newest that it has seen."""
+        return policies.held(model).weights()
 
     @router.get("/v1/models")
     async def models() -> ModelList:
-        """The served model."""
-        return service.models()
+        """Every policy that a request can name, the default one first."""
+        return await policies.models()
+
+    @router.get("/policies")
+    async def list_policies() -> PolicyList:
+        """Every policy that a request can name, and which of them the replica that answers has loaded."""
+        return await policies.policies()
 
     return router
 
 
-def control_routes(service: RolloutService) -> ServiceRouter:
-    """The routes by which a trainer controls an engine. They need an operator's token."""
+def control_routes(policies: Policies) -> ServiceRouter:
+    """The routes by which a trainer controls an engine. They need an operator's token.
+
+    `model` names a policy that the replica has loaded. Without it they act on the default one.
+    """
     router = ServiceRouter(tags=["control"])
     operator = [Depends(needs_admin)]
 
     @router.post("/pause", dependencies=operator)
-    async def pause(request: PauseRequest | None = None, mode: PauseMode | None = None) -> PauseReply:
+    async def pause(
+        request: PauseRequest | None = None, mode: PauseMode | None = None, model: str | None = None
+    ) -> PauseReply:
         """Refuse new requests (503 `paused`). Returns when those in flight have finished, are
         aborted, or are frozen."""
-        return await service.pause(mode or (request or PauseRequest()).mode)
+        return await policies.held(model).pause(mode or (request or PauseRequest()).mode)
 
     @router.post("/resume", dependencies=operator)
-    async def resume() -> PauseReply:
+    async def resume(model: str | None = None) -> PauseReply:
         """Accept requests again; frozen ones continue with their KV cache."""
-        return await service.resume()
+        return await policies.held(model).resume()
 
     @router.get("/is_paused")
-    async def is_paused() -> PausedReply:
+    async def is_paused(model: str | None = None) -> PausedReply:
         """Return whether new requests are refused."""
-        return service.is_paused()
+        return policies.held(model).is_paused()
 
     @router.post("/inference/v1/abort_requests", include_in_schema=False, dependencies=operator)
     @router.post("/abort_requests", dependencies=operator)
-    async def abort(request: AbortRequest | None = None) -> AbortReply:
+    async def abort(request: AbortRequest | None = None, model: str | None = None) -> AbortReply:
         """Abort generations by request id, or all. Each returns its tokens so far with finish_reason `abort`."""
-        return await service.abort(request.request_ids if request else None)
+        return await policies.held(model).abort(request.request_ids if request else None)
 
     @router.get("/weight_info")
-    async def weight_info() -> WeightInfo:
+    async def weight_info(model: str | None = None) -> WeightInfo:
         """The replica's weight version."""
-        return service.weight_info()
+        return policies.held(model).weight_info()
 
     @router.post("/sleep", dependencies=operator)
-    async def sleep(mode: SleepMode = "wait", tags: Annotated[list[MemoryPart] | None, Query()] = None) -> SleepReply:
+    async def sleep(
+        mode: SleepMode = "wait",
+        tags: Annotated[list[MemoryPart] | None, Query()] = None,
+        model: str | None = None,
+    ) -> SleepReply:
         """Pause, then release GPU memory (all of it, or the parts in `tags`). Needs an engine with sleep mode. With
         `retract`, requests wait for the wake-up, and those in flight keep their tokens."""
-        return await service.sleep(mode, tags)
+        return await policies.held(model).sleep(mode, tags)
 
     @router.post("/wake_up", dependencies=operator)
     async def wake_up(
         tags: Annotated[list[MemoryPart] | None, Query()] = None,
         min_weight_version: Annotated[int, Query(ge=0)] = 0,
         x_request_timeout: Annotated[float | None, Header()] = None,
+        model: str | None = None,
     ) -> SleepReply:
         """Allocate the memory again, in stages by `tags`. Generation continues when all of it is back.
 
         With `min_weight_version` it returns when such weights are loaded, or 409 `weights_behind` before the deadline.
         """
         left = None if x_request_timeout is None else max(0.0, x_request_timeout - ANSWER_S)
-        return await service.wake_up(tags, min_weight_version, left)
+        return await policies.held(model).wake_up(tags, min_weight_version, left)
 
     @router.get("/is_sleeping")
-    async def is_sleeping() -> SleepReply:
+    async def is_sleeping(model: str | None = None) -> SleepReply:
         """Which parts of the memory are released, and whether the engine can release any."""
-        return service.sleeping()
+        return policies.held(model).sleeping()
 
     return router
 
 
-def _service(settings: RolloutSettings, engine: Engine, text: TokenText, store: WeightStore | None) -> RolloutService:
+def _service(
+    settings: RolloutSettings, engine: Engine, text: TokenText, store: WeightStore | None, metrics: InferenceMetrics
+) -> RolloutService:
     cache = settings.weights_cache or _shared_cache(settings.weights_url or "")
     watcher = WeightWatcher(
         engine,
@@ -235,7 +261,7 @@ def _service(settings: RolloutSettings, engine: Engine, text: TokenText, store: 
         settings.update_mode,
         settings.update_drain_s,
     )
-    return RolloutService(engine, watcher, text, settings)
+    return RolloutService(engine, watcher, text, settings, metrics)
 
 
 def _shared_cache(weights_url: str) -> Path:

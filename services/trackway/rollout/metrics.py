@@ -16,15 +16,17 @@ from trackway.wire.weights import Verdict
 
 _BUCKETS_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 """Advised by the GenAI conventions."""
+_MOST_LABELS = 64
+"""Policies that the metrics tell apart."""
 
 
 class InferenceMetrics(Collectors):
-    """Durations and tokens of generations, under the names of the GenAI conventions."""
+    """Durations and tokens of generations by policy, under the names of the GenAI conventions."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self) -> None:
         of_the_model = ("gen_ai_provider_name", "gen_ai_request_model")
         labels = ["gen_ai_operation_name", *of_the_model]
-        self._own = ("chat", PROVIDER_NAME, model)
+        self._models: set[str] = set()
         self._duration = OperationDuration(
             "chat", "client_inference", "Duration of generations in seconds", *of_the_model, buckets=_BUCKETS_S
         )
@@ -45,18 +47,26 @@ class InferenceMetrics(Collectors):
         ]
         super().__init__(self._duration, self._first_chunk, *self._tokens)
 
-    def timed(self) -> AbstractContextManager[None]:
+    def timed(self, model: str) -> AbstractContextManager[None]:
         """Around one generation."""
-        return self._duration.timed(*self._own[1:])
+        return self._duration.timed(PROVIDER_NAME, self._label(model))
 
-    def first_chunk(self, seconds: float) -> None:
+    def first_chunk(self, model: str, seconds: float) -> None:
         """Add the time to the first tokens of a streamed generation."""
-        self._first_chunk.labels(*self._own).observe(seconds)
+        self._first_chunk.labels("chat", PROVIDER_NAME, self._label(model)).observe(seconds)
 
-    def count(self, *tokens: int) -> None:
+    def count(self, model: str, *tokens: int) -> None:
         """Add the prompt, generated and cached tokens of a generation."""
         for counter, added in zip(self._tokens, tokens, strict=True):
-            counter.labels(*self._own).inc(added)
+            counter.labels("chat", PROVIDER_NAME, self._label(model)).inc(added)
+
+    def _label(self, model: str) -> str:
+        """The policy's name, or `other` beyond a bound: each name is a series for as long as the process runs."""
+        if model not in self._models:
+            if len(self._models) >= _MOST_LABELS:
+                return "other"
+            self._models.add(model)
+        return model
 
 
 def engine_gauges(engine: Engine, latest: Callable[[], int]) -> list[Gauge]:

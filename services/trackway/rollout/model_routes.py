@@ -18,7 +18,7 @@ from trackway.model_api.openai.responses import ResponsesBuilder
 from trackway.model_api.prompts import chat_prompt, completion_prompts, most_tokens
 from trackway.model_api.respond import respond
 from trackway.model_api.response_builder import ResponseBuilder
-from trackway.rollout.service import RolloutService
+from trackway.rollout.policies import Policies
 from trackway.rollout.tokenizer import TokenText
 from trackway.wire.anthropic import CountTokensReply, CountTokensRequest, MessagesReply, MessagesRequest
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -46,33 +46,33 @@ BuilderOf = Callable[[ChatTokenizer, list[int]], ResponseBuilder]
 """The builder of the response to a prompt."""
 
 
-def model_routes(service: RolloutService, text: TokenText) -> list[APIRouter]:
+def model_routes(policies: Policies, text: TokenText) -> list[APIRouter]:
     """The routes under `/v1`, compatible with OpenAI's and Anthropic's clients."""
     router = APIRouter(tags=["openai"], route_class=OpenAIRoute)
 
     async def converse(request: Request, chat: ChatRequest, builder_of: BuilderOf) -> Response:
-        card = service.served(chat.model)
+        card = await policies.card(chat.model)
         tokenizer = await text.required()
         prompt = await chat_prompt(tokenizer, chat, card.max_model_len - 1)
         builder = builder_of(tokenizer, prompt)
         max_tokens = most_tokens(chat, card.max_model_len - len(prompt))
-        jobs = jobs_of(builder.id, [prompt], chat, max_tokens, tokenizer)
-        return await respond(request, service, builder, jobs, stream=chat.stream)
+        jobs = jobs_of(builder.id, [prompt], chat, max_tokens, tokenizer, card.id)
+        return await respond(request, policies, builder, jobs, stream=chat.stream)
 
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> ModelCard:
-        """The served model. 404 for any other name."""
-        return service.served(model)
+        """A policy that a request can name. 404 for any other name."""
+        return await policies.card(model)
 
     @router.post("/v1/completions", response_model=None, responses=_either(Completion))
     async def completions(body: Annotated[CompletionRequest, Body(examples=[PROMPT])], request: Request) -> Response:
         """Continue prompts, given as text or token ids."""
-        card = service.served(body.model)
+        card = await policies.card(body.model)
         tokenizer = await text.required()
         prompts = await completion_prompts(tokenizer, body, card.max_model_len - 1)
         builder = CompletionResponseBuilder(body, tokenizer, prompts)
-        jobs = jobs_of(builder.id, prompts, body, body.max_tokens, tokenizer)
-        return await respond(request, service, builder, jobs, stream=body.stream)
+        jobs = jobs_of(builder.id, prompts, body, body.max_tokens, tokenizer, card.id)
+        return await respond(request, policies, builder, jobs, stream=body.stream)
 
     @router.post("/v1/chat/completions", response_model=None, responses=_either(ChatCompletion))
     async def chat(body: Annotated[ChatRequest, Body(examples=[CONVERSATION])], request: Request) -> Response:
@@ -103,7 +103,7 @@ def model_routes(service: RolloutService, text: TokenText) -> list[APIRouter]:
     async def count_tokens(body: Annotated[CountTokensRequest, Body(examples=[MESSAGES_ALONE])]) -> CountTokensReply:
         """The number of tokens of a conversation."""
         chat = message_input.chat_of(body)
-        card = service.served(chat.model)
+        card = await policies.card(chat.model)
         prompt = await chat_prompt(await text.required(), chat, card.max_model_len - 1)
         return CountTokensReply(input_tokens=len(prompt))
 

@@ -1,4 +1,4 @@
-"""Request handling of the rollout service: wait for weights, generate, trace, reply."""
+"""Request handling of a policy: wait for weights, generate, trace, reply."""
 
 import logging
 import time
@@ -23,7 +23,6 @@ from trackway.wire.rollout import (
     GenerateReply,
     GenerateRequest,
     ModelCard,
-    ModelList,
     PausedReply,
     PauseReply,
     SamplingParams,
@@ -52,14 +51,21 @@ def required_card(card: ModelCard, name: str | None) -> ModelCard:
 
 
 class RolloutService:
-    """A replica: an engine, its weight watcher, and its names."""
+    """A policy on a replica: an engine, its weight watcher, and its names."""
 
-    def __init__(self, engine: Engine, watcher: WeightWatcher, text: TokenText, settings: RolloutSettings) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        watcher: WeightWatcher,
+        text: TokenText,
+        settings: RolloutSettings,
+        metrics: InferenceMetrics,
+    ) -> None:
         self._engine, self._watcher, self._text, self._settings = engine, watcher, text, settings
         self._resumable = ResumableGeneration(engine, watcher)
         self._created = int(time.time())
         self._text_failed = False
-        self.inference = InferenceMetrics(settings.model_name)
+        self._model, self._metrics = settings.model_name, metrics
 
     async def start(self) -> None:
         """Load the base weights and the latest published ones, and start following the store."""
@@ -88,7 +94,7 @@ class RolloutService:
         """Continue a prompt with weights of at least the requested version."""
         self.served(request.model)
         self._supports(request.sampling_params)
-        with self.inference.timed(), chat_span(self._settings.model_name, request.sampling_params) as span:
+        with self._metrics.timed(self._model), chat_span(self._model, request.sampling_params) as span:
             await self._catch_up(request.min_weight_version)
             request_id = request.request_id or uuid.uuid4().hex
             span.set(names.RESPONSE_ID, request_id)
@@ -101,7 +107,7 @@ class RolloutService:
         self.served(request.model)
         self._supports(request.sampling_params)
         collector, began = Collector(), time.perf_counter()
-        with self.inference.timed(), chat_span(self._settings.model_name, request.sampling_params) as span:
+        with self._metrics.timed(self._model), chat_span(self._model, request.sampling_params) as span:
             span.set(names.STREAM, True)
             await self._catch_up(request.min_weight_version)
             request_id = request.request_id or uuid.uuid4().hex
@@ -112,7 +118,7 @@ class RolloutService:
                     async for piece in pieces:
                         if piece.token_ids and not collector.token_ids:
                             span.set(names.FIRST_CHUNK, waited := time.perf_counter() - began)
-                            self.inference.first_chunk(waited)
+                            self._metrics.first_chunk(self._model, waited)
                         collector.add(piece)
                         yield piece
             except GeneratorExit:
@@ -134,12 +140,17 @@ class RolloutService:
             elif behind:
                 add_event("weights_loaded", have=have, want=version, verdict=str(self._verdict))
 
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the policy's weights are no longer in the store."""
+        return self._watcher.is_dropped
+
     def weights(self) -> WeightsReply:
         """The loaded version and the newest published one."""
         return WeightsReply(
             version=self._engine.version,
             latest=self._watcher.latest,
-            model=self._settings.model_name,
+            model=self._model,
             replica=self._settings.replica,
             verdict=self._verdict,
             transport=self._settings.weights_transport,
@@ -153,13 +164,9 @@ class RolloutService:
         """The loaded version, in vLLM's format."""
         return WeightInfo(weight_version=str(self._engine.version))
 
-    def models(self) -> ModelList:
-        """The one model."""
-        return ModelList(data=[self.served(None)])
-
     def served(self, name: str | None) -> ModelCard:
         """The served model, by its name or None. Raises MODEL_NOT_FOUND for any other name."""
-        card = ModelCard(id=self._settings.model_name, created=self._created, max_model_len=self._engine.max_len)
+        card = ModelCard(id=self._model, created=self._created, max_model_len=self._engine.max_len)
         return required_card(card, name)
 
     async def pause(self, mode: PauseMode) -> PauseReply:
@@ -262,7 +269,7 @@ class RolloutService:
 
     async def _describe(self, span: SpanHandle, request: GenerateRequest, generation: Generation) -> None:
         tokens = len(request.token_ids), len(generation.token_ids), generation.cached_tokens
-        self.inference.count(*tokens)
+        self._metrics.count(self._model, *tokens)
         span.usage(*tokens)
         span.finish_reasons([generation.finish_reason])
         span.weight_versions(generation.spans)
@@ -290,7 +297,7 @@ class RolloutService:
         )
         return GenerateReply(
             request_id=request_id,
-            model=self._settings.model_name,
+            model=self._model,
             created=int(time.time()),
             usage=Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion),
             choices=[choice],

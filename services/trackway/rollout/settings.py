@@ -23,7 +23,10 @@ class RolloutSettings(ServiceSettings):
     """Hugging Face folder with config, tokenizer and weights. These weights are version 0. A model for sequence
     classification is served at `/classify`, without the routes of generation."""
     model_name: str = "policy"
-    """Name in `/v1/models` and in replies."""
+    """Name of the default policy, in `/v1/models` and in replies."""
+    max_policies: int = Field(default=4, ge=1)
+    """Policies that the replica holds at once, the default one among them. Each has an engine of its own, with weights
+    and KV cache; on a shared server an adapter. Idle ones leave for others."""
     weights_url: str | None = None
     """Weight store (a folder or any fsspec URL) that this replica follows. Without one it stays at version 0."""
     weights_cache: Path | None = None

@@ -49,6 +49,8 @@ class WeightWatcher:
         self._gate = asyncio.Event()
         self._gate.set()
         self._latest = 0
+        self.is_dropped = False
+        """Whether the store has no version any more."""
         self._synced = store is None
         self._error: str | None = None
         self._refused: tuple[WeightManifest, TrackwayError] | None = None
@@ -146,6 +148,7 @@ class WeightWatcher:
 
     async def _sync(self, store: WeightStore) -> None:
         manifest = await asyncio.to_thread(store.latest)
+        self.is_dropped = manifest is None and self._latest > 0
         if manifest is not None:
             self._latest = manifest.version
             if manifest.version > self._engine.version and "weights" not in self._engine.asleep:

@@ -1,0 +1,241 @@
+"""The policies of a replica: the service's default one, and others by name, which are loaded when they are asked for.
+
+A policy has an engine, a watcher and a line of versions of its own, so that its weights, proofs and prefix cache are
+apart from the others'. The default one follows the root of the weight store and is always loaded; `base` is the model
+without anyone's weights. Idle ones leave, least recently used first, when another needs the place.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from trackway.clients.weights import WeightStore, policy_url
+from trackway.rollout.engines.protocol import Piece
+from trackway.rollout.service import RolloutService
+from trackway.rollout.settings import RolloutSettings
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.health import Ready
+from trackway.wire.rollout import GenerateReply, GenerateRequest, ModelCard, ModelList, PolicyInfo, PolicyList
+
+BASE = "base"
+"""The policy of the service's model without published weights."""
+_SHOWN = 20
+
+
+@dataclass(eq=False)
+class _Loaded:
+    """A policy in memory. It stays there while it has users."""
+
+    service: RolloutService
+    start: asyncio.Task[None]
+    users: int = 0
+    used: float = field(default_factory=time.monotonic)
+
+
+class Policies(Collector):
+    """Generates with the policy that a request names. Every method raises TrackwayError.
+
+    `opened` creates the service of a policy's settings, not started.
+    """
+
+    def __init__(
+        self,
+        default: RolloutService,
+        settings: RolloutSettings,
+        store: WeightStore | None,
+        opened: Callable[[RolloutSettings], RolloutService],
+    ) -> None:
+        self.default, self._settings, self._store, self._opened = default, settings, store, opened
+        self._loaded: dict[str, _Loaded] = {}
+        self._places = asyncio.Lock()
+        """Held to choose what leaves and what is loaded."""
+        self._evictions = 0
+
+    async def start(self) -> None:
+        """Load the default policy."""
+        await self.default.start()
+
+    async def stop(self) -> None:
+        """Unload all policies."""
+        for name in [*self._loaded]:
+            await self._unload(name)
+        await self.default.stop()
+
+    async def ready(self) -> Ready:
+        """Whether the default policy is ready. `broken` when an engine of any policy needs a restart."""
+        for loaded in self._loaded.values():
+            if (state := await loaded.service.ready()).broken:
+                return state
+        return await self.default.ready()
+
+    async def generate(self, request: GenerateRequest) -> GenerateReply:
+        """Continue a prompt with the policy that the request names, or the default one."""
+        async with self.serving(request.model) as service:
+            return await service.generate(request)
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Piece]:
+        """As `generate`, in pieces; closing the iterator aborts the generation."""
+        async with self.serving(request.model) as service, aclosing(service.stream(request)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    @asynccontextmanager
+    async def serving(self, name: str | None) -> AsyncIterator[RolloutService]:
+        """The service of a policy, loaded and kept until the end of the context.
+
+        Raises MODEL_NOT_FOUND for a policy without weights, UNAVAILABLE when it has no place or takes too long to load.
+        """
+        if (other := self._other(name)) is None:
+            yield self.default
+            return
+        loaded = await self._place(other)
+        loaded.users += 1
+        try:
+            await self._until_started(other, loaded)
+            yield loaded.service
+        finally:
+            loaded.users -= 1
+            loaded.used = time.monotonic()
+
+    def held(self, name: str | None) -> RolloutService:
+        """The service of a policy that is loaded. Raises MODEL_NOT_FOUND for any other."""
+        if (other := self._other(name)) is None:
+            return self.default
+        if (loaded := self._loaded.get(other)) is None:
+            names = ", ".join([self._settings.model_name, *self._loaded])
+            raise _unknown(f"expected a policy that this replica has loaded ({names}), got {other!r}; use it first")
+        return loaded.service
+
+    async def card(self, name: str | None) -> ModelCard:
+        """The model card of a policy, loaded or not. Raises MODEL_NOT_FOUND."""
+        default = self.default.served(None)
+        if (other := self._other(name)) is None:
+            return default
+        if other not in self._loaded:
+            await self._require_weights(other)
+        return default.model_copy(update={"id": other})
+
+    async def models(self) -> ModelList:
+        """The card of every policy that can be asked for, the default one first."""
+        default = self.default.served(None)
+        return ModelList(data=[default.model_copy(update={"id": name}) for name in await self._names()])
+
+    async def policies(self) -> PolicyList:
+        """Every policy that can be asked for, and what this replica has loaded of it."""
+        return PolicyList(policies=[self._info(name) for name in await self._names()])
+
+    def collect(self) -> Iterator[Metric]:
+        """Version and requests of each loaded policy beside the default one; at most `max_policies` labels."""
+        version = GaugeMetricFamily("trackway_policy_weight_version", "Version by loaded policy", labels=["policy"])
+        running = GaugeMetricFamily("trackway_policy_requests", "Requests by loaded policy", labels=["policy"])
+        for name, loaded in [*self._loaded.items()]:
+            if loaded.start.done():
+                version.add_metric([name], loaded.service.weights().version)
+            running.add_metric([name], loaded.users)
+        yield from (version, running)
+        yield CounterMetricFamily("trackway_policy_evictions", "Policies unloaded for others", self._evictions)
+
+    def _other(self, name: str | None) -> str | None:
+        """The name, or None for the default policy."""
+        return None if name == self._settings.model_name else name
+
+    async def _place(self, name: str) -> _Loaded:
+        """The policy's place, where it is loaded or being loaded."""
+        if (loaded := self._loaded.get(name)) is not None and not loaded.service.is_dropped:
+            return loaded
+        async with self._places:
+            if (loaded := self._loaded.get(name)) is not None:
+                if loaded.users or not loaded.service.is_dropped:
+                    return loaded
+                await self._unload(name)
+            await self._require_weights(name)
+            await self._make_room(name)
+            service = self._opened(self._settings_of(name))
+            loaded = _Loaded(service, asyncio.create_task(self._start(name, service), name=f"policy {name}"))
+            self._loaded[name] = loaded
+            return loaded
+
+    async def _start(self, name: str, service: RolloutService) -> None:
+        try:
+            await service.start()
+        except BaseException:
+            self._loaded.pop(name, None)
+            await service.stop()
+            raise
+
+    async def _until_started(self, name: str, loaded: _Loaded) -> None:
+        within_s = self._settings.engine_start_s
+        try:
+            await asyncio.wait_for(asyncio.shield(loaded.start), within_s)
+        except TimeoutError:
+            message = f"expected policy {name!r} to be loaded within {within_s:.0f} s, got none; retry later"
+            raise TrackwayError(ErrorCode.UNAVAILABLE, message) from None
+
+    async def _make_room(self, name: str) -> None:
+        """Unload idle policies until another has a place. Raises UNAVAILABLE when the others are in use."""
+        bound = self._settings.max_policies
+        if bound == 1:
+            message = f"expected a service for several policies, got max_policies=1 for {name!r}; raise max_policies"
+            raise _unknown(message)
+        if self._settings.engine in ("vllm", "sglang") and not self._settings.engine_shared:
+            raise _unknown(
+                f"expected a server for several policies, got one of {self._settings.engine} for the default one alone "
+                f"for {name!r}; set engine_url and engine_shared=true"
+            )
+        while len(self._loaded) + 1 >= bound:
+            idle = {held: loaded for held, loaded in self._loaded.items() if not loaded.users}
+            if not idle:
+                raise TrackwayError(
+                    ErrorCode.UNAVAILABLE,
+                    f"expected a place for policy {name!r}, got {bound} in use (max_policies): the default one, "
+                    f"{', '.join(self._loaded)}; retry later, or raise max_policies",
+                )
+            await self._unload(min(idle, key=lambda held: idle[held].used))
+            self._evictions += 1
+
+    async def _unload(self, name: str) -> None:
+        loaded = self._loaded.pop(name)
+        loaded.start.cancel()
+        await asyncio.wait([loaded.start])
+        if not loaded.start.cancelled() and loaded.start.exception() is None:
+            await loaded.service.stop()
+
+    async def _require_weights(self, name: str) -> None:
+        if name == BASE:
+            return
+        if name not in await self._published():
+            names = ", ".join([*await self._names()][:_SHOWN])
+            raise _unknown(f"model: expected a policy that is served here ({names}), got {name!r}; see /v1/models")
+
+    async def _names(self) -> list[str]:
+        return [self._settings.model_name, BASE, *await self._published()]
+
+    async def _published(self) -> list[str]:
+        return [] if self._store is None else await asyncio.to_thread(self._store.policies)
+
+    def _info(self, name: str) -> PolicyInfo:
+        if self._other(name) is None:
+            return PolicyInfo(name=name, is_default=True, loaded=True, version=self.default.weights().version)
+        loaded = self._loaded.get(name)
+        if loaded is None or not loaded.start.done():
+            return PolicyInfo(name=name)
+        version = loaded.service.weights().version
+        return PolicyInfo(name=name, loaded=True, version=version, requests=loaded.users)
+
+    def _settings_of(self, name: str) -> RolloutSettings:
+        own, url, cache = self._settings, self._settings.weights_url, self._settings.weights_cache
+        changes = {
+            "model_name": name,
+            "weights_url": None if name == BASE or url is None else policy_url(url, name),
+            "weights_cache": None if cache is None else cache / name,
+        }
+        return own.model_copy(update=changes)
+
+
+def _unknown(message: str) -> TrackwayError:
+    return TrackwayError(ErrorCode.MODEL_NOT_FOUND, message, param="model")
