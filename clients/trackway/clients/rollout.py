@@ -18,6 +18,7 @@ from trackway.wire.rollout import (
     GenerateReply,
     GenerateRequest,
     MemoryPart,
+    PolicyList,
     SleepMode,
     SleepReplies,
     SleepReply,
@@ -112,6 +113,10 @@ class RolloutClient(ServiceClient):
     async def weights(self) -> WeightsReply:
         """The weight version of the replica that answers."""
         return await self.call("GET", "/weights", reply=WeightsReply)
+
+    async def policies(self) -> PolicyList:
+        """Every policy that a request can name."""
+        return await self.call("GET", "/policies", reply=PolicyList)
 
     async def sleeping(self, deadline: Deadline | None = None) -> SleepReplies:
         """Which replicas can release memory, and which parts they have released."""

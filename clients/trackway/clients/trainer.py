@@ -6,8 +6,9 @@ from urllib.parse import quote
 from pydantic import JsonValue
 
 from trackway.clients.base import Deadline, ServiceClient
+from trackway.wire.rollout import PolicyInfo
 from trackway.wire.sessions import FinishedSession, SessionRun, WaitingSessions
-from trackway.wire.trainer import MetricsRow, ResumeRequest, RunInfo, RunList, RunRequest
+from trackway.wire.trainer import MetricsRow, PolicyRequest, ResumeRequest, RunInfo, RunList, RunRequest
 
 
 class TrainerClient(ServiceClient):
@@ -41,6 +42,15 @@ class TrainerClient(ServiceClient):
         path = f"/runs/{name}/resume" + ("?skip_damaged=true" if skip_damaged else "")
         body = ResumeRequest(changes=dict(changes)) if changes else None
         return await self.call("POST", path, reply=RunInfo, body=body)
+
+    async def load_policy(self, name: str, deadline: Deadline | None = None) -> PolicyInfo:
+        """Publish a checkpoint, `run:step`, as a policy of the rollout service. Repeating it has no effect."""
+        request = PolicyRequest(name=name)
+        return await self.call("POST", "/policies", reply=PolicyInfo, body=request, deadline=deadline)
+
+    async def drop_policy(self, name: str) -> PolicyInfo:
+        """Remove a policy's weights from the store."""
+        return await self.call("POST", "/policies/drop", reply=PolicyInfo, body=PolicyRequest(name=name))
 
     async def session_run(self, name: str | None) -> SessionRun:
         """Settings that the run, or the one in progress, fixes for the sessions that it trains on."""

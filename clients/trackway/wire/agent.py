@@ -9,7 +9,7 @@ from trackway.wire.base import Float, Int, WireReply, WireRequest
 from trackway.wire.chat import MAX_MESSAGES, MAX_TOOLS, Message
 from trackway.wire.errors import TrackwayError
 from trackway.wire.health import Wait
-from trackway.wire.names import Label, RunName, sample_index
+from trackway.wire.names import Label, PolicyName, RunName, sample_index
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.tracing import TraceTarget
 from trackway.wire.trajectory import StopReason, Tags, Trajectory, trajectory_id
@@ -149,6 +149,8 @@ class GroupRequest(WireRequest):
     """Only these `rollout_n`, to complete a broken stream. None asks for 0..n-1."""
     sampling_params: RunSampling = Field(default_factory=SamplingParams)
     limits: Limits = Field(default_factory=Limits)
+    policy: PolicyName | None = None
+    """Policy of the rollout service that generates. None is its default one."""
     min_weight_version: Int = Field(default=0, ge=0)
     trace: bool | None = None
     """Record the traces of this group, each a trace of its own. None continues the caller's `traceparent`, if any."""

@@ -66,6 +66,15 @@ def checked_run_name(name: str) -> str:
     return name
 
 
+def checked_policy_name(name: str) -> str:
+    """The name, if a policy can have it: a run's, or a run's and a step as `run:8`. Raises ValueError otherwise."""
+    run, colon, step = name.partition(":")
+    checked_run_name(run)
+    if colon and not (step.isascii() and step.isdecimal()):
+        raise ValueError(f"expected the name of a run, or a run and a step as run:8, got {_shown(name)}; rename it")
+    return name
+
+
 def checked_label(label: str) -> str:
     """The label, if it is valid for a project or an experiment. Raises ValueError otherwise."""
     parts = re.split(r"[/\\]", label)
@@ -78,6 +87,7 @@ def checked_label(label: str) -> str:
 
 
 RunName = Annotated[str, AfterValidator(checked_run_name)]
+PolicyName = Annotated[str, AfterValidator(checked_policy_name)]
 RunNameInPath = Annotated[str, StringConstraints(min_length=1, max_length=LONGEST_RUN_NAME, pattern=r"^\w[\w.-]*$")]
 """Shows a pattern in OpenAPI. The complete rule, with a better message, is checked after it."""
 Label = Annotated[str, AfterValidator(checked_label)]

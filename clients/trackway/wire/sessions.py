@@ -15,7 +15,7 @@ from pydantic import Field, JsonValue, ModelWrapValidatorHandler, PrivateAttr, m
 from trackway.wire.agent import MAX_ROLLOUTS, GroupRequest, Limits, RunSampling, Sample
 from trackway.wire.anthropic import CountTokensRequest, MessagesRequest
 from trackway.wire.base import Int, Score, WireReply, WireRequest
-from trackway.wire.names import Label, RunName, SampleIndex
+from trackway.wire.names import Label, PolicyName, RunName, SampleIndex
 from trackway.wire.openai.requests import ChatRequest, CompletionRequest, OpenAIRequest
 from trackway.wire.openai.response_requests import ResponsesRequest
 from trackway.wire.rollout import SamplingParams
@@ -260,6 +260,8 @@ class SessionRequest(WireRequest):
     """Use of `response_format`, `text.format` and `output_config.format`: `guide` has the engine guide the
     answer, whose tokens are then not trained. `note` names them in `ignored_fields`, and trains what the model writes
     by itself."""
+    policy: PolicyName | None = None
+    """Policy of the rollout service that answers. None is its default one."""
     min_weight_version: Int = Field(default=0, ge=0)
     trace: bool | None = None
     """Format and content of the trace. See GroupRequest."""

@@ -6,7 +6,7 @@ from pydantic import Field, JsonValue
 
 from trackway.wire.base import WireReply, WireRequest
 from trackway.wire.health import OwnCode, Wait
-from trackway.wire.names import RunName
+from trackway.wire.names import PolicyName, RunName
 
 
 class RunState(StrEnum):
@@ -53,6 +53,13 @@ class ResumeRequest(WireRequest):
     changes: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """New values by key of verl's vocabulary: more steps, ranks of the learner, their nodes, and how much each computes
     and holds. Other keys are refused."""
+
+
+class PolicyRequest(WireRequest):
+    """Make a checkpoint a policy of the rollout service."""
+
+    name: PolicyName
+    """A run and a step of its checkpoints: `demo:8`."""
 
 
 class TraceSummary(WireReply):
@@ -126,6 +133,8 @@ class RunInfo(WireReply):
     its own."""
     message: str = ""
     folder: str = ""
+    policy: str | None = None
+    """Policy of the rollout service that it trains. None is the default one."""
     mlflow_uri: str | None = None
     experiment_id: str | None = None
     run_id: str | None = None

@@ -34,6 +34,7 @@ app.add_typer(doctor.app)
 app.add_typer(why.app)
 app.add_typer(group("config", "Look up the keys of a run's configuration."))
 app.add_typer(group("data", "Write datasets in verl's row schema."))
+app.add_typer(group("policies", "List, load and drop the policies of running services."))
 app.add_typer(group("runs", "List runs, and show their metrics and logs."))
 app.add_typer(group("traces", "Find, draw, compare and check trajectory traces."))
 

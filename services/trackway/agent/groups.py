@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from prometheus_client import Counter, Gauge, Histogram
 
 from trackway.agent.context import AgentContext
+from trackway.agent.fair_slots import FairSlots
 from trackway.agent.loop import AgentLoop, agent_loop
 from trackway.agent.waits import RolloutWaits, current_rollout
 from trackway.serving.metrics import Collectors, OperationDuration
@@ -24,11 +25,14 @@ _CALLS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class Groups:
-    """Runs the rollouts of every group of this process, at most `max_concurrent_trajectories` at once, and sessions."""
+    """Runs the rollouts of every group of this process, at most `max_concurrent_trajectories` at once, and sessions.
+
+    Runs share these slots fairly.
+    """
 
     def __init__(self, services: AgentContext) -> None:
         self._services = services
-        self._slots = asyncio.Semaphore(services.settings.max_concurrent_trajectories)
+        self._slots = FairSlots(services.settings.max_concurrent_trajectories)
         self._tasks: set[asyncio.Task[Trajectory]] = set()
         self._ended = Counter(
             "trackway_trajectories", "Ended trajectories by kind and outcome", ["kind", "outcome"], registry=None
@@ -105,7 +109,7 @@ class Groups:
         if self._closed:
             raise stopping()
         [rollout_n] = checked_rollouts(request)
-        return self._spawn(loop, request, rollout_n, RolloutWaits(request.tags(rollout_n)), asyncio.Semaphore())
+        return self._spawn(loop, request, rollout_n, RolloutWaits(request.tags(rollout_n)), FairSlots(1))
 
     async def close(self) -> None:
         """Abort all rollouts and reject new ones. Tool instances are released within their time limit."""
@@ -116,7 +120,7 @@ class Groups:
             await asyncio.wait(self._tasks, timeout=self._services.settings.release_timeout_s + _SLACK_S)
 
     def _spawn(
-        self, loop: MakeLoop, request: GroupRequest, rollout_n: int, waits: RolloutWaits, slots: asyncio.Semaphore
+        self, loop: MakeLoop, request: GroupRequest, rollout_n: int, waits: RolloutWaits, slots: FairSlots
     ) -> asyncio.Task[Trajectory]:
         task = asyncio.create_task(self._one(loop, request, rollout_n, waits, slots))
         self._tasks.add(task)
@@ -124,18 +128,18 @@ class Groups:
         return task
 
     async def _one(
-        self, loop: MakeLoop, request: GroupRequest, rollout_n: int, waits: RolloutWaits, slots: asyncio.Semaphore
+        self, loop: MakeLoop, request: GroupRequest, rollout_n: int, waits: RolloutWaits, slots: FairSlots
     ) -> Trajectory:
         outcome = "aborted"
         current_rollout.set(waits)
         try:
             with waits("a free slot of its agent replica"):
-                await slots.acquire()
+                await slots.acquire(request.run)
             try:
                 with waits("its agent loop"):
                     trajectory = await contained(self._lived(loop, request, rollout_n))
             finally:
-                slots.release()
+                slots.release(request.run)
             outcome = trajectory.error.code.value if trajectory.error else trajectory.stop_reason.value
             return trajectory
         finally:

@@ -191,6 +191,7 @@ class AgentLoop(ABC):
             params = params.model_copy(update={"max_tokens": max_tokens, "seed": seed})
         request = GenerateRequest(
             request_id=f"{episode.id}/{turn}" if part == 0 else f"{episode.id}/{turn}+{part}",
+            model=episode.request.policy,
             token_ids=episode.context,
             sampling_params=params,
             min_weight_version=episode.request.min_weight_version,

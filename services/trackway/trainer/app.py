@@ -13,12 +13,14 @@ from trackway.serving import ServiceRouter, needs_admin, service_app
 from trackway.trainer.delivery import Leftovers
 from trackway.trainer.settings import TrainerSettings
 from trackway.trainer.supervisor.auto_resume import resume_periodically
+from trackway.trainer.supervisor.checkpoint_policies import CheckpointPolicies
 from trackway.trainer.supervisor.gauges import RunGauges
 from trackway.trainer.supervisor.manager import RunManager
 from trackway.trainer.supervisor.session_intake import SessionIntake
 from trackway.wire.names import RunNameInPath
+from trackway.wire.rollout import PolicyInfo
 from trackway.wire.sessions import FinishedSession, SessionRun, WaitingSessions
-from trackway.wire.trainer import ResumeRequest, RunInfo, RunList, RunRequest
+from trackway.wire.trainer import PolicyRequest, ResumeRequest, RunInfo, RunList, RunRequest
 
 logger = logging.getLogger("trackway.trainer")
 
@@ -36,6 +38,7 @@ def create_app(settings: TrainerSettings | None = None) -> FastAPI:
         settings.stop_deadline_s,
         settings.tracing,
         settings.token,
+        max_runs=settings.max_runs,
     )
 
     @asynccontextmanager
@@ -61,7 +64,11 @@ def create_app(settings: TrainerSettings | None = None) -> FastAPI:
     return service_app(
         "trainer",
         settings,
-        routers=[_routes(runs), _sessions(SessionIntake(runs.registry))],
+        routers=[
+            _routes(runs),
+            _sessions(SessionIntake(runs.registry)),
+            _policies(CheckpointPolicies(runs.registry, settings.weights_url)),
+        ],
         lifespan=lifespan,
         collectors=[gauges],
     )
@@ -125,6 +132,22 @@ def _routes(runs: RunManager) -> ServiceRouter:
         """Resume a run from its last checkpoint; with `skip_damaged` from the last intact one."""
         changes = request.changes if request else {}
         return await runs.resume(run, skip_damaged=skip_damaged, changes=changes)
+
+    return router
+
+
+def _policies(policies: CheckpointPolicies) -> ServiceRouter:
+    router = ServiceRouter(prefix="/policies", tags=["policies"], dependencies=[Depends(needs_admin)])
+
+    @router.post("")
+    async def load(request: PolicyRequest) -> PolicyInfo:
+        """Publish a checkpoint for the rollout service, which then serves it by its name. Returns when it is there."""
+        return await policies.load(request.name)
+
+    @router.post("/drop")
+    async def drop(request: PolicyRequest) -> PolicyInfo:
+        """Remove a policy's weights. Requests that name it are then answered 404."""
+        return await policies.drop(request.name)
 
     return router
 

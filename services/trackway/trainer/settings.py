@@ -23,6 +23,9 @@ class TrainerSettings(ServiceSettings):
     """fsspec URL of the weight store, shared with the rollout replicas."""
     stop_deadline_s: float = Field(default=120.0, gt=0)
     """Seconds a learner may take to finish its step and save a checkpoint before it is killed."""
+    max_runs: int = Field(default=2, ge=1)
+    """Runs that train at once. One trains the rollout service's default policy. Each other one trains a policy of its
+    own name, which takes a place there (`max_policies`) and memory here."""
     resume_interrupted: bool = False
     """Resume interrupted runs (their service or machine was lost) from the last checkpoint once the services are ready,
     at most `trackway.max_restarts` times; meant for trainers on Kubernetes."""

@@ -82,6 +82,7 @@ def show(
         ("state", _state(run) + (f": {visible(info.message)}" if info.message else "")),
         ("step", f"{info.step} of {info.total_steps}" + (f", {info.restarts} restarts" if info.restarts else "")),
         ("progress", f"{sparkline(rewards(rows))}  {run_detail(info)}"),
+        ("policy", info.policy or "the default one"),
         ("folder", info.folder),
     ]
     if run.log is not None:

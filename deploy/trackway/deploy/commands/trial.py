@@ -19,6 +19,9 @@ def try_row(
     n: Annotated[int, typer.Option("--n", min=1, max=1024, help="Rollouts; several are shown with advantages.")] = 1,
     config: Annotated[Path | None, typer.Option(help="YAML file, or the folder that has --config-name.")] = None,
     config_name: ConfigName = "default",
+    policy: Annotated[
+        str | None, typer.Option(help="Policy of the running services, as `trackway policies list` shows it.")
+    ] = None,
     outputs: Outputs = OUTPUTS,
     as_json: Annotated[bool, json_of("the row, its trajectories and their advantages")] = False,
 ) -> None:
@@ -38,7 +41,7 @@ def try_row(
     words = [*(overrides or [])]
     if rows is not None and "=" in str(rows) and not rows.exists():  # an override, as no rows were given
         words, rows = [str(rows), *words], None
-    trial = Trial(prepare(words, config, config_name, up_settings(outputs=outputs), trial=True), rows)
+    trial = Trial(prepare(words, config, config_name, up_settings(outputs=outputs), trial=True), rows, policy)
     with board(as_json) as shown:
         findings, usable = trial.check(shown.report)
         findings.refuse()

@@ -58,12 +58,18 @@ class Trial:
     subject: Subject
     rows: InitVar[Path | None] = None
     """Replaces `data.train_files`."""
+    policy: str | None = None
+    """Policy of the running services that generates. None is their default one."""
 
     def __post_init__(self, rows: Path | None) -> None:
         if rows is not None:
             self.subject.config = self.subject.config.with_values({"data.train_files": [str(rows.absolute())]})
         if not self.subject.config.data.train_files:
             raise UserError("expected a file of rows, got none; name one: trackway try rows.jsonl")
+        if self.policy is not None and self.subject.deployment is None:
+            raise UserError(
+                f"--policy {self.policy}: expected running services, got none; start them with `trackway up`"
+            )
 
     def check(self, report: Report) -> tuple[Findings, Rows | None]:
         """Faults of the rows, tools, scorers and loops; and the rows, None when they cannot be read."""
@@ -88,7 +94,7 @@ class Trial:
 
     async def _collected(self, client: AgentClient, sample: Sample, n: int, report: Report) -> list[Trajectory]:
         config = self.subject.config
-        template = replace(training_template(config, RUN, TraceTarget()), n=n)
+        template = replace(training_template(config, RUN, TraceTarget()), n=n, policy=self.policy)
         request = template.group(sample, step=0, min_weight_version=0, trace=False)
         name = "trajectory" if n == 1 else f"{n} trajectories"
         report(name, "running")

@@ -265,7 +265,8 @@ class MlflowRun:
         """End of the run in milliseconds since 1970. None while it is active."""
         self._folder = folder
         self._config = config
-        self._tags = code_tags(folder.info().code)
+        info = folder.info()
+        self._tags = code_tags(info.code) | ({} if info.policy is None else {"trackway.policy": info.policy})
         self._api = MlflowApi(uri)
         self._feedback = MlflowFeedback(self._api, config.trackway.feedback_deadline_s)
         self._rows = RowReader(folder.metrics_file)

@@ -152,7 +152,9 @@ def _training(
         policy = validation_retry_policy(config) if template.validation else retry_policy(config)
         return Rollouts(agents, template, policy, active, overlong_penalty(config), baseline)
 
-    template, resumed = training_template(config, folder.name, traces.target), beginning.progress.scheduler
+    template = replace(training_template(config, folder.name, traces.target), policy=services.policy)
+    held_out_template = replace(validation_template(config, folder.name, traces.target), policy=services.policy)
+    resumed = beginning.progress.scheduler
     source: GroupSource = rollouts(template)
     if takes_sessions:
         limits, overlong = session_limits(config), overlong_penalty(config)
@@ -171,7 +173,7 @@ def _training(
         ),
         validation=Validation(
             held_out.samples,
-            rollouts(validation_template(config, folder.name, traces.target)),
+            rollouts(held_out_template),
             _generations(config.trainer.validation_data_dir, config, held_out),
         ),
         learner=learner,

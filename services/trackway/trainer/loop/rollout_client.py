@@ -46,6 +46,7 @@ class GroupTemplate:
     default_agent: str
     validation: bool = False
     tools: list[str] | None = None
+    policy: str | None = None
     trace_target: TraceTarget = field(default_factory=TraceTarget)
 
     def group(self, sample: Sample, step: int, min_weight_version: int, trace: bool) -> GroupRequest:
@@ -63,6 +64,7 @@ class GroupTemplate:
             trace=trace,
             trace_target=self.trace_target,
             tools=self.tools,
+            policy=self.policy,
             report_waits_s=REPORT_WAITS_S,
         )
 

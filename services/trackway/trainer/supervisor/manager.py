@@ -10,12 +10,14 @@ registry.py reports the state of each run.
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 
 from pydantic import JsonValue, SecretStr
 
+from trackway.clients import CallPolicy, RolloutClient
 from trackway.tracing import TracingSettings
 from trackway.trainer.config import RunConfig, resolve
 from trackway.trainer.config.changes import changed
@@ -36,12 +38,13 @@ from trackway.wire.trainer import ENDED, RunInfo, RunRequest, RunState
 
 logger = logging.getLogger("trackway.trainer")
 
+_QUESTION = CallPolicy.question(5.0)
 EXIT_WAIT_S = 10.0
 """Longest wait for the exit of a process whose run has ended or has a new owner, which it learns at its next beat."""
 
 
 class RunManager:
-    """The runs of one outputs folder, at most one of them active. Methods raise TrackwayError."""
+    """The runs of one outputs folder, at most `max_runs` of them active. Methods raise TrackwayError."""
 
     def __init__(
         self,
@@ -51,13 +54,14 @@ class RunManager:
         tracing: TracingSettings | None = None,
         token: SecretStr | None = None,
         liveness: LivenessMonitor | None = None,
+        max_runs: int = 1,
     ) -> None:
         self.registry = RunRegistry(outputs, liveness)
         self.services = services
         """Services for every run that is started or resumed here."""
         self._tracing = tracing or TracingSettings()
         self._token = token
-        self._stop_deadline_s = stop_deadline_s
+        self._stop_deadline_s, self._max_runs = stop_deadline_s, max_runs
         self._lock = asyncio.Lock()
 
     async def start(self, request: RunRequest) -> RunInfo:
@@ -74,14 +78,15 @@ class RunManager:
         await asyncio.to_thread(check_storage, config)
         await self._check_tracking(config)
         code = await self._loaded_code(config)
-        engine_threads = await self._engine_threads()
+        engine_threads, sleep = await self._engine_threads(), await self._engines_sleep()
         folder = self.registry.folder(config.trainer.experiment_name)
         async with self._lock:
             with self.registry.outputs_lock.held():
-                self._require_idle()
-                folder.create(config, self.services)
-                folder.update(code=code, engine_threads=engine_threads)
-                await self._supervise(folder, config)
+                others = self._others(folder.name, config, sleep)
+                services = self.services.with_policy(self._policy(folder.name, others))
+                folder.create(config, services)
+                folder.update(code=code, engine_threads=engine_threads, policy=services.policy)
+                await self._supervise(folder, config, services)
                 self._supersede(folder.name)
         return self.registry.info(folder.name)
 
@@ -104,11 +109,11 @@ class RunManager:
         config = changed(folder.config(), changes)
         await self._check_tracking(config)
         code = await self._loaded_code(config)
-        engine_threads = await self._engine_threads()
+        engine_threads, sleep = await self._engine_threads(), await self._engines_sleep()
         async with self._lock:
             await self._gone(folder)
             with self.registry.outputs_lock.held():
-                self._require_idle()
+                others = self._others(name, config, sleep)
                 before = folder.info()
                 if by_itself and not before.interrupted:
                     message = f"expected an interrupted run to resume, got run {name!r}, which is {before.state}"
@@ -124,24 +129,31 @@ class RunManager:
                 if changes:
                     folder.write_config(config)
                 restarts = before.restarts + 1 if by_itself else 0
+                services = self.services.with_policy(before.policy or self._policy(name, others))
                 folder.move(
-                    RunState.STARTING, restarts=restarts, interrupted=False, code=code, engine_threads=engine_threads
+                    RunState.STARTING,
+                    restarts=restarts,
+                    interrupted=False,
+                    code=code,
+                    engine_threads=engine_threads,
+                    policy=services.policy,
                 )
-                await self._supervise(folder, config, before.interrupted, skip_damaged or by_itself)
+                await self._supervise(folder, config, services, before.interrupted, skip_damaged or by_itself)
                 if not by_itself:
                     self._supersede(name)
         return self.registry.info(name)
 
     def interrupted(self) -> list[str]:
-        """The runs to resume, newest first, whose service or machine was lost. None while a run is active.
+        """The runs to resume, newest first, whose service or machine was lost. None while as many run as may.
 
         A run that was auto-resumed as often as `trackway.max_restarts` allows is marked FAILED. A user may resume it.
         """
         names: list[str] = []
-        for info in self.registry.newest_first():
-            if info.state not in ENDED:
-                return []
-            if not info.interrupted:
+        runs = [*self.registry.newest_first()]
+        if sum(info.state not in ENDED for info in runs) >= self._max_runs:
+            return []
+        for info in runs:
+            if info.state not in ENDED or not info.interrupted:
                 continue
             with self.registry.reading(info.run):
                 folder = self.registry.folder(info.run)
@@ -198,8 +210,22 @@ class RunManager:
         health = await health_of(["rollout"], self.services.traced, self._token)
         return health["rollout"].threads if "rollout" in health else None
 
+    async def _engines_sleep(self) -> bool:
+        """Whether a replica of the rollout service that answers can give its memory to a learner."""
+        if self._max_runs == 1 or self.services.rollout_url is None:
+            return False
+        client = RolloutClient(self.services.rollout_url, policy=_QUESTION, token=self._token)
+        with suppress(TrackwayError):
+            return any(replica.can_sleep for replica in (await client.sleeping()).replicas)
+        return False
+
     async def _supervise(
-        self, folder: RunFolder, config: RunConfig, interrupted: bool = False, skip_damaged: bool = False
+        self,
+        folder: RunFolder,
+        config: RunConfig,
+        services: ServiceUrls,
+        interrupted: bool = False,
+        skip_damaged: bool = False,
     ) -> None:
         """Start the run's process and watch it.
 
@@ -209,7 +235,7 @@ class RunManager:
         secrets = handed_over(self._tracing, self._token)
         supervised = Supervised(folder, config, secrets, self._stop_deadline_s, skip_damaged)
         try:
-            folder.write_services(self.services)
+            folder.write_services(services)
             await supervised.start()
         except BaseException as error:
             message = f"its process could not be started: {str(error) or type(error).__name__}"
@@ -247,17 +273,45 @@ class RunManager:
                 folder.move(RunState.FAILED, f"{info.message}; {reason}", interrupted=False)
 
     def _supersede(self, name: str) -> None:
-        """Fail the interrupted runs, which must not resume automatically after the run that a user has started."""
-        for info in self.registry.list():
+        """Fail the interrupted runs, whose place the run that a user has started took, so that they do not resume."""
+        infos = self.registry.list()
+        if sum(info.state not in ENDED for info in infos) < self._max_runs:
+            return
+        for info in infos:
             if info.state in ENDED and info.interrupted:
                 self._fail(self.registry.folder(info.run), f"run {name!r} was started instead; resume this run by hand")
 
-    def _require_idle(self) -> None:
-        busy = [info for info in self.registry.list() if info.state not in ENDED]
-        if busy:
-            self.registry.require_settled(busy[0])
-            message = f"run {busy[0].run!r} is {self.registry.standing(busy[0])} and one run is active at a time; "
-            raise TrackwayError(ErrorCode.CONFLICT, message + "stop it, or wait until it ends", run=busy[0].run)
+    def _others(self, name: str, config: RunConfig, engines_sleep: bool) -> list[RunInfo]:
+        """The active runs. Raises CONFLICT unless this one can run beside them."""
+        others = [info for info in self.registry.list() if info.state not in ENDED]
+        active = next((info for info in others if info.run == name), None)
+        if active is not None or len(others) >= self._max_runs:
+            first, most = active or others[0], self._max_runs
+            self.registry.require_settled(first)
+            at_once = "one run is active at a time" if most == 1 else f"{most} runs are active at a time"
+            message = f"run {first.run!r} is {self.registry.standing(first)} and {at_once} (max_runs); "
+            raise TrackwayError(ErrorCode.CONFLICT, message + "stop it, or wait until it ends", run=first.run)
+        if others:
+            configs = {info.run: self.registry.folder(info.run).config() for info in others}
+            for run, its in {"this run": config, **configs}.items():
+                alone = "enable_sleep of the rollout service" if engines_sleep else _needs_engines_alone(its)
+                if alone:
+                    raise TrackwayError(
+                        ErrorCode.CONFLICT,
+                        f"expected runs that can share the rollout service, got {', '.join(configs)}, and {alone} for "
+                        f"{run}; wait until one ends, or leave that setting out",
+                        run=others[0].run,
+                    )
+        return others
+
+    def _policy(self, name: str, others: Sequence[RunInfo]) -> str | None:
+        """The policy of a new run: None for the default one, or its own name while another run trains that one."""
+        return name if any(info.policy is None for info in others) else None
+
+
+def _needs_engines_alone(config: RunConfig) -> str:
+    """The key by which a run needs the engines for itself. Empty without one."""
+    return "trackway.weights_transport" if config.trackway.weights_transport != "store" else ""
 
 
 def check_adapter(config: RunConfig) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.services.trainer.real_runs import STEPS, ended, held_at, pid_of, run_request, urls
 from tests.waiting import async_until
-from trackway.clients.weights import WeightStore
+from trackway.clients.weights import WeightStore, policy_url
 from trackway.tracing import Tracing, TracingSettings
 from trackway.trainer.config import compose
 from trackway.trainer.run_state.checkpoint import LATEST
@@ -261,6 +261,58 @@ async def test_one_run_is_active_at_a_time_and_the_other_is_named(runs: RunManag
 
     assert caught.value.code is ErrorCode.CONFLICT
     assert [info.run for info in runs.registry.list()] == ["first"]
+
+
+async def test_two_runs_at_once_learn_what_each_learns_alone_though_one_is_killed(
+    baseline, agent, agent_url, request_of, tmp_path: Path
+):
+    runs = RunManager(tmp_path / "outputs", urls(agent_url, tmp_path), stop_deadline_s=60, max_runs=2)
+    agent.holding_at = 2
+    await runs.start(request_of("first"))
+    second = await runs.start(request_of("second"))
+    with pytest.raises(TrackwayError, match=r"and 2 runs are active at a time \(max_runs\); stop it") as third:
+        await runs.start(request_of("third"))
+    with pytest.raises(TrackwayError, match="run 'second' is "):
+        await runs.resume("second")
+    await async_until(lambda: all(runs.registry.info(name).step == 1 for name in ("first", "second")))
+    os.kill(pid_of(runs, "second"), signal.SIGKILL)
+    await async_until(lambda: runs.registry.info("second").restarts == 1)
+    agent.released.set()
+    infos = [await ended(runs, name) for name in ("first", "second")]
+    rows = [learned(await rows_of(runs, name)) for name in ("first", "second")]
+    await runs.close()
+
+    store = WeightStore(urls(agent_url, tmp_path).weights_url)
+    own = WeightStore(policy_url(store.url, "second"))
+    assert third.value.code is ErrorCode.CONFLICT
+    assert [(info.state, info.policy, info.restarts) for info in infos] == [
+        (RunState.FINISHED, None, 0),
+        (RunState.FINISHED, "second", 1),
+    ]
+    assert second.policy == "second"
+    assert rows == [learned(baseline.rows)] * 2
+    assert {(request.run, request.policy) for request in agent.requests} == {("first", None), ("second", "second")}
+    latest = [each.latest() for each in (store, own)]
+    assert [(found.run, found.version) for found in latest if found] == [("first", 5), ("second", 6)]
+    assert store.policies() == ["second"]
+
+
+async def test_a_run_that_needs_the_engines_alone_is_refused_beside_another(
+    agent, agent_url, request_of, tmp_path: Path
+):
+    runs = RunManager(tmp_path / "outputs", urls(agent_url, tmp_path), stop_deadline_s=60, max_runs=2)
+    agent.holding_at = 0
+    await runs.start(request_of("first"))
+
+    with pytest.raises(TrackwayError) as caught:
+        await runs.start(request_of("second", "trackway.weights_transport=ipc"))
+    agent.released.set()
+    await runs.close()
+
+    assert caught.value.message == (
+        "expected runs that can share the rollout service, got first, and trackway.weights_transport for this run; "
+        "wait until one ends, or leave that setting out"
+    )
 
 
 async def test_a_worker_that_keeps_dying_fails_after_its_restarts(runs: RunManager, agent, request_of):

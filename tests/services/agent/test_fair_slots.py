@@ -1,0 +1,54 @@
+"""Slots that several runs share."""
+
+import asyncio
+
+import pytest
+
+from trackway.agent.fair_slots import FairSlots
+
+pytestmark = pytest.mark.anyio
+
+
+async def order(slots: FairSlots, *runs: str) -> list[str]:
+    """The runs in the order in which they get a slot, all of which ask before the first is free."""
+    got = []
+
+    async def use(run: str) -> None:
+        async with slots.slot(run):
+            got.append(run)
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as tasks:
+        for run in runs:
+            tasks.create_task(use(run))
+    return got
+
+
+async def test_a_small_run_does_not_wait_behind_a_large_one() -> None:
+    assert await order(FairSlots(2), *"aaaaaaaa", "b", "b") == [*"aabab", *"aaaaa"]
+
+
+async def test_one_run_gets_its_slots_by_arrival() -> None:
+    slots, got = FairSlots(1), []
+
+    async def use(number: int) -> None:
+        async with slots.slot("a"):
+            got.append(number)
+
+    await asyncio.gather(*map(use, range(5)))
+    assert got == [0, 1, 2, 3, 4]
+
+
+async def test_a_slot_of_a_cancelled_wait_goes_to_the_next() -> None:
+    slots = FairSlots(1)
+    await slots.acquire("a")
+    waiting = [asyncio.create_task(slots.acquire(run)) for run in "bcd"]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    await asyncio.sleep(0)
+    slots.release("a")
+    waiting[1].cancel()  # it holds the slot already and has not learned of it
+    await asyncio.wait_for(waiting[2], 10.0)
+    slots.release("d")
+    await asyncio.wait_for(slots.acquire("e"), 10.0)
+    assert [task.cancelled() for task in waiting] == [True, True, False]
