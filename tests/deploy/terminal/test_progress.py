@@ -62,7 +62,8 @@ def test_a_notebook_has_one_output_that_each_step_replaces(monkeypatch: pytest.M
         for step in (1, 2):
             metrics = {"critic/score/mean": step / 4}
             bar.show(RunInfo(run="a", state=RunState.RUNNING, step=step, total_steps=4, metrics=metrics))
-            parts.report("rows", "ready" if step == 2 else "reading")
+            for state in ("reading", "ready"):  # twice: of another file
+                parts.report("rows", state)
 
     run, rows = outputs
     assert "running" in run and "2/4" in run and "reward 0.50" in run

@@ -57,9 +57,9 @@ class NotebookCell:
         """Show this in place of what the output had."""
         from IPython.display import HTML, display
 
-        page = Console(file=StringIO(), record=True, width=100, force_jupyter=False)
+        page = Console(file=StringIO(), record=True, width=120, force_jupyter=False)
         page.print(renderable)
-        shown = HTML(page.export_html(inline_styles=True, code_format="<pre>{code}</pre>"))
+        shown = HTML(page.export_html(inline_styles=True, code_format='<pre style="white-space: pre">{code}</pre>'))
         if self._handle is None:
             self._handle = display(shown, display_id=True)
         else:
@@ -86,10 +86,11 @@ class Board:
         """Show what a component does. A state of `_ENDS` ends its row."""
         if state not in _ENDS:
             self._rows[name] = Spinner("dots", f"{name} {state}")
-        elif name not in self.seconds:
-            self.seconds[name] = time.monotonic() - self._started
+        else:
+            is_first = name not in self.seconds
+            self.seconds.setdefault(name, time.monotonic() - self._started)
             self._rows[name] = row = f"{_ENDS[state]} {name} {state} [dim]{self.seconds[name]:.0f} s[/]"
-            if self._live is None and not self._quiet:
+            if is_first and self._live is None and not self._quiet:
                 stderr.print(row)
         if self._live is not None:
             self._live.update(self._table())
