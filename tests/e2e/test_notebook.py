@@ -7,14 +7,17 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
 from tests.e2e.access_tokens import OPERATOR
+from tests.e2e.another_machine import run_elsewhere
 from tests.waiting import until
 from trackway.clients import ToolsClient, run
 from trackway.clients.token import TOKEN
+from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.commands.why import reasons
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs.found import find_run
@@ -156,3 +159,56 @@ def test_a_killed_notebook_is_a_named_wait_and_then_ends_its_run_by_name(deploym
     assert done.returncode == 0, done.stderr[-2000:]
     assert (killed.info().state, killed.info().step) == (RunState.FINISHED, STEPS)
     assert [row.step for row in killed.rows()] == [*range(1, STEPS + 1)]
+
+
+ELSEWHERE = """
+import trackway
+from trackway.system.user_error import UserError
+
+def calculator(expression: str) -> str:
+    \"\"\"Calculate with two whole numbers, such as 12-5.\"\"\"
+    return str(eval(expression, {{}}))
+
+services = trackway.connect("http://127.0.0.2:8000", {token!r}, outputs="here")
+text = "Ben has 3 boxes with 4 cards in each box. How many cards does Ben have?"
+rows = [{{"prompt": text, "answer": 12, "data_source": "trackway/tiny_math"}}]
+for given in ({{"rows": "/volume/rows.jsonl", "tools": [calculator]}}, {{"rows": rows}}):
+    try:
+        services.train(**given)
+    except UserError as error:
+        print(error)
+model = {model!r}  # is on the services' machines too
+keys = {{"run": "from-elsewhere", "config": "tiny_demo", "trainer": {{"total_training_steps": 2}}}}
+run = services.train({rows!r}, model=model, **keys).wait()
+print(run.info.state.value, *run.metrics().index)
+try:
+    run.trajectories()
+except UserError as error:
+    print(error)
+print(len(services.rollouts("running", rows, n=3)))
+"""
+
+
+@pytest.mark.program("bwrap")
+def test_another_machine_trains_and_rolls_out_and_its_functions_are_refused(deployment: Deployment, tmp_path: Path):
+    rows = str(deployment.outputs / "data" / "train.parquet")
+    url = httpx.URL(deployment.base_url)
+
+    done = run_elsewhere(
+        ELSEWHERE.format(token=OPERATOR, rows=rows, model=str(TINY_MODEL)),
+        url.port or 80,
+        deployment.outputs.parent,
+        tmp_path,
+        {TOKEN: ""},
+        300,
+    )
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    functions, given_rows, state, folder, rollouts = done.stdout.splitlines()
+    assert re.fullmatch(
+        r"tools, reward: expected no functions, .* \(http://127.0.0.2:8000\), got some; .* trackway\.modules", functions
+    )
+    assert given_rows.startswith("rows: expected a path on the services' volume, since they run elsewhere, got rows; ")
+    assert state == "finished 1 2"
+    assert re.fullmatch(r"run from-elsewhere: expected its folder .* on this machine, got none; .*", folder)
+    assert rollouts == "3"

@@ -94,6 +94,18 @@ def test_another_file_has_a_folder_of_its_own_only_if_it_names_modules(project: 
     assert own.trackway.code_path == str(project)
 
 
+def test_rows_that_are_read_here_keep_their_paths_when_services_run_elsewhere(project: Path, tmp_path: Path) -> None:
+    there = Deployment(base_url="http://there", dashboard_url="", mlflow_uri="", outputs=tmp_path, attached=True)
+    file = project / "trackway.yaml"
+    file.write_text(yaml.safe_dump({"data": {"train_files": "rows.jsonl", "val_files": "held_out.jsonl"}}))
+
+    typed = configured(["data.val_files=[mine.jsonl]"], file, "default", there, trial=True)
+    others = configured([], file, "default", there, trial=True)
+
+    assert (typed.data.train_files, typed.data.val_files) == ([f"{project}/rows.jsonl"], [f"{tmp_path}/mine.jsonl"])
+    assert (others.data.train_files, others.data.val_files) == ([f"{project}/rows.jsonl"], [])
+
+
 def test_services_elsewhere_get_no_path_of_this_machine(project: Path, tmp_path: Path) -> None:
     there = Deployment(base_url="http://there", dashboard_url="", mlflow_uri="", outputs=tmp_path, attached=True)
 

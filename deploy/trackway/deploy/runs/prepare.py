@@ -46,8 +46,8 @@ _PATHS = (
     "trackway.functions_file",
 )
 """Keys of one path each, besides the models'."""
-_TRAIN_FILES = "data.train_files"
-_ONE_ROW = {_TRAIN_FILES: [], "data.val_files": [], "trainer.n_gpus_per_node": None, "trainer.nnodes": None}
+_TRAIN_FILES, _VAL_FILES = "data.train_files", "data.val_files"
+_ONE_ROW = {_TRAIN_FILES: [], _VAL_FILES: [], "trainer.n_gpus_per_node": None, "trainer.nnodes": None}
 """Values for a trial, which reads its rows here and needs one engine."""
 _PORTS = ("port", "dashboard_port", "ray_port", "mlflow_port")
 SERVER_START_S = 1200.0
@@ -172,8 +172,9 @@ def configured(
     own = typed(overrides)
     if not trial:
         return placed(composed, deployment, folder, own)
-    files = [*localised(composed, folder, own).data.train_files]
-    return placed(composed.with_values(_ONE_ROW), deployment, folder, own).with_values({_TRAIN_FILES: files})
+    here = localised(composed, folder, own).data
+    rows = {_TRAIN_FILES: [*here.train_files]} | ({_VAL_FILES: [*here.val_files]} if _VAL_FILES in own else {})
+    return placed(composed.with_values(_ONE_ROW), deployment, folder, own).with_values(rows)
 
 
 def typed(overrides: Sequence[str]) -> set[str]:
@@ -212,7 +213,7 @@ def localised(config: RunConfig, folder: Path | None = None, from_here: Collecti
 def _with_paths(config: RunConfig, path: Callable[[str, str], str], model: Callable[[str, str], str]) -> RunConfig:
     """The configuration with `path(key, value)` applied to every path and `model(key, value)` to a model's path."""
     changed: dict[str, object] = {
-        key: [path(key, file) for file in attrgetter(key)(config)] for key in (_TRAIN_FILES, "data.val_files")
+        key: [path(key, file) for file in attrgetter(key)(config)] for key in (_TRAIN_FILES, _VAL_FILES)
     }
     changed |= {key: path(key, value) for key in _PATHS if (value := attrgetter(key)(config))}
     changed |= {key: model(key, value) for key in _MODELS if (value := attrgetter(key)(config))}
