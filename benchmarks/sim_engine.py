@@ -344,7 +344,8 @@ class SimEngine:
 
     def __init__(self, settings: RolloutSettings) -> None:
         sleeps = {Capability.SLEEP} if settings.enable_sleep else set()
-        lacking = {Capability.SLEEP, Capability.TOP_LOGPROBS, Capability.STRUCTURED_OUTPUTS}
+        scores = {Capability.TOP_LOGPROBS, Capability.PROMPT_LOGPROBS}
+        lacking = {Capability.SLEEP, Capability.STRUCTURED_OUTPUTS, *scores}
         self.capabilities = frozenset(set(Capability) - lacking | sleeps)
         self._settings = settings
         self._sim = SimSettings.model_validate(settings.engine_options)

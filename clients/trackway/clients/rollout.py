@@ -83,7 +83,7 @@ class RolloutClient(ServiceClient):
                     _take(piece)
                     ended = ended or piece.finish_reason is not None
                     count += len(piece.token_ids)
-                    if piece.token_ids or piece.finish_reason is not None:
+                    if piece.token_ids or piece.finish_reason is not None or piece.prompt_logprobs is not None:
                         yield piece
         except (TrackwayError, ValidationError) as error:
             if not ended and isinstance(error, TrackwayError) and _is_final(error, bool(count)):
@@ -96,7 +96,8 @@ class RolloutClient(ServiceClient):
         if count:
             yield GeneratePiece(finish_reason="abort")
             return
-        [choice] = (await self.generate(request, session_id, deadline)).choices
+        reply = await self.generate(request, session_id, deadline)
+        [choice] = reply.choices
         logprobs = choice.token_logprobs
         tops = choice.top_logprobs if request.sampling_params.logprobs else []
         for span in choice.weight_versions:
@@ -108,7 +109,7 @@ class RolloutClient(ServiceClient):
                 version=span.version,
                 weight_versions=[span.moved(-span.start)],
             )
-        yield GeneratePiece(finish_reason=choice.finish_reason)
+        yield GeneratePiece(finish_reason=choice.finish_reason, prompt_logprobs=reply.prompt_logprobs)
 
     async def weights(self) -> WeightsReply:
         """The weight version of the replica that answers."""

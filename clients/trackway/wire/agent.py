@@ -124,15 +124,19 @@ class GroupWaits(WireReply):
 
 
 def _of_a_run(params: SamplingParams) -> SamplingParams:
-    if params.structured_outputs is not None or params.logprobs:
-        name = "logprobs" if params.structured_outputs is None else "structured_outputs"
+    of_a_call = {
+        "structured_outputs": params.structured_outputs is not None,
+        "logprobs": params.logprobs > 0,
+        "prompt_logprobs": params.prompt_logprobs is not None,
+    }
+    if name := next((name for name, given in of_a_call.items() if given), None):
         message = "expected sampling_params without {name}, which only a call of a session may ask for; leave it out"
         raise PydanticCustomError("sampling_params", message, {"name": name})
     return params
 
 
 RunSampling = Annotated[SamplingParams, AfterValidator(_of_a_run)]
-"""Sampling parameters of a whole run or session. A grammar and top logprobs belong to a single call."""
+"""Sampling parameters of a whole run or session. A grammar, top logprobs and prompt logprobs belong to one call."""
 
 
 class GroupRequest(WireRequest):

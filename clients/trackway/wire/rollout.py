@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from trackway.wire.base import NON_FINITE, Float, Int, TokenId, WireReply, WireRequest
-from trackway.wire.errors import ErrorBody
+from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
 from trackway.wire.trajectory import WeightSpan, add_span, settle_spans
 from trackway.wire.weights import TransportName, Verdict
 
@@ -24,6 +24,8 @@ MAX_TOP_LOGPROBS = 20
 """OpenAI's bound, and the default one of vLLM."""
 TopLogprobs = list[tuple[int, float]]
 """The most likely tokens at one position as (id, logprob), highest first."""
+MAX_PROMPT_LOGPROBS = 262_144
+"""Most prompt positions times `prompt_logprobs` of a request: some 8 MB of JSON."""
 
 MAX_SCHEMA_BYTES = 65_536
 MAX_STRUCTURAL_TAG_BYTES = 262_144
@@ -173,12 +175,26 @@ class SamplingParams(WireRequest):
     ignore_eos: bool = False
     logprobs: Int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
     """Most likely tokens to return at each position, the sampled one among them. Needs an engine that returns them."""
+    prompt_logprobs: Annotated[Int | None, Field(ge=0, le=MAX_TOP_LOGPROBS, exclude_if=_is_none)] = None
+    """Score the prompt, and return so many of the most likely tokens at each of its positions. 0 returns the logprobs
+    of the prompt's tokens alone. Needs an engine that scores prompts."""
     structured_outputs: Annotated[StructuredOutputs | None, Field(exclude_if=_is_none)] = None
     """A grammar that guides the sampling. Needs an engine with grammars. Logprobs are then of what the grammar leaves,
     and no learner computes them."""
     seed: Int | None = None
     """The same seed, prompt, weights and parameters give the same tokens, whatever else runs in the batch. SGLang
     ignores it unless it is started with `--enable-deterministic-inference`."""
+
+
+def check_prompt_logprobs(prompts: Sequence[Sequence[int]], most_likely: int) -> None:
+    """Raise INVALID_REQUEST for more prompt logprobs than a reply may have. `prompts` are their token ids."""
+    positions = sum(len(prompt) - 1 for prompt in prompts)
+    if (count := positions * max(1, most_likely)) > MAX_PROMPT_LOGPROBS:
+        message = (
+            f"prompt_logprobs: expected at most {MAX_PROMPT_LOGPROBS} logprobs in a reply, got {count} of {positions} "
+            "prompt positions; lower it, or score fewer tokens"
+        )
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, message, param="prompt_logprobs")
 
 
 class GenerateRequest(WireRequest):
@@ -228,6 +244,20 @@ def choice_logprobs(
     return ChoiceLogprobs(content=content)
 
 
+class PromptLogprobs(WireReply):
+    """Logprobs at temperature 1 of the prompt's tokens from the second on, each given the tokens before it.
+
+    They are of the weights that computed the prompt, without top_k and top_p.
+    """
+
+    logprobs: list[float]
+    """[positions]."""
+    top_ids: list[list[int]]
+    """[positions, k]: the most likely tokens, highest first; k is `prompt_logprobs`, or the vocabulary if smaller."""
+    top_logprobs: list[list[float]]
+    """[positions, k]: their logprobs."""
+
+
 class GeneratePiece(WireReply):
     """A line of a streamed generation: the next tokens; after the last, an error or what was traced."""
 
@@ -235,6 +265,8 @@ class GeneratePiece(WireReply):
     logprobs: list[float] = Field(default_factory=list[float])
     top_logprobs: list[TopLogprobs] = Field(default_factory=list[TopLogprobs])
     """The most likely tokens of each position, if asked for."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """The scored prompt, if asked for; in one line."""
     version: int = 0
     """Version of the weights that generated these tokens, or the oldest that it can be, until a later piece has
     `weight_versions`."""
@@ -308,6 +340,8 @@ class GenerateReply(WireReply):
     created: int
     usage: Usage
     choices: list[GenerateChoice]
+    prompt_logprobs: Annotated[PromptLogprobs | None, Field(exclude_if=_is_none)] = None
+    """The scored prompt, if asked for. None if the generation was aborted before."""
 
 
 class WeightsReply(WireReply):

@@ -212,6 +212,8 @@ class SessionChat(SessionCall, ChatRequest):
 class SessionCompletion(SessionCall, CompletionRequest):
     """Continue one or several prompts, each as text or token ids."""
 
+    neutral: ClassVar[dict[str, list[JsonValue]]] = OpenAIRequest.neutral
+
 
 class SessionResponse(SessionCall, ResponsesRequest):
     """The next response of a conversation."""

@@ -16,7 +16,7 @@ from trackway.chat.tool_format import ToolFormat
 from trackway.model_api.generator import FinishReason, Generates
 from trackway.model_api.stream_decoder import Delta, Reader, WholeEnd, joined
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.openai.requests import ChatRequest, ChatTool, SampledRequest
+from trackway.wire.openai.requests import ChatRequest, ChatTool, CompletionRequest, SampledRequest
 from trackway.wire.rollout import GenerateRequest, SamplingParams, StructuredOutputs
 from trackway.wire.trajectory import WeightSpan, add_span, first_spans, settle_spans
 
@@ -125,6 +125,7 @@ def jobs_of(
         stop_token_ids=request.stop_token_ids,
         ignore_eos=request.ignore_eos,
         logprobs=request.most_likely,
+        prompt_logprobs=request.prompt_logprobs if isinstance(request, CompletionRequest) else None,
         structured_outputs=grammar_of(request, tokenizer.tool_format),
         seed=request.seed,
     )
@@ -146,7 +147,7 @@ def jobs_of(
             requests[index // request.n].model_copy(  # the ids are shared
                 update={
                     "request_id": f"{name}-{index}",
-                    "sampling_params": params.model_copy(update={"seed": _seed(request, index % request.n)}),
+                    "sampling_params": params.model_copy(update=_of_choice(request, index % request.n)),
                 }
             ),
             Reader(tokenizer, request),
@@ -155,8 +156,10 @@ def jobs_of(
     ]
 
 
-def _seed(request: SampledRequest, choice: int) -> int | None:
-    return None if request.seed is None else request.seed + choice
+def _of_choice(request: SampledRequest, choice: int) -> dict[str, JsonValue]:
+    """The sampling parameters of a prompt's choice that differ. The first one has the prompt scored."""
+    seed: dict[str, JsonValue] = {"seed": None if request.seed is None else request.seed + choice}
+    return seed if choice == 0 else {**seed, "prompt_logprobs": None}
 
 
 async def wholes(generator: Generates, jobs: Sequence[Job]) -> list[Delta]:
@@ -172,11 +175,13 @@ async def wholes(generator: Generates, jobs: Sequence[Job]) -> list[Delta]:
 
 async def _whole(generator: Generates, job: Job) -> Delta:
     if not job.reader.has_stops:
-        choice = (await generator.generate(job.request)).choices[0]
+        reply = await generator.generate(job.request)
+        choice = reply.choices[0]
         logprobs = choice.token_logprobs
         tops = choice.top_logprobs if job.request.sampling_params.logprobs else []
         reason = _not_cut(choice.finish_reason)
-        return job.reader.read(choice.token_ids, logprobs, reason, tops, choice.weight_versions)
+        delta = job.reader.read(choice.token_ids, logprobs, reason, tops, choice.weight_versions)
+        return replace(delta, prompt_logprobs=reply.prompt_logprobs)
     # Only a stream can be stopped by its text.
     return joined([delta async for delta in _deltas(generator, job)])
 
@@ -228,7 +233,7 @@ async def _deltas(generator: Generates, job: Job) -> AsyncGenerator[Delta]:
             add_span(spans, piece.version, written, written + len(piece.token_ids))
             settle_spans(spans, piece.weight_versions)
             kept, written = written + len(delta.token_ids), written + len(piece.token_ids)
-            delta = replace(delta, spans=first_spans(spans, kept))
+            delta = replace(delta, spans=first_spans(spans, kept), prompt_logprobs=piece.prompt_logprobs)
             if delta.finish_reason is None:
                 yield delta
                 continue

@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Sequence
 from typing import Literal, Protocol
 
-from trackway.wire.rollout import GenerateReply, GenerateRequest, TopLogprobs
+from trackway.wire.rollout import GenerateReply, GenerateRequest, PromptLogprobs, TopLogprobs
 from trackway.wire.trajectory import WeightSpan
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -21,6 +21,11 @@ class StreamedTokens(Protocol):
     @property
     def top_logprobs(self) -> Sequence[TopLogprobs]:
         """The most likely tokens of each position. Empty unless asked for."""
+        ...
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """The scored prompt, if asked for; once in a stream."""
         ...
 
     @property

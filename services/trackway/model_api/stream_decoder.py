@@ -7,7 +7,7 @@ from typing import Literal
 from trackway.chat.call_reader import begun
 from trackway.chat.tokenizer import ChatTokenizer
 from trackway.wire.openai.requests import ChatRequest, SampledRequest
-from trackway.wire.rollout import TopLogprobs
+from trackway.wire.rollout import PromptLogprobs, TopLogprobs
 from trackway.wire.trajectory import WeightSpan
 
 
@@ -59,6 +59,8 @@ class Delta:
     """The stop string that ended the choice; in the last."""
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     """The most likely tokens of each position. Empty unless asked for."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """The scored prompt, if asked for; in one delta."""
 
 
 NOTHING = Delta("", [], [], [], None)
@@ -76,6 +78,7 @@ def joined(deltas: Sequence[Delta]) -> Delta:
         spans=deltas[-1].spans,
         stop=deltas[-1].stop,
         top_logprobs=[top for delta in deltas for top in delta.top_logprobs],
+        prompt_logprobs=next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs), None),
     )
 
 

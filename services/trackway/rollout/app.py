@@ -64,6 +64,7 @@ async def piece_lines(policies: Policies, request: GenerateRequest) -> AsyncGene
                             token_ids=piece.token_ids,
                             logprobs=piece.logprobs,
                             top_logprobs=[*piece.top_logprobs],
+                            prompt_logprobs=piece.prompt_logprobs,
                             version=piece.version,
                             weight_versions=[*piece.weight_versions],
                             finish_reason=piece.finish_reason,

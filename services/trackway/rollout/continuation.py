@@ -115,7 +115,8 @@ class ResumableGeneration:
         params = request.sampling_params
         if generated:
             seed = None if params.seed is None else params.seed + _NEXT_SEED * len(generated)
-            params = params.model_copy(update={"max_tokens": params.max_tokens - len(generated), "seed": seed})
+            changes = {"max_tokens": params.max_tokens - len(generated), "seed": seed, "prompt_logprobs": None}
+            params = params.model_copy(update=changes)
         return _Attempt([*request.token_ids, *generated], params, self._cuts)
 
     async def _until_released(self) -> None:

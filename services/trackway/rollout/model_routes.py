@@ -26,7 +26,7 @@ from trackway.wire.openai.replies import ChatCompletion, Completion
 from trackway.wire.openai.requests import ChatRequest, CompletionRequest
 from trackway.wire.openai.response_replies import ResponsesReply
 from trackway.wire.openai.response_requests import ResponsesRequest
-from trackway.wire.rollout import ModelCard
+from trackway.wire.rollout import ModelCard, check_prompt_logprobs
 
 PROMPT: dict[str, JsonValue] = {"model": "policy", "prompt": "Two and two are", "max_tokens": 16}
 CONVERSATION: dict[str, JsonValue] = {
@@ -70,6 +70,8 @@ def model_routes(policies: Policies, text: TokenText) -> list[APIRouter]:
         card = await policies.card(body.model)
         tokenizer = await text.required()
         prompts = await completion_prompts(tokenizer, body, card.max_model_len - 1)
+        if body.prompt_logprobs is not None:
+            check_prompt_logprobs(prompts, body.prompt_logprobs)
         builder = CompletionResponseBuilder(body, tokenizer, prompts)
         jobs = jobs_of(builder.id, prompts, body, body.max_tokens, tokenizer, card.id)
         return await respond(request, policies, builder, jobs, stream=body.stream)

@@ -25,12 +25,12 @@ from trackway.wire.rollout import (
     ModelCard,
     PausedReply,
     PauseReply,
-    SamplingParams,
     SleepMode,
     SleepReply,
     Usage,
     WeightInfo,
     WeightsReply,
+    check_prompt_logprobs,
     choice_logprobs,
 )
 from trackway.wire.tracing import Incident
@@ -93,7 +93,7 @@ class RolloutService:
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         """Continue a prompt with weights of at least the requested version."""
         self.served(request.model)
-        self._supports(request.sampling_params)
+        self._supports(request)
         with self._metrics.timed(self._model), chat_span(self._model, request.sampling_params) as span:
             await self._catch_up(request.min_weight_version)
             request_id = request.request_id or uuid.uuid4().hex
@@ -105,7 +105,7 @@ class RolloutService:
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Piece]:
         """As `generate`, in pieces; closing the iterator aborts the generation."""
         self.served(request.model)
-        self._supports(request.sampling_params)
+        self._supports(request)
         collector, began = Collector(), time.perf_counter()
         with self._metrics.timed(self._model), chat_span(self._model, request.sampling_params) as span:
             span.set(names.STREAM, True)
@@ -244,8 +244,15 @@ class RolloutService:
         stats = self._engine.stats()
         return PauseReply(paused=self._engine.paused, running=stats.running, waiting=stats.waiting)
 
-    def _supports(self, params: SamplingParams) -> None:
+    def _supports(self, request: GenerateRequest) -> None:
         """Raise INVALID_REQUEST for what the engine cannot do."""
+        params = request.sampling_params
+        if params.prompt_logprobs is not None:
+            if Capability.PROMPT_LOGPROBS not in self._engine.capabilities:
+                expected = "an engine that scores prompts (torch)"
+                message = f"prompt_logprobs: expected {expected}, got {self._settings.engine}; leave it out"
+                raise TrackwayError(ErrorCode.INVALID_REQUEST, message, param="prompt_logprobs")
+            check_prompt_logprobs([request.token_ids], params.prompt_logprobs)
         if params.logprobs and Capability.TOP_LOGPROBS not in self._engine.capabilities:
             message = (
                 f"top_logprobs: expected an engine that returns them (torch, vllm, sglang), got {self._settings.engine}"
@@ -301,4 +308,5 @@ class RolloutService:
             created=int(time.time()),
             usage=Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion),
             choices=[choice],
+            prompt_logprobs=generation.prompt_logprobs,
         )

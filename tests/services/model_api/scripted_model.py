@@ -9,6 +9,7 @@ from trackway.wire.rollout import (
     GenerateChoice,
     GenerateReply,
     GenerateRequest,
+    PromptLogprobs,
     TokenLogprob,
     TopLogprobs,
     Usage,
@@ -26,6 +27,7 @@ class Tokens:
     finish_reason: FinishReason | None = None
     top_logprobs: Sequence[TopLogprobs] = ()
     weight_versions: Sequence[WeightSpan] = ()
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ScriptedModel:

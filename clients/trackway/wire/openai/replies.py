@@ -4,7 +4,7 @@ from typing import Literal
 
 from trackway.wire.base import WireReply
 from trackway.wire.chat import ToolCall
-from trackway.wire.rollout import Usage
+from trackway.wire.rollout import PromptLogprobs, Usage
 from trackway.wire.trajectory import WeightSpan
 
 
@@ -48,6 +48,8 @@ class CompletionChoice(Choice):
     logprobs: CompletionLogprobs | None
     prompt_token_ids: list[int] | None = None
     """With `return_token_ids`; in a stream, in the choice's first chunk."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """With `prompt_logprobs`; in the first choice of each prompt; in a stream, in one of its chunks."""
 
 
 class Completion(OpenAIReply):

@@ -73,6 +73,7 @@ REASONS: dict[str, str] = {
     ),
     "output_format": "give it as output_config.format",
     "top_logprobs": "unsupported here; ask for logprobs",
+    "prompt_logprobs": "unsupported here; ask /v1/completions of the rollout service",
 }
 """Why some of them are refused, and the remedy."""
 
@@ -180,6 +181,10 @@ TokenPrompt = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 class CompletionRequest(SampledRequest):
     """Continue one or several prompts, each as text or token ids."""
 
+    neutral: ClassVar[dict[str, list[JsonValue]]] = {
+        name: values for name, values in NEUTRAL.items() if name != "prompt_logprobs"
+    }
+
     prompt: (
         str
         | TokenPrompt
@@ -188,6 +193,8 @@ class CompletionRequest(SampledRequest):
     max_tokens: Int = Field(default=16, ge=1)
     logprobs: Int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     """0 returns the logprob of each sampled token. More also return the most likely tokens."""
+    prompt_logprobs: Int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    """Score each prompt, and return so many of the most likely tokens at each of its positions."""
     add_special_tokens: bool = True
     """True if the tokenizer adds its special tokens (a BOS) to a text prompt."""
 

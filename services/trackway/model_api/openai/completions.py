@@ -27,7 +27,8 @@ class CompletionResponseBuilder(ChunkedResponseBuilder):
 
     def _chunk(self, head: Head, index: int, delta: Delta, is_first: bool) -> Completion | None:
         choice = self._choice(index, delta, is_first)
-        if not (choice.text or choice.finish_reason or choice.logprobs or self._request.return_token_ids):
+        tokens = choice.text or choice.logprobs or self._request.return_token_ids
+        if not (tokens or choice.finish_reason or choice.prompt_logprobs):
             return None
         return Completion(**head, object="text_completion", choices=[choice])
 
@@ -44,4 +45,6 @@ class CompletionResponseBuilder(ChunkedResponseBuilder):
         )
         if self._request.return_token_ids and is_first:
             choice.prompt_token_ids = self.prompts[index // self._request.n]
+        if delta.prompt_logprobs is not None:
+            choice.prompt_logprobs = delta.prompt_logprobs
         return choice

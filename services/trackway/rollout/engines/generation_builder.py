@@ -1,7 +1,7 @@
 """Joins the parts of a generation: pieces of a stream, or the tokens before and after an update."""
 
 from trackway.rollout.engines.protocol import FinishReason, Generation, Piece
-from trackway.wire.rollout import TopLogprobs
+from trackway.wire.rollout import PromptLogprobs, TopLogprobs
 from trackway.wire.trajectory import WeightSpan, add_span, settle_spans
 
 
@@ -15,6 +15,7 @@ class Collector:
         self._spans: list[WeightSpan] = []
         self._finish_reason: FinishReason = "abort"
         self._cached_tokens = 0
+        self._prompt_logprobs: PromptLogprobs | None = None
 
     def add(self, part: Piece | Generation) -> None:
         """The next part."""
@@ -30,9 +31,12 @@ class Collector:
         self._top_logprobs.extend(part.top_logprobs)
         self._finish_reason = part.finish_reason or self._finish_reason
         self._cached_tokens = self._cached_tokens or part.cached_tokens
+        self._prompt_logprobs = part.prompt_logprobs or self._prompt_logprobs
 
     def generation(self, finish_reason: FinishReason | None = None) -> Generation:
         """The joined generation, with the last finish reason or the given one."""
         reason = finish_reason or self._finish_reason
         tops = tuple(self._top_logprobs)
-        return Generation(self.token_ids, self._logprobs, reason, self._spans, tops, self._cached_tokens)
+        return Generation(
+            self.token_ids, self._logprobs, reason, self._spans, tops, self._cached_tokens, self._prompt_logprobs
+        )

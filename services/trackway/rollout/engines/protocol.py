@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 from trackway.rollout.engines.weight_proof import Judgement
-from trackway.wire.rollout import MemoryPart, PauseMode, SamplingParams, TopLogprobs
+from trackway.wire.rollout import MemoryPart, PauseMode, PromptLogprobs, SamplingParams, TopLogprobs
 from trackway.wire.trajectory import WeightSpan
 from trackway.wire.weights import WeightProof
 
@@ -32,6 +32,8 @@ class Capability(StrEnum):
     """Report which weights generated which tokens when they change during a request."""
     TOP_LOGPROBS = "top_logprobs"
     """Return the most likely tokens of each position."""
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    """Score the prompt of a request."""
     STRUCTURED_OUTPUTS = "structured_outputs"
     """Guide the sampling by a grammar."""
 
@@ -48,6 +50,8 @@ class Generation:
     """The most likely tokens of each position. Empty unless asked for."""
     cached_tokens: int = 0
     """Prompt tokens whose KV was reused from the cache, if the engine tells."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """The scored prompt, if asked for. None if the request was aborted before."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ class Piece:
     that learns them at the end."""
     cached_tokens: int = 0
     """As in Generation; in the last piece."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """The scored prompt, if asked for; in one piece."""
 
 
 class EngineStats(NamedTuple):

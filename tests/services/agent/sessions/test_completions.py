@@ -63,6 +63,15 @@ async def test_an_empty_prompt_is_refused(services: AgentServices, prompt: str |
     assert response.json()["error"]["message"] == said
 
 
+async def test_prompt_logprobs_are_refused_by_name(services: AgentServices) -> None:
+    access = await opened(services, "a" + END)
+    body = {"model": "any", "prompt": "a", "prompt_logprobs": 0}
+
+    response = await services.client.post(f"/sessions/{access.session_id}/v1/completions", json=body)
+
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt_logprobs")
+
+
 async def test_each_prompt_and_choice_is_a_row_and_a_retry_is_answered_from_the_record(
     services: AgentServices,
 ) -> None:

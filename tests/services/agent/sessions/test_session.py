@@ -330,7 +330,9 @@ async def test_a_format_that_the_engine_cannot_guide_is_refused_by_name(services
     assert "response_format: expected an engine that guides its sampling" in refused.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("asked", [{"logprobs": 1}, {"structured_outputs": {"json_object": True}}])
+@pytest.mark.parametrize(
+    "asked", [{"logprobs": 1}, {"prompt_logprobs": 0}, {"structured_outputs": {"json_object": True}}]
+)
 async def test_a_session_whose_every_call_would_be_guided_is_refused(
     services: AgentServices, asked: dict[str, Any]
 ) -> None:

@@ -108,6 +108,27 @@ async def _guided(engine: Engine, weights: Weights) -> str:
     return "guides" if guides else "guides with `engine_tokenizer: true`"
 
 
+@row("`prompt_logprobs`")
+async def _scored(engine: Engine, weights: Weights) -> str:
+    if Capability.PROMPT_LOGPROBS not in engine.capabilities:
+        return "refused"
+    prompt = [*([17, 19] * BLOCK), *PROMPT]
+    with torch.inference_mode():
+        logprobs = weights.model(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
+    best = logprobs.topk(3)
+    params = SamplingParams(max_tokens=1, temperature=0.5, top_k=2, prompt_logprobs=3)
+    for name in "ab":  # the second time its prefix is cached
+        scores = (await engine.generate(prompt, params, name)).prompt_logprobs
+        assert scores is not None
+        expected = logprobs.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        assert scores.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+        assert scores.top_ids == best.indices.tolist()
+        assert [value for row in scores.top_logprobs for value in row] == pytest.approx(
+            best.values.flatten().tolist(), abs=1e-4
+        )
+    return "scores"
+
+
 @row("reuse of a common prefix")
 async def _reuse(engine: Engine, weights: Weights) -> str:
     prompt = [*([23, 29] * BLOCK), 31, 37, 41]

@@ -1,5 +1,6 @@
 """`/v1/completions` through OpenAI's client, on the torch engine."""
 
+import json
 from typing import Any
 
 import httpx
@@ -8,6 +9,7 @@ from openai import OpenAI
 from transformers import PreTrainedTokenizerBase
 
 from tests.services.rollout.model_routes.openai_server import extra
+from trackway.wire import rollout as wire
 from trackway.wire.rollout import GenerateReply
 
 IDS = {"return_token_ids": True}
@@ -163,3 +165,40 @@ def test_sampling_parameters_reach_the_engine(client: OpenAI) -> None:
     for one_candidate in narrow:
         answer = client.completions.create(model="tiny", prompt="1 + 2 =", seed=5, max_tokens=30, **one_candidate)
         assert answer.choices[0].text == greedy
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompt_logprobs_are_in_the_first_choice_of_each_prompt(torch_url: str, stream: bool) -> None:
+    prompts = [[20, 13, 9], [20, 31]]
+    body = {"model": "tiny", "prompt": prompts, "n": 2, "max_tokens": 4, "prompt_logprobs": 2, "stream": stream}
+    answer = httpx.post(f"{torch_url}/v1/completions", json=body)
+    events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")] if stream else [answer.text]
+    choices = [choice for event in events for choice in json.loads(event)["choices"]]
+    found = {choice["index"]: choice["prompt_logprobs"] for choice in choices if "prompt_logprobs" in choice}
+    assert [*sorted(found)] == [0, 2]
+    for index, prompt in zip((0, 2), prompts, strict=True):
+        params = {"max_tokens": 1, "prompt_logprobs": 2}
+        alone = httpx.post(f"{torch_url}/generate", json={"token_ids": prompt, "sampling_params": params}).json()
+        assert found[index]["top_ids"] == alone["prompt_logprobs"]["top_ids"]
+        assert found[index]["logprobs"] == pytest.approx(alone["prompt_logprobs"]["logprobs"], abs=1e-5)
+
+
+def test_prompt_logprobs_of_all_prompts_together_are_bounded(torch_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_PROMPT_LOGPROBS", 3)
+    body = {"model": "tiny", "prompt": [[20, 13, 9], [20, 31, 9]], "max_tokens": 1, "prompt_logprobs": 0}
+    error = httpx.post(f"{torch_url}/v1/completions", json=body).json()["error"]
+    assert error["message"].startswith("prompt_logprobs: expected at most 3 logprobs in a reply, got 4 of 4 prompt")
+
+
+def test_a_stop_string_leaves_the_prompt_logprobs(torch_url: str) -> None:
+    body = {
+        "model": "tiny",
+        "prompt": [20, 13, 9],
+        "max_tokens": 9,
+        "prompt_logprobs": 0,
+        "seed": 1,
+        "ignore_eos": True,
+    }
+    text = httpx.post(f"{torch_url}/v1/completions", json=body).json()["choices"][0]["text"]
+    [choice] = httpx.post(f"{torch_url}/v1/completions", json={**body, "stop": text[:1]}).json()["choices"]
+    assert (choice["text"], len(choice["prompt_logprobs"]["logprobs"])) == ("", 2)

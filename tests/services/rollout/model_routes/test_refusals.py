@@ -45,6 +45,7 @@ def _speaks(engine: ScriptedEngine, tokenizer: PreTrainedTokenizerBase) -> None:
         ("response_format", schema({"enum": ["x"] * 1001}), "at most 1000 values of an enum, got 1001; simplify it"),
         ("guided_json", {}, "give a JSON schema as response_format of /v1/chat/completions"),
         ("top_logprobs", 2, "top_logprobs: expected logprobs=true with it, got 2 without"),
+        ("prompt_logprobs", 1, "unsupported here; ask /v1/completions of the rollout service"),
         ("top_logprobs", 21, "less than or equal to 20"),
         ("tempereture", 1, "Extra inputs are not permitted"),
         ("n", 129, "less than or equal to 128"),
@@ -79,6 +80,8 @@ def test_a_chat_that_cannot_be_served_is_a_bad_request_that_names_the_field(
     [
         ("logprobs", 21, "less than or equal to 20"),
         ("top_logprobs", 1, "top_logprobs: expected nothing or 0, got 1: unsupported here; ask for logprobs"),
+        ("prompt_logprobs", 21, "less than or equal to 20"),
+        ("prompt_logprobs", 0, "prompt_logprobs: expected an engine that scores prompts (torch), got torch; leave"),
         ("echo", True, "echo: expected nothing or False, got True: unsupported"),
         ("suffix", "end", "unsupported"),
         ("best_of", 2, "unsupported"),

@@ -74,7 +74,7 @@ class VllmEngine(RemoteEngine):
 
     def __init__(self, settings: RolloutSettings) -> None:
         super().__init__(settings)
-        lacking = set() if settings.enable_sleep else {Capability.SLEEP}
+        lacking = {Capability.PROMPT_LOGPROBS, *(() if settings.enable_sleep else (Capability.SLEEP,))}
         lacking |= set() if self.guides else {Capability.STRUCTURED_OUTPUTS}
         self.capabilities = frozenset(Capability) - lacking
         self._salt = uuid.uuid4().hex

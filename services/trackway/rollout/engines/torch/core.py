@@ -122,7 +122,13 @@ class EngineCore:
     def _compute(self, group: abc.Sequence[Sequence]) -> torch.Tensor:
         self._cache.reserve(max(sequence.length for sequence in group))
         rows = [Row(sequence.slot, sequence.cached, sequence.pending_ids) for sequence in group]
-        logits = self.decoder.forward(self.weights, self._cache, rows)
+        if group[0].awaits_score:
+            most_likely = group[0].params.prompt_logprobs or 0
+            logits, group[0].prompt_logprobs = self.decoder.score_prompt(
+                self.weights, self._cache, rows[0], most_likely
+            )
+        else:
+            logits = self.decoder.forward(self.weights, self._cache, rows)
         self._prefilled += sum(sequence.pending for sequence in group if not sequence.output)
         self.scheduler.mark_computed(group)
         return logits
@@ -130,8 +136,10 @@ class EngineCore:
     def _accept(
         self, sequence: Sequence, token: int, logprob: float, top_logprobs: TopLogprobs
     ) -> FinishedSequence | None:
-        if not math.isfinite(logprob):
-            return self._refuse(sequence, logprob)
+        scored = sequence.prompt_logprobs.logprobs if sequence.prompt_logprobs and not sequence.output else ()
+        for value in (logprob, *scored):
+            if not math.isfinite(value):
+                return self._refuse(sequence, value)
         reason = sequence.accept(token, logprob, self.version, top_logprobs)
         if reason is None:
             return None

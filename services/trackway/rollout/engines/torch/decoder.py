@@ -17,6 +17,10 @@ from torch.nn import functional as F
 
 from trackway.rollout.engines.torch.batch import BatchLayout, Row, prepare_batch
 from trackway.rollout.engines.torch.model_config import DecoderConfig
+from trackway.wire.rollout import PromptLogprobs
+
+_SCORED_TOKENS = 128
+"""Prompt positions whose logits are in memory at the same time."""
 
 
 @dataclass(frozen=True)
@@ -139,10 +143,23 @@ class Decoder:
         """Logprobs at temperature 1 of tokens 1..n-1 given the preceding ones. Uses no slot."""
         cache = self.cache(slots=1)
         cache.reserve(len(token_ids))
-        layout = prepare_batch([Row(0, 0, token_ids)], self.config.num_kv_heads, self.device, self.dtype)
+        return self.score_prompt(weights, cache, Row(0, 0, token_ids), 0)[1].logprobs
+
+    def score_prompt(
+        self, weights: DecoderWeights, cache: KVCache, row: Row, most_likely: int
+    ) -> tuple[Tensor, PromptLogprobs]:
+        """Logits [1, vocab] in float32 after a whole prompt, and its logprobs; fills the cache with it."""
+        layout = prepare_batch([row], self.config.num_kv_heads, self.device, self.dtype)
         hidden = self._hidden(weights, cache, layout, None)
-        logprobs = torch.log_softmax(F.linear(hidden[:-1], weights.lm_head).float(), -1)
-        return logprobs.gather(1, layout.token_ids[1:, None])[:, 0].tolist()
+        scored = PromptLogprobs(logprobs=[], top_ids=[], top_logprobs=[])
+        before, tokens = hidden[:-1].split(_SCORED_TOKENS), layout.token_ids[1:].split(_SCORED_TOKENS)
+        for part, following in zip(before, tokens, strict=True):
+            logprobs = torch.log_softmax(F.linear(part, weights.lm_head).float(), -1)
+            scored.logprobs += logprobs.gather(1, following[:, None])[:, 0].tolist()
+            best = logprobs.topk(min(most_likely, logprobs.shape[-1]))
+            scored.top_ids += best.indices.tolist()
+            scored.top_logprobs += best.values.tolist()
+        return F.linear(hidden[-1:], weights.lm_head).float(), scored
 
     def _hidden(self, weights: DecoderWeights, cache: KVCache, layout: BatchLayout, keep: Tensor | None) -> Tensor:
         """[tokens, hidden], or only the tokens in `keep`: other outputs of the last layer are unused."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from trackway.rollout.engines.protocol import FinishReason, Generation, Piece
 from trackway.rollout.engines.torch.sampler import uniforms
 from trackway.rollout.engines.torch.slots import SlotAllocation, SlotTable
-from trackway.wire.rollout import SamplingParams, TopLogprobs
+from trackway.wire.rollout import PromptLogprobs, SamplingParams, TopLogprobs
 from trackway.wire.trajectory import WeightSpan, add_span
 
 
@@ -27,6 +27,8 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     """One for each output token if asked for, else empty."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """The scored prompt, once it is computed, if asked for."""
     spans: list[WeightSpan] = field(default_factory=list)
     slot: int = -1
     cached: int = 0
@@ -48,6 +50,11 @@ class Sequence:
         return self.length - self.cached
 
     @property
+    def awaits_score(self) -> bool:
+        """Whether the prompt is to be scored. All of it is computed then: the cache has no logits."""
+        return self.params.prompt_logprobs is not None and self.prompt_logprobs is None
+
+    @property
     def pending_ids(self) -> list[int]:
         """The ids of the pending tokens."""
         if self.output:
@@ -62,6 +69,7 @@ class Sequence:
         self.output.append(token)
         self.logprobs.append(logprob)
         tops = (top_logprobs,) if top_logprobs else ()
+        scored = None if len(self.output) > 1 else self.prompt_logprobs
         self.top_logprobs += tops
         # The prompt and all tokens up to here keep the KV of the weights that computed them.
         oldest = self.spans[0].version if self.spans else version
@@ -69,14 +77,17 @@ class Sequence:
         add_span(self.spans, version, len(self.output) - 1, len(self.output), kv_version)
         if self.on_token is not None:
             spans = () if kv_version is None else (self.spans[-1].model_copy(update={"start": 0, "end": 1}),)
-            self.on_token(Piece([token], [logprob], version, top_logprobs=tops, weight_versions=spans))
+            self.on_token(
+                Piece([token], [logprob], version, top_logprobs=tops, weight_versions=spans, prompt_logprobs=scored)
+            )
         if token in self.stops:
             return "stop"
         return "length" if len(self.output) >= self.limit else None
 
     def result(self, reason: FinishReason) -> Generation:
         """The output so far."""
-        return Generation(self.output, self.logprobs, reason, self.spans, tuple(self.top_logprobs), self.reused)
+        tops = tuple(self.top_logprobs)
+        return Generation(self.output, self.logprobs, reason, self.spans, tops, self.reused, self.prompt_logprobs)
 
 
 class Scheduler:
@@ -94,16 +105,21 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def admit(self) -> list[SlotAllocation]:
-        """Move waiting sequences into free slots, first come first served. Returns their allocations."""
+        """Move waiting sequences into free slots, first come first served. Returns their allocations.
+
+        A step scores a group's tokens, or one longer prompt.
+        """
         allocations: list[SlotAllocation] = []
         later: deque[Sequence] = deque()
-        free = self.slots.free
+        free, unscored = self.slots.free, self._group_tokens
         while self.waiting and len(allocations) < free:
             sequence = self.waiting.popleft()
-            allocation = self.slots.allocate(sequence.prompt)
+            is_late = sequence.awaits_score and unscored < min(len(sequence.prompt), self._group_tokens)
+            allocation = None if is_late else self.slots.allocate(sequence.prompt, reuse=not sequence.awaits_score)
             if allocation is None:
                 later.append(sequence)
                 continue
+            unscored -= len(sequence.prompt) * sequence.awaits_score
             sequence.slot, sequence.cached, sequence.reused = allocation.slot, allocation.cached, allocation.cached
             self.running.append(sequence)
             allocations.append(allocation)
@@ -111,16 +127,21 @@ class Scheduler:
         return allocations
 
     def groups(self) -> list[list[Sequence]]:
-        """The running sequences in groups to compute together. Those with one pending token come first."""
+        """The running sequences in groups to compute together. Those with one pending token come first.
+
+        A prompt to score is a group.
+        """
         groups: list[list[Sequence]] = []
         room = 0
-        for sequence in sorted(self.running, key=lambda sequence: (sequence.pending > 1, sequence.slot)):
+        scored = [sequence for sequence in self.running if sequence.awaits_score]
+        others = [sequence for sequence in self.running if not sequence.awaits_score]
+        for sequence in sorted(others, key=lambda sequence: (sequence.pending > 1, sequence.slot)):
             if (sequence.pending > 1 and sequence.pending > room) or not groups:
                 groups.append([])
                 room = self._group_tokens
             groups[-1].append(sequence)
             room -= sequence.pending
-        return groups
+        return [*groups, *([sequence] for sequence in scored)]
 
     def mark_computed(self, group: abc.Sequence[Sequence]) -> None:
         """Record that the group's pending tokens are cached. Complete prompts may be shared."""

@@ -40,9 +40,16 @@ class SlotTable:
         """Number of free slots."""
         return int(self._free.sum())
 
-    def allocate(self, prompt: Sequence[int]) -> SlotAllocation | None:
-        """Allocate the best slot for a prompt. None when waiting one step saves computing. Needs a free slot."""
+    def allocate(self, prompt: Sequence[int], *, reuse: bool = True) -> SlotAllocation | None:
+        """Allocate the best slot for a prompt. None when waiting one step saves computing. Needs a free slot.
+
+        Without `reuse` the prompt is to be computed from its first token.
+        """
         tokens = np.asarray(prompt)
+        if not reuse:
+            slot = self._least_useful()
+            self._take(slot, tokens, kept=0)
+            return SlotAllocation(slot, 0, slot)
         common = self._common(tokens)
         ready = np.minimum(common, self._ready)
         whole = self._free & (ready == self._ready)
