@@ -35,7 +35,7 @@ class Row(NamedTuple):
 def metrics_page() -> str:
     """Every metric of `/metrics` with its type, its labels and its meaning."""
     by_service = {service: metrics_of(app.state.metrics) for service, app in service_apps().items()}
-    by_service["trainer"] += rows(RunGauges(lambda: EXAMPLE).collect())
+    by_service["trainer"] += rows(RunGauges(lambda: [EXAMPLE]).collect())
     shared = [row for row in by_service["reward"] if all(row in others for others in by_service.values())]
     return page(
         "Metrics",

@@ -77,7 +77,7 @@ def test_a_run_whose_state_cannot_be_read_is_listed_with_the_way_to_go_on(output
     assert RunInfo.model_validate(reply.json()) == info
     assert json.loads(rows.text)["data"] == {"critic/score/mean": 0.5}
     assert (stopped.status_code, stopped.json()["error"]["code"]) == (409, "conflict")
-    assert 'trackway_run_state{run="damaged",state="unreadable"} 1.0' in metrics.text
+    assert 'trackway_run_state{policy="",run="damaged",state="unreadable"} 1.0' in metrics.text
     assert metrics.status_code == 200
 
 

@@ -96,7 +96,7 @@ class TrainedSession(WireRequest):
     """Which run trains on a session once it has ended, and with which sessions it is compared."""
 
     run: RunName | None = None
-    """None: the run in progress."""
+    """None: the only run in progress that trains on sessions."""
     group: SampleIndex | None = None
     """Sessions of one group had the same task. None takes the sample's `extra_info.index`."""
 
@@ -110,6 +110,8 @@ class SessionRun(WireReply):
     """The step that is next when the session is opened: the tag `step` of its trace."""
     sampling_params: SamplingParams
     limits: Limits
+    policy: PolicyName | None = None
+    """The policy that the run trains. None is the rollout service's default one."""
     min_weight_version: Int = 0
     """The newest weights of the run, or the first that it will publish."""
     trace_target: TraceTarget
@@ -270,7 +272,7 @@ class SessionRequest(WireRequest):
     trace_target: TraceTarget = Field(default_factory=TraceTarget)
     train: TrainedSession | None = None
     """Train on the session once `/end` is called. The run then sets `run`, `experiment_name`, `step`, the sampling, the
-    limits, `min_weight_version` and `trace_target`."""
+    limits, `policy`, `min_weight_version` and `trace_target`."""
 
     def group(self) -> GroupRequest:
         """The request of this one rollout."""

@@ -56,11 +56,10 @@ def create_app(settings: TrainerSettings | None = None) -> FastAPI:
             await asyncio.wait(tasks)
             await runs.close()
 
-    def newest() -> RunInfo | None:
-        info = runs.registry.newest()
-        return None if info is None else runs.registry.tracked(info)
+    def shown() -> list[RunInfo]:
+        return [*map(runs.registry.tracked, runs.registry.active_or_newest())]
 
-    gauges = RunGauges(newest)
+    gauges = RunGauges(shown)
     return service_app(
         "trainer",
         settings,
@@ -157,7 +156,7 @@ def _sessions(intake: SessionIntake) -> ServiceRouter:
 
     @router.get("/sessions/run")
     async def session_run(run: RunNameInPath | None = None) -> SessionRun:
-        """Settings that a run fixes for each session that it trains on. Without a name, the run in progress."""
+        """Settings that a run fixes for each session that it trains on. Without a name, the only one in progress."""
         return await asyncio.to_thread(intake.run, run)
 
     @router.post("/runs/{run}/sessions", status_code=202)

@@ -189,6 +189,7 @@ def _fixed(template: GroupTemplate, first_version: int) -> SessionRun:
         experiment_name=template.experiment_name,
         sampling_params=template.sampling_params.model_copy(update={"seed": None}),
         limits=template.limits,
+        policy=template.policy,
         min_weight_version=first_version,
         trace_target=template.trace_target,
     )

@@ -77,6 +77,13 @@ class SessionInbox:
         """Change what the run fixes for sessions that are opened from now on. Raises StorageError."""
         atomic_write(self._file, inbox.model_dump_json())
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the run takes sessions."""
+        with suppress(TrackwayError):
+            return bool(self.opened())
+        return False
+
     def opened(self) -> OpenInbox:
         """Settings that the run fixes for its sessions. Raises CONFLICT when it does not take sessions."""
         with suppress(OSError, ValidationError):

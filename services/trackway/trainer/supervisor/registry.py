@@ -6,7 +6,7 @@ owns an active run is named in `worker.json`. heartbeat.py decides whether it is
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -70,14 +70,10 @@ class RunRegistry:
         """All runs, by name."""
         return sorted(self.newest_first(), key=lambda info: info.run)
 
-    def newest(self) -> RunInfo | None:
-        """The active run, or the run whose state changed last."""
-        last = None
-        for info in self.newest_first():
-            if info.state not in ENDED:
-                return info
-            last = last or info
-        return last
+    def active_or_newest(self) -> Sequence[RunInfo]:
+        """The active runs, or else the run whose state changed last. Empty before the first run."""
+        infos = [*self.newest_first()]
+        return [info for info in infos if info.state not in ENDED] or infos[:1]
 
     async def rows(self, name: str, follow: bool) -> AsyncIterator[MetricsRow]:
         """The run's metrics. With `follow`, also new rows until the run has ended.

@@ -56,9 +56,10 @@ async def services(
         yield services
 
 
-def inbox_of(run: RunFolder, most: int = 8) -> SessionInbox:
+def inbox_of(run: RunFolder, most: int = 8, policy: str | None = None) -> SessionInbox:
     inbox = SessionInbox(run.path)
-    inbox.open(OpenInbox(run=FIXED, most=most), trained=())
+    fixed = FIXED.model_copy(update={"run": run.name, "policy": policy})
+    inbox.open(OpenInbox(run=fixed, most=most), trained=())
     return inbox
 
 
@@ -114,6 +115,26 @@ async def test_a_session_that_failed_is_not_trained(services: AgentServices, run
 
     codes = [trajectory.error and trajectory.error.code for trajectory in trajectories]
     assert codes == [ErrorCode.UNAVAILABLE, ErrorCode.AGENT_FAILED] and inbox.waiting() == []
+
+
+async def test_a_session_asks_the_policy_of_its_run_and_a_run_must_be_named_where_several_take_sessions(
+    services: AgentServices, run: RunFolder
+) -> None:
+    other = RunFolder(run.path.parent / "run-b")
+    other.create(RunConfig(), TrainerSettings().service_urls())
+    inbox = inbox_of(run, policy="tiny")
+    unnamed = await opened(services, ANSWER, ANSWER, train={}, policy="another")  # run-b takes none yet
+    await chat(services, unnamed, QUESTION)
+    await ended(services, unnamed)
+    inbox_of(other)
+    named = await opened(services, ANSWER, ANSWER, train={"run": "run-b"})
+    await chat(services, named, QUESTION)
+    await ended(services, named)
+
+    assert [request.model for _, request in services.model.requests] == ["tiny", None]
+    assert [len(box.waiting()) for box in (inbox, SessionInbox(other.path))] == [1, 1]
+    message = "expected the name of a run in train.run, since run-a and run-b train on sessions, got none; name one"
+    assert await refused(services, train={}) == (409, message)
 
 
 async def refused(services: AgentServices, **body: Any) -> tuple[int, str]:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,12 @@ async def test_new_sessions_are_sampled_from_the_newest_weights_and_the_first_on
     await drawn(groups, version=6)
 
     assert (before, SessionInbox(tmp_path).opened().run.min_weight_version) == (4, 6)
+
+
+def test_sessions_ask_the_policy_of_their_run(tmp_path: Path) -> None:
+    SessionGroups(SessionInbox(tmp_path), replace(TEMPLATE, policy="run-a"), LIMITS)
+
+    assert SessionInbox(tmp_path).opened().run.policy == "run-a"
 
 
 async def test_a_session_that_comes_again_after_a_checkpoint_is_not_trained_again(

@@ -49,7 +49,7 @@ async def test_the_active_run_and_its_newest_step_are_shown_in_a_few_numbers(run
     ended.move(RunState.FAILED)
 
     assert await shown(running, settings) == [
-        'trackway_run_state{run="active",state="starting"} 1.0',
+        'trackway_run_state{policy="",run="active",state="starting"} 1.0',
         'trackway_run_step{run="active"} 3.0',
         'trackway_run_total_steps{run="active"} 9.0',
         'trackway_run_restarts{run="active"} 1.0',
@@ -63,13 +63,37 @@ async def test_the_active_run_and_its_newest_step_are_shown_in_a_few_numbers(run
     ]
 
 
+async def test_each_active_run_is_shown_in_one_sample_of_each_family(running, settings: TrainerSettings):
+    run_on_disk(settings, "first").update(step=3, metrics={"critic/rewards/mean": 0.5})
+    run_on_disk(settings, "second").update(step=1, metrics=STEP, policy="second")
+    run_on_disk(settings, "ended").move(RunState.FAILED)
+
+    lines = await shown(running, settings)
+
+    names = ("state", "step", "reward", "score", "accuracy")
+    chosen = sorted(line for line in lines if line.startswith(tuple(f"trackway_run_{name}{{" for name in names)))
+    assert chosen == [
+        'trackway_run_accuracy{data_source="openai/gsm8k",run="second"} 0.75',
+        'trackway_run_reward{run="first"} 0.5',
+        'trackway_run_reward{run="second"} 0.5',
+        'trackway_run_score{run="second"} 0.25',
+        'trackway_run_state{policy="",run="first",state="starting"} 1.0',
+        'trackway_run_state{policy="second",run="second",state="starting"} 1.0',
+        'trackway_run_step{run="first"} 3.0',
+        'trackway_run_step{run="second"} 1.0',
+    ]
+
+
 async def test_of_ended_runs_the_last_one_is_shown_and_of_none_nothing(running, settings: TrainerSettings):
     before = await shown(running, settings)
     first, second = run_on_disk(settings, "first"), run_on_disk(settings, "second")
     second.move(RunState.FAILED)
     first.move(RunState.FAILED)
 
-    assert (before, (await shown(running, settings))[0]) == ([], 'trackway_run_state{run="first",state="failed"} 1.0')
+    assert (before, (await shown(running, settings))[0]) == (
+        [],
+        'trackway_run_state{policy="",run="first",state="failed"} 1.0',
+    )
 
 
 async def test_what_backends_do_not_have_of_the_run_is_shown(running, settings: TrainerSettings):

@@ -318,9 +318,9 @@ async def test_one_state_that_cannot_be_read_hides_no_run_and_stands_in_the_way_
     on_disk(outputs, "good", state="stopped", interrupted=True)
     on_disk(outputs, "no run's name", state="stopped")
 
-    newest, listed, going_on = runs.registry.newest(), runs.registry.list(), runs.interrupted()
+    newest, listed, going_on = runs.registry.active_or_newest(), runs.registry.list(), runs.interrupted()
 
-    assert newest == runs.registry.info("good")
+    assert newest == [runs.registry.info("good")]
     assert [(info.run, info.state) for info in listed] == [("bad", RunState.UNREADABLE), ("good", RunState.STOPPED)]
     assert going_on == ["good"]
     assert [record.getMessage().partition(": ")[0] for record in caplog.records] == ["run no run's name is left out"]
