@@ -59,6 +59,8 @@ class ReleaseRequest(WireRequest):
 class OneShotRequest(ExecuteRequest, RewardRequest, ReleaseRequest):
     """Create, execute, reward and release in one request."""
 
+    session_id: str | None = Field(default=None, max_length=MAX_SESSION_CHARS)
+    """Id of the trajectory, whose run takes a fair share of the tool's slots."""
     create_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
 
 

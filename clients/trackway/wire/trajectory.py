@@ -291,6 +291,12 @@ def trajectory_id(run: str, tags: Tags) -> str:
     return f"{run}/{step}/{tags.sample_index}/{tags.rollout_n}"
 
 
+def run_of(trajectory_id: str | None) -> str:
+    """The run of a trajectory's id. Empty without an id, and for an id of another form."""
+    run, slash, _ = (trajectory_id or "").partition("/")
+    return run if slash else ""
+
+
 def require_placed(trajectory: Trajectory) -> None:
     """Raise TrackwayError(INVALID_REQUEST) unless turn and token scores are as many as its turns and tokens."""
     reward = trajectory.reward

@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator, Callable
 from prometheus_client import Counter, Gauge, Histogram
 
 from trackway.agent.context import AgentContext
-from trackway.agent.fair_slots import FairSlots
 from trackway.agent.loop import AgentLoop, agent_loop
 from trackway.agent.waits import RolloutWaits, current_rollout
+from trackway.serving.fair_slots import FairSlots
 from trackway.serving.metrics import Collectors, OperationDuration
 from trackway.serving.user_code import contained
 from trackway.wire.agent import GroupRequest, GroupWaits

@@ -66,7 +66,7 @@ class ToolCallContext:
             kind: self.sample.tool_kwargs(tool, kind)
             for kind in ("create_kwargs", "calc_reward_kwargs", "release_kwargs")
         }
-        whole = OneShotRequest.model_validate({**request.model_dump(), **kwargs})
+        whole = OneShotRequest.model_validate({**request.model_dump(), **kwargs, "session_id": self.session_id})
         with faults_of_the_call():
             return await self.client.one_shot(tool, whole, self.call_deadline)
 

@@ -28,9 +28,10 @@ class ToolHarness:
     clock: FakeClock
     faulty: FaultyTool
 
-    async def made(self, tool: str = "faulty", **create_kwargs: str) -> str:
+    async def made(self, tool: str = "faulty", session_id: str | None = None, **create_kwargs: str) -> str:
         """The id of a new instance."""
-        return (await self.server.create(CreateInstance(tool=tool, create_kwargs={**create_kwargs}))).instance_id
+        creation = CreateInstance(tool=tool, session_id=session_id, create_kwargs={**create_kwargs})
+        return (await self.server.create(creation)).instance_id
 
     async def call(self, instance_id: str, mode: str = "ok") -> str:
         """The text of one call of the faulty tool."""

@@ -12,7 +12,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -63,6 +63,8 @@ class Instance:
     id: str
     tool: BaseTool
     session_id: str | None
+    run: str
+    """The run that its calls count for. Empty for callers without a trajectory's id."""
     made_at: float
     used_at: float
     state: State = State.CREATING
@@ -105,7 +107,7 @@ class InstanceTable:
         """Return whether the maximum is reached."""
         return len(self._instances) >= self._max_instances
 
-    def add(self, tool: BaseTool, session_id: str | None) -> Instance:
+    def add(self, tool: BaseTool, session_id: str | None, run: str = "") -> Instance:
         """Add an instance in state CREATING. OVERLOADED at the maximum."""
         if self.full:
             raise TrackwayError(
@@ -114,7 +116,7 @@ class InstanceTable:
                 "release instances, wait for idle ones to expire, or raise max_instances",
             )
         now = self._clock()
-        instance = Instance(f"{self.prefix}-{uuid.uuid4().hex}", tool, session_id, made_at=now, used_at=now)
+        instance = Instance(f"{self.prefix}-{uuid.uuid4().hex}", tool, session_id, run, made_at=now, used_at=now)
         self._instances[instance.id] = instance
         if session_id is not None:
             self._sessions.setdefault(session_id, {})[instance.id] = instance
@@ -229,21 +231,18 @@ class InstanceTable:
 @asynccontextmanager
 async def acquired(place: asyncio.Lock, wait_timeout_s: float, what: str) -> AsyncIterator[None]:
     """Hold a lock. OVERLOADED when it is not free within `wait_timeout_s` seconds."""
-    await acquire(place, wait_timeout_s, what)
+    await free_within(wait_timeout_s, place.acquire(), what)
     try:
         yield
     finally:
         place.release()
 
 
-async def acquire(place: asyncio.Lock | asyncio.Semaphore, wait_timeout_s: float, what: str) -> None:
-    """Acquire a lock or semaphore. OVERLOADED when it is not free within `wait_timeout_s` seconds."""
-    if not place.locked():
-        await place.acquire()  # free: no need to wait
-        return
+async def free_within(wait_timeout_s: float, acquired: Awaitable[object], what: str) -> None:
+    """Wait until a lock or a slot is acquired. OVERLOADED when that takes more than `wait_timeout_s` seconds."""
     try:
         async with asyncio.timeout(wait_timeout_s):
-            await place.acquire()
+            await acquired
     except TimeoutError as error:
         message = f"{what}: expected a free place within {wait_timeout_s:g} s; ask again later, or add replicas"
         raise TrackwayError(ErrorCode.OVERLOADED, message) from error

@@ -13,10 +13,11 @@ from typing import TypeVar
 
 from pydantic import JsonValue
 
+from trackway.serving.fair_slots import FairSlots
 from trackway.serving.user_code import contained, described, failure_of, outcome_of, raised_at
 from trackway.tools.base import BaseTool, ToolLimits
 from trackway.tools.core.arguments import ArgumentCheck
-from trackway.tools.core.instances import acquire
+from trackway.tools.core.instances import free_within
 from trackway.wire.base import well_formed
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tools import ExecuteRequest, ToolResult
@@ -27,23 +28,23 @@ R = TypeVar("R")
 
 
 class LimitedTool:
-    """A tool with its limits and its methods."""
+    """A tool with its limits and its methods. Runs share its slots fairly: each call names its run."""
 
     def __init__(self, tool: BaseTool, limits: ToolLimits) -> None:
         self.tool = tool
         self.limits = limits.narrowed(tool.config)
         self._check = ArgumentCheck(tool.tool_schema)
-        self._slots = asyncio.Semaphore(self.limits.tool_concurrency)
+        self._slots = FairSlots(self.limits.tool_concurrency)
         self._stopping: dict[str, asyncio.Task[object]] = {}
         self._releases: set[asyncio.Task[None]] = set()
 
-    async def create(self, instance_id: str, create_kwargs: dict[str, JsonValue]) -> None:
+    async def create(self, instance_id: str, create_kwargs: dict[str, JsonValue], run: str) -> None:
         """Create the state of an instance."""
         if self._inherits("create"):
             return
-        await self._run("create", instance_id, lambda: self.tool.create(instance_id, **create_kwargs))
+        await self._run("create", run, instance_id, lambda: self.tool.create(instance_id, **create_kwargs))
 
-    async def execute(self, instance_id: str, request: ExecuteRequest) -> ToolResult:
+    async def execute(self, instance_id: str, request: ExecuteRequest, run: str) -> ToolResult:
         """Run a call with checked arguments; truncates its text to the limit."""
         arguments = self._coerced(request.arguments)
         self._check(arguments)
@@ -51,12 +52,12 @@ class LimitedTool:
         async def call() -> ToolResult:
             return _valid(await self.tool.execute(instance_id, arguments, **request.execute_kwargs))
 
-        result = await self._run("execute", instance_id, call)
+        result = await self._run("execute", run, instance_id, call)
         if len(result.text) <= self.limits.max_output_chars:
             return result
         return result.model_copy(update={"text": capped(result.text, self.limits.max_output_chars)})
 
-    async def reward(self, instance_id: str, calc_reward_kwargs: dict[str, JsonValue]) -> float:
+    async def reward(self, instance_id: str, calc_reward_kwargs: dict[str, JsonValue], run: str) -> float:
         """The reward of an instance over all its calls."""
         if self._inherits("calc_reward"):
             return 0.0
@@ -64,7 +65,7 @@ class LimitedTool:
         async def call() -> float:
             return _finite(await self.tool.calc_reward(instance_id, **calc_reward_kwargs))
 
-        return await self._run("calc_reward", instance_id, call)
+        return await self._run("calc_reward", run, instance_id, call)
 
     async def release(self, instance_id: str, release_kwargs: dict[str, JsonValue]) -> None:
         """Release an instance: without waiting for a slot, and to the end even when the caller leaves."""
@@ -93,10 +94,10 @@ class LimitedTool:
         """Return whether the tool inherits the method from BaseTool, where it does nothing."""
         return getattr(type(self.tool), method) is getattr(BaseTool, method)
 
-    async def _run(self, method: str, instance_id: str, call: Callable[[], Awaitable[R]]) -> R:
-        await acquire(self._slots, self.limits.wait_timeout_s, f"tool {self.tool.name!r}")
+    async def _run(self, method: str, run: str, instance_id: str, call: Callable[[], Awaitable[R]]) -> R:
+        await free_within(self.limits.wait_timeout_s, self._slots.acquire(run), f"tool {self.tool.name!r}")
         work = self._task(call)
-        work.add_done_callback(lambda _: self._slots.release())
+        work.add_done_callback(lambda _: self._slots.release(run))
         return await self._outcome(method, instance_id, work)
 
     def _task(self, call: Callable[[], Awaitable[R]]) -> asyncio.Task[R]:

@@ -28,6 +28,7 @@ from trackway.wire.tools import (
     SessionReleased,
     ToolResult,
 )
+from trackway.wire.trajectory import run_of
 
 
 class ToolCalls(Collectors):
@@ -116,15 +117,15 @@ class ToolServer:
             return False
         return True
 
-    async def create(self, request: CreateInstance) -> InstanceCreated:
-        """Create a tool's state for a trajectory."""
+    async def create(self, request: CreateInstance, run: str | None = None) -> InstanceCreated:
+        """Create a tool's state for a trajectory. Its slots count for `run`, by default the trajectory's."""
         tool = self._registry.get(request.tool)
         if self._instances.full:
             await self.reap()
-        instance = self._instances.add(tool, request.session_id)
+        instance = self._instances.add(tool, request.session_id, run_of(request.session_id) if run is None else run)
         try:
             with session_scope(request.session_id):
-                await self._limited_tool(instance).create(instance.id, request.create_kwargs)
+                await self._limited_tool(instance).create(instance.id, request.create_kwargs, instance.run)
         except BaseException:
             self._instances.strike(instance)
             raise
@@ -148,12 +149,13 @@ class ToolServer:
         async with self._calling(instance) as limited_tool:
             if begun is not None:
                 begun.set()
-            return await limited_tool.execute(instance.id, request)
+            return await limited_tool.execute(instance.id, request, instance.run)
 
     async def reward(self, instance_id: str, calc_reward_kwargs: Kwargs = NO_KWARGS) -> float:
         """The reward of an instance over all its calls."""
-        async with self._calling(self._instances.get(instance_id)) as limited_tool:
-            return await limited_tool.reward(instance_id, {**calc_reward_kwargs})
+        instance = self._instances.get(instance_id)
+        async with self._calling(instance) as limited_tool:
+            return await limited_tool.reward(instance_id, {**calc_reward_kwargs}, instance.run)
 
     async def release(self, instance_id: str, release_kwargs: Kwargs = NO_KWARGS) -> None:
         """Release an instance. It is removed even when the tool's release fails."""
@@ -185,7 +187,8 @@ class ToolServer:
         return result
 
     async def _whole_life(self, tool: str, request: OneShotRequest) -> OneShotResult:
-        created = await self.create(CreateInstance(tool=tool, create_kwargs=request.create_kwargs))
+        creation = CreateInstance(tool=tool, create_kwargs=request.create_kwargs)
+        created = await self.create(creation, run_of(request.session_id))
         instance = self._instances.get(created.instance_id)
         try:
             result = await self._execute(instance, request)

@@ -158,7 +158,8 @@ class McpFace:
         self, tool: str, request: ExecuteRequest, meta: RequestMeta, key: SessionKey | None
     ) -> CallToolResult:
         if key is None or tool in self._server.stateless():
-            once = OneShotRequest(**request.model_dump(), create_kwargs=meta.create_kwargs)
+            session_id = None if key is None else key[-1]
+            once = OneShotRequest(**request.model_dump(), session_id=session_id, create_kwargs=meta.create_kwargs)
             result = await self._server.one_shot(tool, once)
             return _answer(result, None, result.instance_reward)
         instance_id, result = await self.sessions.execute(key, tool, request, meta.create_kwargs)

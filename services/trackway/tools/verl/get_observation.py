@@ -185,7 +185,7 @@ class ObservationFace:
         create_kwargs = _kwargs(fields, call.name, "create_kwargs")
         request = ExecuteRequest(arguments=call.arguments, execute_kwargs=_kwargs(fields, call.name, "execute_kwargs"))
         if call.name in self._server.stateless():
-            once = OneShotRequest(**request.model_dump(), create_kwargs=create_kwargs)
+            once = OneShotRequest(**request.model_dump(), session_id=key[-1], create_kwargs=create_kwargs)
             return await self._server.one_shot(call.name, once)
         return (await self.sessions.execute(key, call.name, request, create_kwargs))[1]
 

@@ -22,7 +22,7 @@ def alive(table: InstanceTable) -> Instance:
 @pytest.mark.parametrize("state", list(State))
 @pytest.mark.parametrize("event", list(Event))
 def test_an_instance_takes_only_the_steps_of_the_table(state: State, event: Event) -> None:
-    instance = Instance("id", CalculatorTool.default(), None, made_at=0.0, used_at=0.0, state=state)
+    instance = Instance("id", CalculatorTool.default(), None, "", made_at=0.0, used_at=0.0, state=state)
 
     if (state, event) in TRANSITIONS:
         instance.move(event)

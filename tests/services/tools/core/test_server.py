@@ -85,6 +85,51 @@ async def test_calls_of_several_instances_run_together_up_to_the_tools_limit(mak
 
 
 @pytest.mark.anyio
+async def test_runs_take_turns_at_a_tool_and_callers_without_a_trajectory_are_like_a_run(make_rig: Make) -> None:
+    harness = make_rig(tool_concurrency=1)
+    harness.faulty.gate.clear()
+    trajectories = ["large/1/0/0", "large/1/1/0", "large/2/0/0", "large/val2/0/0", None, "t-2", "small/1/0/0"]
+    ended: list[str | None] = []
+
+    async def call(trajectory: str | None) -> None:
+        await harness.call(made[trajectory])
+        ended.append(trajectory)
+
+    made = {trajectory: await harness.made(session_id=trajectory) for trajectory in trajectories}
+    calls = []
+    for trajectory in trajectories:
+        calls.append(asyncio.create_task(call(trajectory)))
+        await async_until(lambda: harness.faulty.running == 1)
+    harness.faulty.gate.set()
+    await asyncio.gather(*calls)
+
+    assert ended == [
+        "large/1/0/0",
+        "large/1/1/0",
+        None,
+        "small/1/0/0",
+        "large/2/0/0",
+        "t-2",
+        "large/val2/0/0",
+    ]
+
+
+@pytest.mark.anyio
+async def test_runs_take_turns_at_a_stateless_tool(make_rig: Make) -> None:
+    harness = make_rig(tool_concurrency=1)
+    ended: list[str] = []
+
+    async def call(trajectory: str) -> None:
+        request = OneShotRequest(arguments={"mode": "ok"}, session_id=trajectory)
+        await harness.server.one_shot("faulty", request)
+        ended.append(trajectory)
+
+    await asyncio.gather(*map(call, ["large/1/0/0", "large/1/1/0", "large/1/2/0", "small/1/0/0"]))
+
+    assert ended[0] == "small/1/0/0"
+
+
+@pytest.mark.anyio
 async def test_a_call_that_finds_no_free_place_in_time_is_told_to_come_back(make_rig: Make) -> None:
     harness = make_rig(tool_concurrency=1, wait_timeout_s=0.01)
     first, second = await harness.made(), await harness.made()

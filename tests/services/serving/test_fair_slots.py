@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from trackway.agent.fair_slots import FairSlots
+from trackway.serving.fair_slots import FairSlots
 
 pytestmark = pytest.mark.anyio
 
@@ -26,6 +26,10 @@ async def order(slots: FairSlots, *runs: str) -> list[str]:
 
 async def test_a_small_run_does_not_wait_behind_a_large_one() -> None:
     assert await order(FairSlots(2), *"aaaaaaaa", "b", "b") == [*"aabab", *"aaaaa"]
+
+
+async def test_runs_take_turns_at_a_single_slot() -> None:
+    assert await order(FairSlots(1), *"aaaa", "b", "b", "c") == [*"aabcaba"]
 
 
 async def test_one_run_gets_its_slots_by_arrival() -> None:

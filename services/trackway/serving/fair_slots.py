@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 
 class FairSlots:
-    """A bounded number of slots. A free one goes to the waiting run that holds the fewest, then by arrival."""
+    """A bounded number of slots. A free one goes to the waiting run that holds the fewest, in turn."""
 
     def __init__(self, number: int) -> None:
         self._free = number
@@ -43,6 +43,8 @@ class FairSlots:
         first = min(self._waiting, key=lambda name: self._held[name])
         turn = self._waiting[first][0]
         self._leave(first, turn)
+        if first in self._waiting:  # last among runs that hold as many
+            self._waiting[first] = self._waiting.pop(first)
         self._held[first] += 1
         turn.set_result(None)
 
