@@ -10,6 +10,7 @@ import torch
 from tests.vllm.vllm_runs import BLOCK, EOS, GREEDY, LONG, MAX_LEN, PROMPT, SHORT, VOCAB, Weights, worst
 from trackway.rollout.engines.remote.engine import RemoteEngine
 from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.rollout import PromptLogprobs
 
 
 async def refused(engine: RemoteEngine, prompt: list[int]) -> TrackwayError:
@@ -195,3 +196,33 @@ async def test_a_prefix_that_was_computed_is_not_computed_again(engine: RemoteEn
     after = engine.stats()
     assert after.reused_tokens - before.reused_tokens == 2 * BLOCK
     assert after.prefilled_tokens - before.prefilled_tokens == 2 * BLOCK + 1
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("most_likely", [0, 3, 20])
+async def test_a_scored_prompt_has_the_models_logprobs_whether_its_prefix_is_cached_or_not(
+    engine: RemoteEngine, first: Weights, most_likely: int, streamed: bool
+) -> None:
+    prompt = [*([17, 19] * BLOCK), *PROMPT]
+    asked = SHORT.model_copy(update={"prompt_logprobs": most_likely, "temperature": 0.5, "top_k": 2})
+    with torch.inference_mode():
+        logprobs = first.model(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
+    best = logprobs.topk(most_likely)
+    for name in "ab":
+        if streamed:
+            pieces = [piece async for piece in engine.stream(prompt, asked, name)]
+            [scores] = [piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs is not None]
+        else:
+            scores = (await engine.generate(prompt, asked, name)).prompt_logprobs
+        assert scores is not None
+        expected = logprobs.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        assert scores.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+        assert scores.top_ids == best.indices.tolist()
+        values = [value for row in scores.top_logprobs for value in row]
+        assert values == pytest.approx(best.values.flatten().tolist(), abs=1e-4)
+
+
+async def test_a_prompt_of_one_token_has_no_scores(engine: RemoteEngine) -> None:
+    made = await engine.generate([5], SHORT.model_copy(update={"prompt_logprobs": 2}), "a")
+    assert made.prompt_logprobs == PromptLogprobs(logprobs=[], top_ids=[], top_logprobs=[])
+    assert len(made.token_ids) == SHORT.max_tokens

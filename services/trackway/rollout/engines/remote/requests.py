@@ -15,7 +15,7 @@ from trackway.rollout.engines.protocol import FinishReason, Piece
 from trackway.rollout.engines.remote.model_info import ModelFacts
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.rollout import SamplingParams, TopLogprobs
+from trackway.wire.rollout import PromptLogprobs, SamplingParams, TopLogprobs
 
 T = TypeVar("T")
 
@@ -35,6 +35,8 @@ class TokenChunk:
     """The most likely tokens of each position, if the request asks for them."""
     all_names: Sequence[str] = ()
     """The name of the weights of each token of the response; in the last chunk of a server that reports it."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """The scored prompt, if the request asks for it; in the chunk of the first token."""
 
 
 @dataclass(eq=False)
@@ -178,11 +180,13 @@ def runs(names: Sequence[str]) -> Iterator[tuple[str, int, int]]:
 
 
 def until_stop(call: Call, got: TokenChunk, start: int, end: int, version: int) -> tuple[Piece, bool]:
-    """Tokens [start, end) up to the first stop token, and whether there was one."""
+    """Tokens [start, end) up to the first stop token, and whether there was one. The first piece has the scores."""
     stop = next((at + 1 for at in range(start, end) if got.token_ids[at] in call.stops), None)
     logprobs = [*got.logprobs[start : stop or end]]
-    if not all(map(math.isfinite, logprobs)):
-        message = f"expected finite logprobs, got {logprobs} from weights version {version}; check the training run"
+    scores = got.prompt_logprobs if start == 0 else None
+    values = logprobs if scores is None else [*logprobs, *scores.logprobs]
+    if not all(map(math.isfinite, values)):
+        message = f"expected finite logprobs, got {values} from weights version {version}; check the training run"
         raise TrackwayError(ErrorCode.ENGINE_FAILED, message)
-    tops = got.top_logprobs[start : stop or end]
-    return Piece([*got.token_ids[start : stop or end]], logprobs, version, top_logprobs=tops), stop is not None
+    tops, ids = got.top_logprobs[start : stop or end], [*got.token_ids[start : stop or end]]
+    return Piece(ids, logprobs, version, top_logprobs=tops, prompt_logprobs=scores), stop is not None

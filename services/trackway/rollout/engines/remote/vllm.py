@@ -18,6 +18,7 @@ import tempfile
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing, nullcontext
+from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from trackway.rollout.engines.top_logprobs import top_logprobs
 from trackway.rollout.engines.weight_folder import check_same_model, lacks_head, with_head
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.rollout import TopLogprobs
+from trackway.wire.rollout import PromptLogprobs, TopLogprobs
 from trackway.wire.weights import WeightProof
 
 _NO_TOKENIZER = "--skip-tokenizer-init"
@@ -74,7 +75,7 @@ class VllmEngine(RemoteEngine):
 
     def __init__(self, settings: RolloutSettings) -> None:
         super().__init__(settings)
-        lacking = {Capability.PROMPT_LOGPROBS, *(() if settings.enable_sleep else (Capability.SLEEP,))}
+        lacking = set() if settings.enable_sleep else {Capability.SLEEP}
         lacking |= set() if self.guides else {Capability.STRUCTURED_OUTPUTS}
         self.capabilities = frozenset(Capability) - lacking
         self._salt = uuid.uuid4().hex
@@ -255,6 +256,7 @@ class VllmEngine(RemoteEngine):
             "stop_token_ids": sorted(call.stops),
             "ignore_eos": True,  # the model's own are included in the stop ids
             "logprobs": call.params.logprobs,
+            "prompt_logprobs": call.params.prompt_logprobs,
             "detokenize": False,
         }
         if call.params.structured_outputs is not None:
@@ -268,15 +270,19 @@ class VllmEngine(RemoteEngine):
         }
         # vLLM reports the version of the last load; a request keeps the adapter that it began with.
         bound = call.held if self.takes_adapters else None
-        # Non-streamed responses cost a tenth of the CPU, and only complete responses have the weights of each token.
-        answers = self._stream(body) if call.streamed else self._whole(body)
+        # Non-streamed responses cost a tenth of the CPU, and only complete responses have the weights of each token and
+        # the logprobs of the prompt.
+        most_likely = call.params.prompt_logprobs
+        answers = self._stream(body) if call.streamed and most_likely is None else self._whole(body)
         async with aclosing(answers):
             async for answer in answers:
                 call.reused = max(call.reused, _cached(answer))
                 for choice in answer["choices"]:
                     for span in choice["weight_versions"] or []:
                         self.untouched(span["version"])
-                    yield _tokens(choice, self.control.held, bound, call.params.logprobs)
+                    chunk = _tokens(choice, self.control.held, bound, call.params.logprobs)
+                    scores = None if most_likely is None else _scores(answer, call.token_ids, most_likely)
+                    yield replace(chunk, prompt_logprobs=scores)
 
     async def _whole(self, body: Json) -> AsyncGenerator[Json]:
         yield await self.http.post(_GENERATE, body, timeout_s=None, idempotent=True)
@@ -392,8 +398,7 @@ class VllmEngine(RemoteEngine):
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         sampling = {"max_tokens": 1, "prompt_logprobs": 0, "skip_reading_prefix_cache": True, "detokenize": False}
         body = {"token_ids": list(token_ids), "sampling_params": sampling, **self._model()}
-        prompt = (await self.http.post(_GENERATE, body, idempotent=True))["prompt_logprobs"]
-        return [entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], prompt[1:], strict=True)]
+        return _scores(await self.http.post(_GENERATE, body, idempotent=True), token_ids, 0).logprobs
 
 
 def _tokens(choice: Json, held: str, bound: str | None, tops: int) -> TokenChunk:
@@ -415,6 +420,19 @@ def _tokens(choice: Json, held: str, bound: str | None, tops: int) -> TokenChunk
 def _ranked(entry: Json, count: int) -> TopLogprobs:
     pairs = [(top["token_id"], top["logprob"]) for top in entry["top_logprobs"] if top["logprob"] != _NO_NUMBER]
     return top_logprobs(pairs, entry["token_id"], entry["logprob"], count)
+
+
+def _scores(answer: Json, token_ids: Sequence[int], most_likely: int) -> PromptLogprobs:
+    """The scored prompt. Each position has its token and the `most_likely` ones, which include it or not."""
+    scores = PromptLogprobs(logprobs=[], top_ids=[], top_logprobs=[])
+    for token, entry in zip(token_ids[1:], (answer["prompt_logprobs"] or [])[1:], strict=True):
+        logprob = entry[str(token)]["logprob"]
+        scores.logprobs.append(math.nan if logprob == _NO_NUMBER else logprob)
+        ranked = sorted((found["rank"], int(name), found["logprob"]) for name, found in entry.items())
+        best = [place for place in ranked if len(entry) <= most_likely or place[1] != token]
+        scores.top_ids.append([other for _, other, _ in best])
+        scores.top_logprobs.append([value for _, _, value in best])
+    return scores
 
 
 def _cached(reply: Json) -> int:
