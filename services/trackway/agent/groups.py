@@ -9,9 +9,9 @@ from prometheus_client import Counter, Gauge, Histogram
 from trackway.agent.context import AgentContext
 from trackway.agent.loop import AgentLoop, agent_loop
 from trackway.agent.waits import RolloutWaits, current_rollout
-from trackway.serving.fair_slots import FairSlots
 from trackway.serving.metrics import Collectors, OperationDuration
 from trackway.serving.user_code import contained
+from trackway.system.fair_slots import FairSlots
 from trackway.wire.agent import GroupRequest, GroupWaits
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import Trajectory

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from pydantic import JsonValue
 
-from trackway.serving.fair_slots import FairSlots
 from trackway.serving.user_code import contained, described, failure_of, outcome_of, raised_at
+from trackway.system.fair_slots import FairSlots
 from trackway.tools.base import BaseTool, ToolLimits
 from trackway.tools.core.arguments import ArgumentCheck
 from trackway.tools.core.instances import free_within

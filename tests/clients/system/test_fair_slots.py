@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from trackway.serving.fair_slots import FairSlots
+from trackway.system.fair_slots import FairSlots
 
 pytestmark = pytest.mark.anyio
 
