@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import ModuleType
 
+import httpx
 import pytest
 from transformers import PreTrainedModel
 
@@ -24,11 +25,14 @@ from tests.vllm.vllm_runs import (
     worst,
 )
 from tests.weight_proofs import ANY_PROOF
+from trackway.clients.weights import WeightStore, policy_url
+from trackway.rollout.app import create_app
 from trackway.rollout.engines.protocol import Generation
 from trackway.rollout.engines.remote.engine import RemoteEngine
 from trackway.rollout.engines.remote.sglang import SglangEngine
 from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.rollout import GenerateReply
 from trackway.wire.weights import Verdict
 
 
@@ -218,3 +222,39 @@ async def test_runs_share_a_server_each_with_its_own_adapter_and_versions(
     ]
     assert [(span.version, span.start, span.end) for span in long.spans] == [(7, 0, 300)]
     assert worst(long, merged["1"], LONG) < 1e-4
+
+
+async def test_policies_share_a_server_as_adapters(
+    engine: VllmEngine | SglangEngine,
+    base: Path,
+    versions: AdapterVersions,
+    merged: dict[str, PreTrainedModel],
+    tmp_path: Path,
+) -> None:
+    await engine._call_weights("default")
+    url = str(tmp_path / "weights")
+    attached = {"engine_url": engine.http.base_url, "max_lora_rank": 8, "engine_shared": True, "engine_args": []}
+    app = create_app(engine.settings.model_copy(update={**attached, "weights_url": url}))
+    published = {"a": ("old kept", versions.before), "b": ("right", versions.proof)}
+    for policy, (adapter, proof) in published.items():
+        WeightStore(policy_url(url, policy)).publish(1, policy, versions.folders[adapter], proof)
+    models = {"a": merged["1"], "b": merged["2"], "base": load(base), engine.settings.model_name: load(base)}
+    prompt = [7, 9] * BLOCK
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://rollout", timeout=60.0) as client,
+    ):
+
+        async def made(policy: str) -> Generation:
+            body = {"model": policy, "token_ids": prompt, "sampling_params": GREEDY.model_dump()}
+            answer = await client.post("/generate", json=body)
+            assert answer.status_code == 200, answer.text
+            [choice] = GenerateReply.model_validate_json(answer.content).choices
+            return Generation(choice.token_ids, choice.token_logprobs, "stop", choice.weight_versions)
+
+        made_by = dict(zip(models, await asyncio.gather(*map(made, models)), strict=True))
+    assert {policy: made.spans[0].version for policy, made in made_by.items()} == dict(
+        zip(models, (1, 1, 0, 0), strict=True)
+    )
+    assert [worst(made_by[policy], model, GREEDY, prompt) < 1e-4 for policy, model in models.items()] == [True] * 4
+    assert worst(made_by["a"], merged["2"], GREEDY, prompt) > 1e-4
