@@ -60,10 +60,13 @@ def test_two_runs_at_once_and_a_checkpoint_get_what_each_gets_alone(deployment: 
     }
     spans = {policy: rollouts[0]["weight_versions"] for policy, rollouts in tried.items()}
     ids = {policy: rollouts[0]["response_ids"] for policy, rollouts in tried.items()}
+    evaluate = ["evaluate", "running", "--data", rows, "--limit", "2", "--config-name", "tiny_demo", "--json", *outputs]
+    evaluated = json.loads(trackway(*evaluate, "--policy", "alone:2"))["evaluation"]
     trackway("policies", "drop", "alone:2", *outputs)
     left = [policy["name"] for policy in json.loads(trackway("policies", "list", "--json", *outputs))]
 
     assert {"policy", "base", "beside", "alone:2"} <= listed.keys() and listed["policy"]["is_default"]
     assert "alone:2" not in left
+    assert (evaluated["name"], evaluated["policy"], evaluated["summary"]["failed"]) == ("eval-alone-2", "alone:2", 0)
     assert ids["alone:2"] == ids["beside"] != []
     assert [spans[policy][0]["version"] for policy in ("alone:2", "beside", "base")] == [2, 3, 0]

@@ -84,6 +84,8 @@ class Evaluation(BaseModel):
     """The evaluated checkpoint of a run, or null when the configuration names the model."""
     endpoint: ChatModelSettings | None = None
     """The server and the model that were asked, or null for a model whose tokens are read."""
+    policy: str | None = None
+    """The policy of running services that was asked, or null for their default one and for any other model."""
     files: list[str]
     rows: int
     n: int

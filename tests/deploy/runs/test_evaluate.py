@@ -252,6 +252,7 @@ def test_a_full_disk_is_named_and_the_rest_is_rolled_out_once_there_is_room(
             r"expected a run \(none\), a checkpoint, a model's folder or Hub id, a URL, or 'running', got 'nothing'",
         ),
         ("running", {}, "expected running services for outputs, got none; start them with `trackway up`"),
+        (".", {"policy": "a:8"}, "--policy a:8: expected 'running' to evaluate, got '.'; leave it out"),
         (".", {"rows": None}, "expected a file of rows, got none; name one: --data rows.jsonl"),
     ],
 )

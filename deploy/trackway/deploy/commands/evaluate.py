@@ -38,6 +38,9 @@ def evaluate(
         str | None, typer.Option(metavar="NAME", help="Environment variable with the API key for a URL.")
     ] = None,
     no_seed: Annotated[bool, typer.Option("--no-seed", help="Send a URL no seed, which some servers refuse.")] = False,
+    policy: Annotated[
+        str | None, typer.Option(help="With `running`: a policy, as `trackway policies list` shows it.")
+    ] = None,
     run: Annotated[str | None, typer.Option(metavar="RUN", help="Name of the evaluation.")] = None,
     resume: Annotated[str | None, typer.Option(metavar="RUN", help="Continue an evaluation that was cut off.")] = None,
     rescore: Annotated[
@@ -86,7 +89,9 @@ def evaluate(
     else:
         from trackway.deploy.runs import evaluate as evaluations
 
-        options = evaluations.Options(data, n, limit, temperature, pass_above, step, run, model, api_key_env, no_seed)
+        options = evaluations.Options(
+            data, n, limit, temperature, pass_above, step, run, model, api_key_env, no_seed, policy
+        )
         prepared = (
             evaluations.resumed(resume, outputs)
             if resume

@@ -91,6 +91,8 @@ class Options:
     """Environment variable with the key of the server at a URL."""
     no_seed: bool = False
     """Send no seed to a URL."""
+    policy: str | None = None
+    """Policy of the running services, instead of their default one."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,8 @@ class EvaluationRun:
         target = trace_target(config, experiment_by_name(config.trace_project))
         template = training_template(config, self.evaluation.name, target)
         sampling = template.sampling_params.model_copy(update={"temperature": self.evaluation.temperature})
-        return replace(template, n=self.evaluation.n, sampling_params=sampling, validation=True)
+        chosen = {"n": self.evaluation.n, "sampling_params": sampling, "policy": self.evaluation.policy}
+        return replace(template, validation=True, **chosen)
 
 
 def prepare(
@@ -217,6 +220,8 @@ def prepare(
     Raises TrackwayError and UserError for an invalid command line.
     """
     running = recorded(outputs) if what == RUNNING else None
+    if options.policy is not None and what != RUNNING:
+        raise UserError(f"--policy {options.policy}: expected {RUNNING!r} to evaluate, got {what!r}; leave it out")
     if what == RUNNING and running is None:
         raise UserError(f"expected running services for {outputs}, got none; start them with `trackway up`")
     endpoint = _endpoint(what, options)
@@ -238,12 +243,14 @@ def prepare(
     if not files:
         raise UserError("expected a file of rows, got none; name one: --data rows.jsonl")
     model = endpoint.model if endpoint else what
-    name = options.name or _numbered(f"eval-{source.name if source else Path(model).name}", outputs)
+    short = source.name if source else (options.policy or Path(model).name).replace(":", "-")
+    name = options.name or _numbered(f"eval-{short}", outputs)
     evaluation = Evaluation(
         name=checked_run_name(name),
         model=source.name if source else model,
         checkpoint=source and source.checkpoint,
         endpoint=endpoint,
+        policy=options.policy,
         files=files,
         rows=options.limit or 0,
         n=options.n,
