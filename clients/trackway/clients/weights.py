@@ -12,7 +12,7 @@ may be overwritten. Version numbers are store-wide and increase over all runs.
     <url>/offer.json
     <url>/policies/<name>/latest.json, <version>/...
 
-A named policy has a store of its own below the service's, whose root is that of the default policy.
+The root is the store of the service's default policy. Each named policy has a store of its own below it.
 
 An offer says where the publisher also has the tensors of a version in memory. Nothing depends on it.
 

@@ -435,9 +435,9 @@ class PolicyInfo(WireReply):
 
     name: str
     is_default: bool = False
-    """Whether requests without a name get it."""
+    """True if requests without a name get it."""
     loaded: bool = False
-    """Whether the replica that answers holds it in memory."""
+    """True if the replica that answers holds it in memory."""
     version: int | None = None
     """The weight version there. None unless it is loaded."""
     requests: int = 0

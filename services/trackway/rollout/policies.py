@@ -67,7 +67,7 @@ class Policies(Collector):
         await self.default.stop()
 
     async def ready(self) -> Ready:
-        """Whether the default policy is ready. `broken` when an engine of any policy needs a restart."""
+        """Return the state of the default policy, or that an engine of another one needs a restart."""
         for loaded in self._loaded.values():
             if (state := await loaded.service.ready()).broken:
                 return state
@@ -79,7 +79,7 @@ class Policies(Collector):
             return await service.generate(request)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Piece]:
-        """As `generate`, in pieces; closing the iterator aborts the generation."""
+        """Stream `generate`; closing the iterator aborts the generation."""
         async with self.serving(request.model) as service, aclosing(service.stream(request)) as pieces:
             async for piece in pieces:
                 yield piece

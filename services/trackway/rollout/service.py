@@ -142,7 +142,7 @@ class RolloutService:
 
     @property
     def is_dropped(self) -> bool:
-        """Whether the policy's weights are no longer in the store."""
+        """True if the policy's weights are no longer in the store."""
         return self._watcher.is_dropped
 
     def weights(self) -> WeightsReply:

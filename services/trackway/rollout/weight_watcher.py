@@ -50,7 +50,7 @@ class WeightWatcher:
         self._gate.set()
         self._latest = 0
         self.is_dropped = False
-        """Whether the store has no version any more."""
+        """True if the store has no version any more."""
         self._synced = store is None
         self._error: str | None = None
         self._refused: tuple[WeightManifest, TrackwayError] | None = None

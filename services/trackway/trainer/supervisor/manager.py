@@ -211,7 +211,7 @@ class RunManager:
         return health["rollout"].threads if "rollout" in health else None
 
     async def _engines_sleep(self) -> bool:
-        """Whether a replica of the rollout service that answers can give its memory to a learner."""
+        """Return whether a replica of the rollout service that answers can give its memory to a learner."""
         if self._max_runs == 1 or self.services.rollout_url is None:
             return False
         client = RolloutClient(self.services.rollout_url, policy=_QUESTION, token=self._token)
