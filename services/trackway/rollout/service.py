@@ -249,7 +249,7 @@ class RolloutService:
         params = request.sampling_params
         if params.prompt_logprobs is not None:
             if Capability.PROMPT_LOGPROBS not in self._engine.capabilities:
-                expected = "an engine that scores prompts (torch, vllm)"
+                expected = "an engine that scores prompts (torch, vllm, sglang)"
                 message = f"prompt_logprobs: expected {expected}, got {self._settings.engine}; leave it out"
                 raise TrackwayError(ErrorCode.INVALID_REQUEST, message, param="prompt_logprobs")
             check_prompt_logprobs([request.token_ids], params.prompt_logprobs)

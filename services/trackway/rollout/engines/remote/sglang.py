@@ -27,7 +27,7 @@ from trackway.rollout.engines.remote.shared import KEPT, UNTOUCHED, require_unto
 from trackway.rollout.engines.top_logprobs import top_logprobs
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.rollout import TopLogprobs
+from trackway.wire.rollout import PromptLogprobs, TopLogprobs
 
 T = TypeVar("T")
 
@@ -35,6 +35,7 @@ UNUSED_POSITIONS = 6
 """SGLang 0.5.23 takes prompts that leave 7 positions of its context length free, and ends a response 2 before its end
 (`tp_worker.py`: `max_req_input_len`, `scheduler.py`: `init_req_max_new_tokens`)."""
 _STREAM_INTERVAL = 16  # tokens per event, after the first: events cost CPU on both sides
+_SCORED_STREAM_INTERVAL = 256  # each event of a scored prompt repeats the scores
 _LINGER_S, _POLL_S = 10.0, 0.05
 # SGLang returns logprobs after top_p only with the candidates' ids, which need a finite top_k.
 _MOST_CANDIDATES = 1024
@@ -88,6 +89,7 @@ class _Meta(BaseModel):
     """The ids that top_k and top_p keep."""
     output_top_logprobs: list[list[tuple[float | None, int, str | None]] | None] = Field(default_factory=list)
     input_token_logprobs: list[tuple[float | None, int, str | None]] = Field(default_factory=list)
+    input_top_logprobs: list[list[tuple[float, int, str | None]] | None] = Field(default_factory=list)
 
 
 class _Answer(BaseModel):
@@ -102,7 +104,7 @@ class SglangEngine(RemoteEngine):
 
     def __init__(self, settings: RolloutSettings) -> None:
         super().__init__(settings)
-        lacking = {Capability.PROMPT_LOGPROBS, *(() if settings.enable_sleep else (Capability.SLEEP,))}
+        lacking = set() if settings.enable_sleep else {Capability.SLEEP}
         lacking |= set() if self.guides else {Capability.STRUCTURED_OUTPUTS}
         self.capabilities = frozenset(Capability) - lacking
         self._adapter: str | None = None
@@ -197,16 +199,18 @@ class SglangEngine(RemoteEngine):
         top_k = params.top_k if params.top_k > 0 else -1
         if truncated and top_k < 0:
             top_k = min(_MOST_CANDIDATES, self.facts.vocab_size)
+        most_likely = params.prompt_logprobs
+        tops_num = max(params.logprobs, most_likely or 0)
         body: Json = {
             "input_ids": call.token_ids,
             "rid": call.rid,
             "sampling_params": _sampling(call, top_k),
             "return_logprob": True,
-            "logprob_start_len": -1,
+            "logprob_start_len": -1 if most_likely is None else 0,
             "return_sampling_mask": truncated,
             "extra_key": self._key(),
             "stream": True,
-            **({"top_logprobs_num": params.logprobs} if params.logprobs else {}),
+            **({"top_logprobs_num": tops_num} if tops_num else {}),
             **self._model(),
         }
         seen = 0
@@ -223,7 +227,9 @@ class SglangEngine(RemoteEngine):
                     names = newest if meta.weight_versions else []
                 chunk = _tokens(meta, seen, total, truncated, newest[seen:])
                 tops = _tops(meta, chunk, truncated, params.logprobs) if params.logprobs else ()
-                yield replace(chunk, top_logprobs=tops, all_names=names)
+                begins = seen == 0 and total > 0
+                scores = self._scores(meta, call.token_ids, most_likely) if begins and most_likely is not None else None
+                yield replace(chunk, top_logprobs=tops, all_names=names, prompt_logprobs=scores)
                 seen = total
 
     async def cut(self, calls: Sequence[Call]) -> None:
@@ -304,12 +310,21 @@ class SglangEngine(RemoteEngine):
             "extra_key": f"probe-{self._key()}",
             **self._model(),
         }
-        scored = _meta(await self.http.post("/generate", body, idempotent=True)).input_token_logprobs[1:]
+        return self._scores(_meta(await self.http.post("/generate", body, idempotent=True)), token_ids, 0).logprobs
+
+    def _scores(self, meta: _Meta, token_ids: Sequence[int], most_likely: int) -> PromptLogprobs:
+        scored = meta.input_token_logprobs[1:]
+        tops = meta.input_top_logprobs[1:] if most_likely else [[] for _ in scored]
         last = self.facts.vocab_size - 1  # SGLang 0.5.23 names this token 0, beside the logprob that is its own
         if [token for _, token, _ in scored] != [token if token != last else 0 for token in token_ids[1:]]:
             message = f"expected input_token_logprobs of {len(token_ids) - 1} tokens, got {scored}; check engine_url"
             raise TrackwayError(ErrorCode.ENGINE_FAILED, message)
-        return [float("nan") if logprob is None else logprob for logprob, _, _ in scored]
+        best = [(top or [])[:most_likely] for _, top in zip(scored, tops, strict=True)]
+        return PromptLogprobs(
+            logprobs=[float("nan") if logprob is None else logprob for logprob, _, _ in scored],
+            top_ids=[[token for _, token, _ in row] for row in best],
+            top_logprobs=[[logprob for logprob, _, _ in row] for row in best],
+        )
 
     async def give_back(self, part: MemoryPart) -> None:
         await self._empty()
@@ -344,6 +359,8 @@ def _sampling(call: Call, top_k: int) -> Json:
         "ignore_eos": params.ignore_eos,
         "skip_special_tokens": False,
     }
+    if params.prompt_logprobs is not None:
+        sampling["stream_interval"] = _SCORED_STREAM_INTERVAL
     if params.structured_outputs is not None:
         tag = params.structured_outputs.structural_tag
         grammar = {"json_schema": params.structured_outputs.schema_text} if tag is None else {"structural_tag": tag}

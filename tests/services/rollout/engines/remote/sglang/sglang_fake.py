@@ -83,6 +83,7 @@ class Sampling(_Body):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     sampling_seed: int | None = None
+    stream_interval: int | None = None
 
 
 class Generate(BaseModel):

@@ -17,6 +17,7 @@ from trackway.rollout.engines.remote.requests import TokenChunk
 from trackway.rollout.engines.remote.sglang import SglangEngine, _Meta, _tops
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.rollout import PromptLogprobs
 from trackway.wire.weights import Probe, WeightProof
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -69,6 +70,20 @@ def test_top_logprobs_that_do_not_come_fail_the_request() -> None:
     with pytest.raises(TrackwayError, match="expected top_logprobs of 1 tokens, got 0") as raised:
         _tops(_Meta(), TokenChunk([5], [-1.0], []), truncated=False, count=3)
     assert raised.value.code is ErrorCode.ENGINE_FAILED
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_scored_prompt_is_in_the_first_piece(engine: SglangEngine, fake: Fake, streamed: bool) -> None:
+    asked = params(20).model_copy(update={"prompt_logprobs": 0})
+    if streamed:
+        scores = [piece.prompt_logprobs async for piece in engine.stream(PROMPT, asked, "r")]
+        assert scores[1:] == [None] * (len(scores) - 1) and len(scores) > 1
+    else:
+        scores = [(await engine.generate(PROMPT, asked, "r")).prompt_logprobs]
+    rows: list[list[int]] = [[] for _ in PROMPT[1:]]
+    logprobs = [fakes.logprob(0, token) for token in PROMPT[1:]]
+    assert scores[0] == PromptLogprobs(logprobs=logprobs, top_ids=rows, top_logprobs=[[] for _ in rows])
+    assert sent(fake, "/generate")[-1]["logprob_start_len"] == 0
 
 
 async def test_a_server_whose_events_repeat_all_tokens_gives_the_same(starts: Starts, fake: Fake) -> None:

@@ -33,8 +33,8 @@ def test_it_sleeps_only_when_it_was_started_to(folder: Folder) -> None:
         settings = RolloutSettings(model_path=folder(0), engine_url="http://x", enable_sleep=enable_sleep)
         return SglangEngine(settings).capabilities
 
-    assert capabilities(True) == frozenset(Capability) - {Capability.PROMPT_LOGPROBS}
-    assert capabilities(False) == frozenset(Capability) - {Capability.PROMPT_LOGPROBS, Capability.SLEEP}
+    assert capabilities(True) == frozenset(Capability)
+    assert capabilities(False) == frozenset(Capability) - {Capability.SLEEP}
 
 
 async def test_memory_is_given_back_in_a_pause_without_requests_only(engine: SglangEngine, fake: Fake) -> None:
