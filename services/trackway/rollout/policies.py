@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
+import psutil
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -187,16 +188,24 @@ class Policies(Collector):
                 f"expected a server for several policies, got one of {self._settings.engine} for the default one alone "
                 f"for {name!r}; set engine_url and engine_shared=true"
             )
-        while len(self._loaded) + 1 >= bound:
+        while lacking := self._lacking():
             idle = {held: loaded for held, loaded in self._loaded.items() if not loaded.users}
             if not idle:
-                raise TrackwayError(
-                    ErrorCode.UNAVAILABLE,
-                    f"expected a place for policy {name!r}, got {bound} in use (max_policies): the default one, "
-                    f"{', '.join(self._loaded)}; retry later, or raise max_policies",
-                )
+                in_use = ", ".join([self._settings.model_name, *self._loaded])
+                message = f"expected a place for policy {name!r}, got {in_use} in use and {lacking}; retry later"
+                raise TrackwayError(ErrorCode.UNAVAILABLE, message)
             await self._unload(min(idle, key=lambda held: idle[held].used))
             self._evictions += 1
+
+    def _lacking(self) -> str:
+        """What another policy lacks. Empty when it has a place, and memory if its weights go to main memory."""
+        if len(self._loaded) + 1 >= self._settings.max_policies:
+            return f"max_policies={self._settings.max_policies}"
+        if self._settings.engine != "torch" or self._settings.device == "cuda":
+            return ""
+        needed = sum(file.stat().st_size for file in self._settings.model_path.glob("*.safetensors"))
+        available = psutil.virtual_memory().available
+        return "" if needed <= available else f"{available / 1e9:.1f} GB of free memory for {needed / 1e9:.1f} GB"
 
     async def _unload(self, name: str) -> None:
         loaded = self._loaded.pop(name)

@@ -4,9 +4,11 @@ import asyncio
 import shutil
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Protocol
 
 import httpx
+import psutil
 import pytest
 from fastapi import FastAPI
 
@@ -150,13 +152,31 @@ async def test_a_policy_without_a_place_is_a_503(
         assert await tokens(client, "b", 1)
     assert (refused.status_code, refused.json()["error"]["retryable"]) == (503, True)
     assert refused.json()["error"]["message"] == (
-        "expected a place for policy 'b', got 2 in use (max_policies): the default one, a; retry later, or raise "
-        "max_policies"
+        "expected a place for policy 'b', got policy, a in use and max_policies=2; retry later"
     )
 
 
 async def _aborted(client: httpx.AsyncClient, model: str) -> bool:
     return (await client.post("/abort_requests", params={"model": model})).json()["aborted"] == 1
+
+
+async def test_a_policy_leaves_for_another_where_memory_is_short(
+    running: Running, settings: RolloutSettings, url: str, folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, name in enumerate(("a", "b")):
+        publish(url, name, 1, folders("qwen3-gqa", number))
+    free = [2e9, 0.0, 2e9]
+    async with running(create_app(settings)) as client:
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free.pop(0)))
+        await tokens(client, "a", 1)
+        await tokens(client, "b", 1)
+        assert await loaded(client) == ["policy", "b"]
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0.0))
+        refused = await answered(client, "a")
+        assert await loaded(client) == ["policy"]
+    assert refused.json()["error"]["message"] == (
+        "expected a place for policy 'a', got policy in use and 0.0 GB of free memory for 0.0 GB; retry later"
+    )
 
 
 async def test_a_policy_whose_weights_were_removed_is_unknown(

@@ -92,7 +92,8 @@ class TorchEngine:
 
     async def start(self) -> None:
         """Load the base weights and start the thread."""
-        weights = await asyncio.to_thread(load, self._decoder, self._settings.model_path)
+        with _enough_memory("the start"):
+            weights = await asyncio.to_thread(load, self._decoder, self._settings.model_path)
         torch.set_num_threads(self._settings.threads or self._choose_threads(weights))
         self._core = EngineCore(self._decoder, weights, 0, self._settings.max_num_seqs)
         self._thread = EngineThread(self._core, self._resolve, self._fail)
@@ -205,7 +206,7 @@ class TorchEngine:
         """Allocate memory. See `Engine.wake_up`. Raises ENGINE_FAILED if the weights are not those that slept."""
         core = self._started()
         async with self._memory:
-            with _enough_memory():
+            with _enough_memory("the wake-up"):
                 if "weights" in parts and core.sleeping is not None:
                     weights = await asyncio.to_thread(self._restored, core.sleeping)
                     await self._thread.call(lambda: core.take_weights(weights))
@@ -302,9 +303,9 @@ def _result(result: Generation | TrackwayError) -> Generation:
 
 
 @contextmanager
-def _enough_memory() -> Iterator[None]:
+def _enough_memory(what: str) -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
-        message = f"expected free memory for the wake-up, got {error}; free it, then POST /wake_up again"
+        message = f"expected free memory for {what}, got {error}; free it, then try again"
         raise TrackwayError(ErrorCode.UNAVAILABLE, message) from error

@@ -230,7 +230,7 @@ async def test_a_wake_up_without_memory_may_be_tried_again(
         await engine.resume()
         assert (await answer(engine)).logprobs == pytest.approx(before.logprobs, abs=1e-5)
     assert code is ErrorCode.UNAVAILABLE
-    assert message == "expected free memory for the wake-up, got CUDA out of memory; free it, then POST /wake_up again"
+    assert message == "expected free memory for the wake-up, got CUDA out of memory; free it, then try again"
 
 
 async def test_an_engine_whose_weights_do_not_fit_on_the_disk_stays_awake(
