@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.attacks.test_planted_weights import sampled
 from tests.services.rollout.engine_runs import started, watching
@@ -99,6 +101,19 @@ async def test_each_adapter_replaces_the_one_before_and_nothing_computed_with_th
         whole = await engine.generate(prompt, GREEDY, "whole")
         assert made.token_ids == whole.token_ids
         assert made.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+
+
+async def test_a_prompt_is_scored_with_the_adapter(engine: TorchEngine, versions: AdapterVersions) -> None:
+    ids = torch.tensor([[*range(3, 60)]])
+    await engine.load_weights(versions.folders["right"], 1, ANY_PROOF)
+    params = GREEDY.model_copy(update={"prompt_logprobs": 3})
+    scores = (await engine.generate(ids[0].tolist(), params, "a")).prompt_logprobs
+    with torch.inference_mode():
+        logits = AutoModelForCausalLM.from_pretrained(versions.whole["2"]).float()(ids).logits[0, :-1]
+    logprobs = logits.log_softmax(-1)
+    assert scores is not None
+    assert scores.logprobs == pytest.approx(logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist(), abs=1e-4)
+    assert scores.top_ids == logprobs.topk(3).indices.tolist()
 
 
 async def test_a_replica_that_follows_a_store_takes_adapters_from_it(

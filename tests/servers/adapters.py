@@ -7,6 +7,7 @@ from types import ModuleType
 
 import httpx
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from tests.services.rollout.planted_adapters import AdapterVersions, make_adapters
@@ -67,6 +68,21 @@ async def test_an_adapter_answers_as_the_model_that_it_is_merged_into_however_of
         made = await lora.generate(PROMPT, GREEDY, "a")
         assert made.spans[0].version == lora.version == version
         assert worst(made, merged[model], GREEDY) < 1e-4
+
+
+async def test_a_prompt_is_scored_with_the_adapter(
+    lora: CanBeMisled, versions: AdapterVersions, merged: dict[str, PreTrainedModel]
+) -> None:
+    ids = torch.tensor([[*PROMPT, *([7, 9] * BLOCK)]])
+    for version, (adapter, model) in enumerate((("old kept", "1"), ("right", "2")), start=1):
+        await lora.load_weights(versions.folders[adapter], version, ANY_PROOF)
+        made = await lora.generate(ids[0].tolist(), SHORT.model_copy(update={"prompt_logprobs": 3}), "a")
+        with torch.inference_mode():
+            logprobs = merged[model](ids).logits[0, :-1].log_softmax(-1)
+        assert made.prompt_logprobs is not None
+        expected = logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist()
+        assert made.prompt_logprobs.logprobs == pytest.approx(expected, abs=1e-4)
+        assert made.prompt_logprobs.top_ids == logprobs.topk(3).indices.tolist()
 
 
 async def test_no_prefix_computed_with_the_adapter_before_is_reused(

@@ -102,6 +102,22 @@ async def test_after_an_abort_the_rest_is_what_the_new_weights_say_of_the_whole(
     assert whole.logprobs[cut:] == pytest.approx(rest, abs=1e-4)
 
 
+async def test_a_scored_prompt_that_an_update_cuts_has_the_scores_of_the_weights_before(
+    surviving: Surviving, store: WeightStore, model_path: Path, other_path: Path
+) -> None:
+    asked = LONG.model_copy(update={"sampling_params": LONG.sampling_params.model_copy(update={"prompt_logprobs": 0})})
+    async with surviving("abort") as (survivor, _), begun(survivor, asked) as answer:
+        await asyncio.to_thread(store.publish, 1, "run", other_path, ANY_PROOF)
+        whole, pieces = await answer
+    assert [span.version for span in whole.spans] == [0, 1]
+    [scores] = [piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs is not None]
+    ids = torch.tensor([LONG.token_ids])
+    with torch.inference_mode():
+        logits = AutoModelForCausalLM.from_pretrained(model_path)(ids).logits[0, :-1]
+    assert scores.logprobs == pytest.approx(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist(), abs=1e-5)
+    assert whole.prompt_logprobs == scores
+
+
 async def test_tokens_on_a_kept_cache_differ_from_their_version_and_say_so(
     surviving: Surviving, store: WeightStore, other_path: Path
 ) -> None:
