@@ -105,6 +105,8 @@ INCIDENTS = "incidents"
 """Tag: every incident, comma-separated; only when there was one."""
 IS_BASELINE = "is_baseline"
 """Tag of a greedy rollout whose score is the baseline of its group; only there."""
+POLICY = "policy"
+"""Tag: the policy of the rollout service that the trajectory asked; only where it is not the default one."""
 TRAIN_STEP = "train_step"
 """Tag of the trainer's own traces. They have no `step`, so `tags.step = '1'` matches trajectories only."""
 

@@ -33,7 +33,7 @@ from trackway.tracing import (
     token2text,
     trajectory_span,
 )
-from trackway.tracing.attributes import IS_BASELINE, STOP_REASON, group_id
+from trackway.tracing.attributes import IS_BASELINE, POLICY, STOP_REASON, group_id
 from trackway.wire.agent import AgentInfo, GroupRequest
 from trackway.wire.chat import Message, ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -88,6 +88,8 @@ class AgentLoop(ABC):
         ) as span:
             if request.is_baseline:
                 span.tag(IS_BASELINE, True)
+            if request.policy is not None:
+                span.tag(POLICY, request.policy)
             try:
                 await self._live(episode)
                 await self._tell(span, episode)

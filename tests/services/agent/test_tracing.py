@@ -80,6 +80,15 @@ async def test_a_greedy_baseline_has_a_tag_of_its_own(services: AgentServices) -
 
 
 @pytest.mark.anyio
+async def test_a_trajectory_that_asked_a_policy_by_name_has_it_as_a_tag(services: AgentServices) -> None:
+    services.model.scripts = {0: [ANSWER]}
+
+    await services.run(group(policy="tiny", trace=True))
+
+    assert (root_of(services.spans()).attributes or {})["agentic.tag.policy"] == "tiny"
+
+
+@pytest.mark.anyio
 async def test_the_root_shows_texts_reward_and_turns(services: AgentServices) -> None:
     trajectory = await services.say(ANSWER, trace=True)
 
