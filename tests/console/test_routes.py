@@ -82,6 +82,7 @@ def test_the_list_has_the_runs_of_the_folder_and_of_the_folders_in_it(outputs: P
         "step": 2,
         "total_steps": 2,
         "restarts": 0,
+        "policy": None,
         "message": "done",
         "reward": {"steps": [1, 2], "values": [0.25, 0.25]},
         "accuracy": {"steps": [0], "values": [0.25]},

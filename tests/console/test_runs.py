@@ -6,9 +6,11 @@ import pytest
 
 from tests.console.browser import Browser
 from tests.console.example_run import rollout, write_evaluation, write_run
+from trackway.trainer.config import compose
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectory_dump import write_trajectories
-from trackway.wire.trainer import MetricsRow
+from trackway.trainer.service_urls import ServiceUrls
+from trackway.wire.trainer import MetricsRow, RunState
 from trackway.wire.trajectory import Reward
 
 pytestmark = [pytest.mark.slow, pytest.mark.program("chromium")]
@@ -98,3 +100,23 @@ def test_a_row_of_evaluations_leads_to_its_rollouts_side_by_side(browser: Browse
 
     assert browser.evaluate(HEADS) == ["eval-a, v0 · 3 · 0 reward 1", "eval-b, v0 · 3 · 0 reward 0"]
     assert browser.evaluate(line("reward")) == ["1", "0"] and browser.problems == []
+
+
+def test_two_active_runs_are_listed_as_active_each_with_its_policy(browser: Browser, url: str, outputs: Path) -> None:
+    for name, policy in (("first", None), ("second", "second")):
+        folder = RunFolder(outputs / name)
+        urls = ServiceUrls(agent_url="http://a", tools_url="http://t", weights_url="w")
+        folder.create(compose([f"trainer.experiment_name={name}"]), urls, total_steps=9)
+        folder.move(RunState.RUNNING)
+        folder.update(step=1, policy=policy)
+    cells = "[...row.cells].slice(1, 3).map((cell) => cell.innerText)"
+    rows = f"[...document.querySelectorAll('tbody tr')].map((row) => {cells})"
+    browser.open(f"{url}#/runs")
+
+    listed = dict(browser.evaluate(rows))
+    assert (listed["first"], listed["second"]) == ("running", "running\npolicy second")
+    browser.open(f"{url}#/run?run=second")
+    assert "step 1 of 9 · policy second · " in browser.text()
+    browser.open(f"{url}#/run?run=first")
+    assert "step 1 of 9 · /" in browser.text()
+    assert browser.problems == []

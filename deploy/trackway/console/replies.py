@@ -31,6 +31,8 @@ class RunSummary(WireReply):
     step: int = 0
     total_steps: int = 0
     restarts: int = 0
+    policy: str | None = None
+    """Policy of the rollout service that it trains. None is the default one."""
     message: str = ""
     changed: int = 0
     """When its state changed last, in milliseconds since 1970. 0 if unknown."""

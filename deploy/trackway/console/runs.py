@@ -97,6 +97,7 @@ class Runs:
             step=info.step,
             total_steps=info.total_steps,
             restarts=info.restarts,
+            policy=info.policy,
             message=info.message,
             changed=_changed(folder) // 1_000_000,
             reward=series(rows, REWARD),

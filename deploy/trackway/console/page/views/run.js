@@ -78,7 +78,8 @@ function head({ summary, folder, mlflow, weave, evaluation }) {
     title,
     h("div", { class: "meter", role: "progressbar", "aria-valuenow": summary.step, "aria-valuemax": summary.total_steps, "aria-label": "Steps" }, h("i", { style: { width: `${Math.min(100, done * 100)}%` } })),
     h("p", { class: "dim" }, `step ${number(summary.step)} of ${number(summary.total_steps)}`,
-      summary.restarts > 0 && ` · ${plural(summary.restarts, "restart")}`, " · ", h("code", {}, visible(folder))),
+      summary.restarts > 0 && ` · ${plural(summary.restarts, "restart")}`,
+      summary.policy && [" · policy ", h("code", {}, visible(summary.policy))], " · ", h("code", {}, visible(folder))),
     summary.message && h("p", { class: summary.state === "failed" || summary.state === "unreadable" ? "note bad" : "note" }, visible(summary.message)),
     summary.alive === false && h("p", { class: "note bad" }, "Its process is gone and wrote no end. Its log, and how to go on: ",
       command(`trackway runs logs ${words(summary.name, folder)}`), " ", command(`trackway train --resume ${words(summary.name, folder)}`)));
