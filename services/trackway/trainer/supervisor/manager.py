@@ -294,11 +294,11 @@ class RunManager:
         if others:
             configs = {info.run: self.registry.folder(info.run).config() for info in others}
             for run, its in {"this run": config, **configs}.items():
-                alone = "enable_sleep of the rollout service" if engines_sleep else _needs_engines_alone(its)
+                alone = "enable_sleep of the rollout service" if engines_sleep else _unshared(its)
                 if alone:
                     raise TrackwayError(
                         ErrorCode.CONFLICT,
-                        f"expected runs that can share the rollout service, got {', '.join(configs)}, and {alone} for "
+                        f"expected runs that can share the services, got {', '.join(configs)}, and {alone} for "
                         f"{run}; wait until one ends, or leave that setting out",
                         run=others[0].run,
                     )
@@ -309,8 +309,10 @@ class RunManager:
         return name if any(info.policy is None for info in others) else None
 
 
-def _needs_engines_alone(config: RunConfig) -> str:
-    """The key by which a run needs the engines for itself. Empty without one."""
+def _unshared(config: RunConfig) -> str:
+    """The key by which a run needs the engines, or the tools and the reward service, for itself. Empty without one."""
+    if config.trackway.functions_file is not None:  # its reward scores every data source
+        return "trackway.functions_file"
     return "trackway.weights_transport" if config.trackway.weights_transport != "store" else ""
 
 

@@ -297,20 +297,37 @@ async def test_two_runs_at_once_learn_what_each_learns_alone_though_one_is_kille
     assert store.policies() == ["second"]
 
 
-async def test_a_run_that_needs_the_engines_alone_is_refused_beside_another(
-    agent, agent_url, request_of, tmp_path: Path
+@pytest.mark.parametrize("change", ["trackway.weights_transport=ipc", "trackway.functions_file=/none.json"])
+async def test_a_run_that_needs_services_alone_is_refused_beside_another(
+    change: str, agent, agent_url, request_of, tmp_path: Path
 ):
     runs = RunManager(tmp_path / "outputs", urls(agent_url, tmp_path), stop_deadline_s=60, max_runs=2)
     agent.holding_at = 0
     await runs.start(request_of("first"))
 
     with pytest.raises(TrackwayError) as caught:
-        await runs.start(request_of("second", "trackway.weights_transport=ipc"))
+        await runs.start(request_of("second", change))
     agent.released.set()
     await runs.close()
 
     assert caught.value.message == (
-        "expected runs that can share the rollout service, got first, and trackway.weights_transport for this run; "
+        f"expected runs that can share the services, got first, and {change.partition('=')[0]} for this run; "
+        "wait until one ends, or leave that setting out"
+    )
+
+
+async def test_no_run_starts_beside_one_whose_functions_would_score_it(agent, agent_url, request_of, tmp_path: Path):
+    runs = RunManager(tmp_path / "outputs", urls(agent_url, tmp_path), stop_deadline_s=60, max_runs=2)
+    agent.holding_at = 0
+    await runs.start(request_of("first", "trackway.functions_file=/none.json"))
+
+    with pytest.raises(TrackwayError) as caught:
+        await runs.start(request_of("second"))
+    agent.released.set()
+    await runs.close()
+
+    assert caught.value.message == (
+        "expected runs that can share the services, got first, and trackway.functions_file for first; "
         "wait until one ends, or leave that setting out"
     )
 
