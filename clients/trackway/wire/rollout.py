@@ -430,6 +430,10 @@ class ModelList(WireReply):
     data: list[ModelCard]
 
 
+BASE_POLICY = "base"
+"""The policy of a service's model without published weights."""
+
+
 class PolicyInfo(WireReply):
     """A policy: a name with a line of weight versions."""
 

@@ -21,10 +21,16 @@ from trackway.rollout.service import RolloutService
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Ready
-from trackway.wire.rollout import GenerateReply, GenerateRequest, ModelCard, ModelList, PolicyInfo, PolicyList
+from trackway.wire.rollout import (
+    BASE_POLICY,
+    GenerateReply,
+    GenerateRequest,
+    ModelCard,
+    ModelList,
+    PolicyInfo,
+    PolicyList,
+)
 
-BASE = "base"
-"""The policy of the service's model without published weights."""
 _SHOWN = 20
 
 
@@ -215,14 +221,14 @@ class Policies(Collector):
             await loaded.service.stop()
 
     async def _require_weights(self, name: str) -> None:
-        if name == BASE:
+        if name == BASE_POLICY:
             return
         if name not in await self._published():
             names = ", ".join([*await self._names()][:_SHOWN])
             raise _unknown(f"model: expected a policy that is served here ({names}), got {name!r}; see /v1/models")
 
     async def _names(self) -> list[str]:
-        return [self._settings.model_name, BASE, *await self._published()]
+        return [self._settings.model_name, BASE_POLICY, *await self._published()]
 
     async def _published(self) -> list[str]:
         return [] if self._store is None else await asyncio.to_thread(self._store.policies)
@@ -240,7 +246,7 @@ class Policies(Collector):
         own, url, cache = self._settings, self._settings.weights_url, self._settings.weights_cache
         changes = {
             "model_name": name,
-            "weights_url": None if name == BASE or url is None else policy_url(url, name),
+            "weights_url": None if name == BASE_POLICY or url is None else policy_url(url, name),
             "weights_cache": None if cache is None else cache / name,
         }
         return own.model_copy(update=changes)

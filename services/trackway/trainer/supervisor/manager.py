@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from pydantic import JsonValue, SecretStr
 
@@ -34,6 +35,7 @@ from trackway.trainer.supervisor.registry import RunRegistry
 from trackway.trainer.traces.preflight import check_backends
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import OwnCode
+from trackway.wire.rollout import BASE_POLICY
 from trackway.wire.trainer import ENDED, RunInfo, RunRequest, RunState
 
 logger = logging.getLogger("trackway.trainer")
@@ -41,6 +43,12 @@ logger = logging.getLogger("trackway.trainer")
 _QUESTION = CallPolicy.question(5.0)
 EXIT_WAIT_S = 10.0
 """Longest wait for the exit of a process whose run has ended or has a new owner, which it learns at its next beat."""
+
+
+class _SharedEngines(NamedTuple):
+    sleep: bool = False
+    """True if a replica can give its memory to a learner."""
+    default_policy: str = ""
 
 
 class RunManager:
@@ -78,12 +86,12 @@ class RunManager:
         await asyncio.to_thread(check_storage, config)
         await self._check_tracking(config)
         code = await self._loaded_code(config)
-        engine_threads, sleep = await self._engine_threads(), await self._engines_sleep()
+        engine_threads, shared = await self._engine_threads(), await self._shared_engines()
         folder = self.registry.folder(config.trainer.experiment_name)
         async with self._lock:
             with self.registry.outputs_lock.held():
-                others = self._others(folder.name, config, sleep)
-                services = self.services.with_policy(self._policy(folder.name, others))
+                others = self._others(folder.name, config, shared)
+                services = self.services.with_policy(self._policy(folder.name, others, shared))
                 folder.create(config, services)
                 folder.update(code=code, engine_threads=engine_threads, policy=services.policy)
                 await self._supervise(folder, config, services)
@@ -109,11 +117,11 @@ class RunManager:
         config = changed(folder.config(), changes)
         await self._check_tracking(config)
         code = await self._loaded_code(config)
-        engine_threads, sleep = await self._engine_threads(), await self._engines_sleep()
+        engine_threads, shared = await self._engine_threads(), await self._shared_engines()
         async with self._lock:
             await self._gone(folder)
             with self.registry.outputs_lock.held():
-                others = self._others(name, config, sleep)
+                others = self._others(name, config, shared)
                 before = folder.info()
                 if by_itself and not before.interrupted:
                     message = f"expected an interrupted run to resume, got run {name!r}, which is {before.state}"
@@ -129,7 +137,7 @@ class RunManager:
                 if changes:
                     folder.write_config(config)
                 restarts = before.restarts + 1 if by_itself else 0
-                services = self.services.with_policy(before.policy or self._policy(name, others))
+                services = self.services.with_policy(before.policy or self._policy(name, others, shared))
                 folder.move(
                     RunState.STARTING,
                     restarts=restarts,
@@ -210,14 +218,15 @@ class RunManager:
         health = await health_of(["rollout"], self.services.traced, self._token)
         return health["rollout"].threads if "rollout" in health else None
 
-    async def _engines_sleep(self) -> bool:
-        """Return whether a replica of the rollout service that answers can give its memory to a learner."""
+    async def _shared_engines(self) -> _SharedEngines:
+        """What the rollout service says, if it answers."""
         if self._max_runs == 1 or self.services.rollout_url is None:
-            return False
+            return _SharedEngines()
         client = RolloutClient(self.services.rollout_url, policy=_QUESTION, token=self._token)
         with suppress(TrackwayError):
-            return any(replica.can_sleep for replica in (await client.sleeping()).replicas)
-        return False
+            sleep = any(replica.can_sleep for replica in (await client.sleeping()).replicas)
+            return _SharedEngines(sleep, (await client.weights()).model)
+        return _SharedEngines()
 
     async def _supervise(
         self,
@@ -281,7 +290,7 @@ class RunManager:
             if info.state in ENDED and info.interrupted:
                 self._fail(self.registry.folder(info.run), f"run {name!r} was started instead; resume this run by hand")
 
-    def _others(self, name: str, config: RunConfig, engines_sleep: bool) -> list[RunInfo]:
+    def _others(self, name: str, config: RunConfig, engines: _SharedEngines) -> list[RunInfo]:
         """The active runs. Raises CONFLICT unless this one can run beside them."""
         others = [info for info in self.registry.list() if info.state not in ENDED]
         active = next((info for info in others if info.run == name), None)
@@ -294,7 +303,7 @@ class RunManager:
         if others:
             configs = {info.run: self.registry.folder(info.run).config() for info in others}
             for run, its in {"this run": config, **configs}.items():
-                alone = "enable_sleep of the rollout service" if engines_sleep else _unshared(its)
+                alone = "enable_sleep of the rollout service" if engines.sleep else _unshared(its)
                 if alone:
                     raise TrackwayError(
                         ErrorCode.CONFLICT,
@@ -304,9 +313,17 @@ class RunManager:
                     )
         return others
 
-    def _policy(self, name: str, others: Sequence[RunInfo]) -> str | None:
-        """The policy of a new run: None for the default one, or its own name while another run trains that one."""
-        return name if any(info.policy is None for info in others) else None
+    def _policy(self, name: str, others: Sequence[RunInfo], engines: _SharedEngines) -> str | None:
+        """The policy of a new run: None for the default one, or its own name while another run trains that one.
+
+        Raises CONFLICT for a name that the rollout service has for another policy.
+        """
+        if all(info.policy is not None for info in others):
+            return None
+        if name in (BASE_POLICY, engines.default_policy):
+            message = f"expected a run with another name beside {others[0].run}, got {name!r}, a policy of the rollout "
+            raise TrackwayError(ErrorCode.CONFLICT, f"{message}service; rename it (trainer.experiment_name)", run=name)
+        return name
 
 
 def _unshared(config: RunConfig) -> str:

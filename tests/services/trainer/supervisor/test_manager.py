@@ -14,9 +14,13 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.services.rollout.idle_engine import IdleEngine
 from tests.services.trainer.real_runs import STEPS, ended, held_at, pid_of, run_request, urls
+from tests.serving import served_in_thread
 from tests.waiting import async_until
 from trackway.clients.weights import WeightStore, policy_url
+from trackway.rollout.app import create_app
+from trackway.rollout.settings import RolloutSettings
 from trackway.tracing import Tracing, TracingSettings
 from trackway.trainer.config import compose
 from trackway.trainer.run_state.checkpoint import LATEST
@@ -329,6 +333,28 @@ async def test_no_run_starts_beside_one_whose_functions_would_score_it(agent, ag
     assert caught.value.message == (
         "expected runs that can share the services, got first, and trackway.functions_file for first; "
         "wait until one ends, or leave that setting out"
+    )
+
+
+@pytest.mark.parametrize("name", ["base", "actor"])
+async def test_a_run_does_not_take_the_name_of_another_policy(
+    name: str, agent, agent_url, request_of, tiny_model: Path, tmp_path: Path
+):
+    rollout = create_app(RolloutSettings(model_path=tiny_model, model_name="actor"), IdleEngine())
+    with served_in_thread(rollout) as url:
+        services = urls(agent_url, tmp_path).model_copy(update={"rollout_url": url})
+        runs = RunManager(tmp_path / "outputs", services, stop_deadline_s=60, max_runs=2)
+        agent.holding_at = 0
+        await runs.start(request_of("first"))
+
+        with pytest.raises(TrackwayError) as caught:
+            await runs.start(request_of(name))
+        agent.released.set()
+        await runs.close()
+
+    assert caught.value.message == (
+        f"expected a run with another name beside first, got {name!r}, a policy of the rollout service; rename it "
+        "(trainer.experiment_name)"
     )
 
 
