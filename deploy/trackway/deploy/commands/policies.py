@@ -60,7 +60,7 @@ def load(
     if as_json:
         print_json(loaded)
         return
-    stdout.print(f'policy {policy} is served; try it: trackway try --row 1 --policy "{policy}" --outputs {outputs}')
+    stdout.print(f"policy {policy} is served; try it: trackway try rows.jsonl --policy {policy} --outputs {outputs}")
 
 
 @app.command()
