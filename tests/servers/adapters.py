@@ -26,7 +26,7 @@ from tests.vllm.vllm_runs import (
     worst,
 )
 from tests.weight_proofs import ANY_PROOF
-from trackway.clients.weights import WeightStore, policy_url
+from trackway.clients.weights import WeightStore
 from trackway.rollout.app import create_app
 from trackway.rollout.engines.protocol import Generation
 from trackway.rollout.engines.remote.engine import RemoteEngine
@@ -34,7 +34,7 @@ from trackway.rollout.engines.remote.sglang import SglangEngine
 from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import GenerateReply
-from trackway.wire.weights import Verdict
+from trackway.wire.weights import Verdict, policy_url
 
 
 @pytest.fixture(scope="module")

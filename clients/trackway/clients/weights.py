@@ -39,6 +39,7 @@ from trackway.system import atomic_write, digests, find_difference, locked, new_
 from trackway.system.storage import FULL, NOT_WRITABLE, error_number, storage_error
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.weights import (
+    POLICIES,
     FileDigest,
     LatestWeights,
     UpdateMode,
@@ -51,8 +52,6 @@ from trackway.wire.weights import (
 MANIFEST = "manifest.json"
 LATEST = "latest.json"
 OFFER = "offer.json"
-POLICIES = "policies"
-"""Folder of the named policies, in the store of a service."""
 CACHE_LOCK = ".lock"
 CACHE_WAIT_S = 60.0
 """Longest wait for another replica of the host that fetches a version; then the fetch is to be tried again."""
@@ -402,11 +401,6 @@ def _unreadable(path: str, error: ValidationError, remedy: str) -> TrackwayError
     where = ".".join(map(str, first["loc"])) or "its JSON"
     message = f"expected {path} to be readable, got {where}: {first['msg']}; {remedy}"
     return TrackwayError(ErrorCode.WEIGHTS_CORRUPT, message)
-
-
-def policy_url(url: str, name: str) -> str:
-    """The URL of a policy's store, below that of the service."""
-    return f"{url.rstrip('/')}/{POLICIES}/{name}"
 
 
 def version_of(folder: Path) -> int | None:

@@ -11,6 +11,13 @@ UpdateMode = Literal["keep", "wait", "abort"]
 """Requests in flight when weights change: they continue, finish first, or are aborted and continued."""
 TransportName = Literal["store", "ipc"]
 """How tensors get from the learner to an engine: from the store's files, or the learner's GPU memory (CUDA IPC)."""
+POLICIES = "policies"
+"""Folder of the named policies, in the store of a service."""
+
+
+def policy_url(url: str, name: str) -> str:
+    """The URL of a policy's store, below the store of the service."""
+    return f"{url.rstrip('/')}/{POLICIES}/{name}"
 
 
 class FileDigest(WireReply):

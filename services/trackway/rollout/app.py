@@ -169,7 +169,7 @@ def routes(policies: Policies) -> ServiceRouter:
 
     @router.get("/v1/models")
     async def models() -> ModelList:
-        """Every policy that a request can name, the default one first."""
+        """The default policy and those with published weights. Requests can name `base` too, the model without any."""
         return await policies.models()
 
     @router.get("/policies")

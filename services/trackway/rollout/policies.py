@@ -15,7 +15,7 @@ import psutil
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from trackway.clients.weights import WeightStore, policy_url
+from trackway.clients.weights import WeightStore
 from trackway.rollout.engines.protocol import Piece
 from trackway.rollout.service import RolloutService
 from trackway.rollout.settings import RolloutSettings
@@ -30,6 +30,7 @@ from trackway.wire.rollout import (
     PolicyInfo,
     PolicyList,
 )
+from trackway.wire.weights import policy_url
 
 _SHOWN = 20
 
@@ -128,9 +129,10 @@ class Policies(Collector):
         return default.model_copy(update={"id": other})
 
     async def models(self) -> ModelList:
-        """The card of every policy that can be asked for, the default one first."""
+        """The cards of the default policy and of the published ones."""
         default = self.default.served(None)
-        return ModelList(data=[default.model_copy(update={"id": name}) for name in await self._names()])
+        names = await self._published()
+        return ModelList(data=[default, *(default.model_copy(update={"id": name}) for name in names)])
 
     async def policies(self) -> PolicyList:
         """Every policy that can be asked for, and what this replica has loaded of it."""
@@ -225,7 +227,7 @@ class Policies(Collector):
             return
         if name not in await self._published():
             names = ", ".join([*await self._names()][:_SHOWN])
-            raise _unknown(f"model: expected a policy that is served here ({names}), got {name!r}; see /v1/models")
+            raise _unknown(f"model: expected a policy that is served here ({names}), got {name!r}; see /policies")
 
     async def _names(self) -> list[str]:
         return [self._settings.model_name, BASE_POLICY, *await self._published()]

@@ -2,7 +2,7 @@
 
 from pydantic import BaseModel
 
-from trackway.clients.weights import policy_url
+from trackway.wire.weights import policy_url
 
 
 class ServiceUrls(BaseModel):

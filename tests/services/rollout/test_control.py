@@ -212,5 +212,5 @@ async def test_the_weight_version_in_vllms_words_and_an_unknown_model(
         unknown = await client.post("/generate", json={**ENDLESS, "model": "other"})
     assert error_of(unknown) == (
         *(404, "model_not_found"),
-        "model: expected a policy that is served here (tiny, base), got 'other'; see /v1/models",
+        "model: expected a policy that is served here (tiny, base), got 'other'; see /policies",
     )

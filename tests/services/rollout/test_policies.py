@@ -14,10 +14,11 @@ from fastapi import FastAPI
 
 from tests.waiting import async_until
 from tests.weight_proofs import ANY_PROOF
-from trackway.clients.weights import WeightStore, policy_url
+from trackway.clients.weights import WeightStore
 from trackway.rollout.app import create_app
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.rollout import GeneratePiece
+from trackway.wire.weights import policy_url
 
 pytestmark = pytest.mark.anyio
 
@@ -82,7 +83,7 @@ async def test_each_policy_generates_what_it_generates_alone(
     assert len({tuple(ids) for ids in alone.values()}) == 3
     assert base == alone[None]  # the folder that the replica starts with
     assert reply["model"] == "first"
-    assert listed == ["policy", "base", "first", "first:8"]
+    assert listed == ["policy", "first", "first:8"]
     assert 'trackway_policy_weight_version{policy="first:8"} 2.0' in metrics
     assert 'gen_ai_client_inference_usage_output_tokens_total{gen_ai_operation_name="chat",' in metrics
     assert 'gen_ai_request_model="first"} 48.0' in metrics
@@ -112,7 +113,7 @@ async def test_a_policy_without_weights_is_a_404(
         chat = await client.get("/v1/models/absent")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     assert answer.json()["error"]["message"] == (
-        f"model: expected a policy that is served here (policy, base, run), got {name!r}; see /v1/models"
+        f"model: expected a policy that is served here (policy, base, run), got {name!r}; see /policies"
     )
     assert chat.status_code == 404
 

@@ -12,12 +12,13 @@ from transformers import AutoModelForCausalLM
 from tests.services.rollout.idle_engine import IdleEngine
 from tests.services.rollout.test_app import Running
 from tests.weight_proofs import ANY_PROOF
-from trackway.clients.weights import WeightStore, policy_url
+from trackway.clients.weights import WeightStore
 from trackway.rollout.app import create_app
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire import rollout as wire
 from trackway.wire.batch import BatchResult
 from trackway.wire.rollout import GeneratePiece, GenerateReply, PromptLogprobs
+from trackway.wire.weights import policy_url
 
 pytestmark = pytest.mark.anyio
 

@@ -55,12 +55,11 @@ def list_runs(
             f"{run.info.step}/{run.info.total_steps}",
             sparkline(rewards(run.rows())),
             run_detail(run.info),
-            visible(run.info.policy or ""),
             str(run.outputs),
         )
         for run in found
     ]
-    wide(stdout).print(table("", ("run", "state", "step", "reward", "now", "policy", "outputs"), rows))
+    wide(stdout).print(table("", ("run", "state", "step", "reward", "now", "outputs"), rows))
 
 
 @app.command()

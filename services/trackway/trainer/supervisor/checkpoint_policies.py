@@ -11,13 +11,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from trackway.clients.weights import WeightStore, policy_url
+from trackway.clients.weights import WeightStore
 from trackway.trainer.run_state.export import export_checkpoint
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.supervisor.registry import RunRegistry
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import PolicyInfo
 from trackway.wire.trainer import ENDED
+from trackway.wire.weights import policy_url
 
 LOAD_S = 1800.0
 """Longest time to read a checkpoint and publish its weights."""

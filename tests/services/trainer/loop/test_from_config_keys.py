@@ -543,7 +543,13 @@ NOT_BY_KEY = {
     *("retry_policy.backoff_s", "validation_policy.backoff_s"),
     *("trace.mlflow_experiment_id", "trace.mlflow_run_id"),
     *asks(
-        run=0, validation=0, trace_target=0, sampling__stop_token_ids=0, sampling__ignore_eos=0, sampling__logprobs=0
+        run=0,
+        validation=0,
+        policy=0,
+        trace_target=0,
+        sampling__stop_token_ids=0,
+        sampling__ignore_eos=0,
+        sampling__logprobs=0,
     ),
 }
 """What follows from the run itself, or is the same in every run."""

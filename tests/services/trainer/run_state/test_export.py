@@ -135,7 +135,7 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_written(run_of: Calla
     weights = run.checkpoints / "global_step_2/actor/model.safetensors"
     save_file(load_file(weights) | {"model.norm.weight": torch.zeros(32)}, weights)
     assert "global_step_2 is damaged: actor/model.safetensors: expected sha256" in refused()
-    with pytest.raises(TrackwayError, match=r"expected a folder that does not exist, got .*/outputs; give another one"):
+    with pytest.raises(TrackwayError, match=r"expected a target that does not exist, got .*/outputs; give another one"):
         export_checkpoint(run, tmp_path / "outputs")
     with pytest.raises(TrackwayError, match="expected a checkpoint of other, got none"):
         export_checkpoint(RunFolder(tmp_path / "other"), tmp_path / "out")

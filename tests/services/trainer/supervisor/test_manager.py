@@ -18,7 +18,7 @@ from tests.services.rollout.idle_engine import IdleEngine
 from tests.services.trainer.real_runs import STEPS, ended, held_at, pid_of, run_request, urls
 from tests.serving import served_in_thread
 from tests.waiting import async_until
-from trackway.clients.weights import WeightStore, policy_url
+from trackway.clients.weights import WeightStore
 from trackway.rollout.app import create_app
 from trackway.rollout.settings import RolloutSettings
 from trackway.tracing import Tracing, TracingSettings
@@ -30,6 +30,7 @@ from trackway.trainer.run_state.trajectory_dump import read_trajectories
 from trackway.trainer.supervisor.manager import RunManager
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow, RunInfo, RunRequest, RunState
+from trackway.wire.weights import policy_url
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.usefixtures("shared_http")]
 
