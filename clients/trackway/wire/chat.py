@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from trackway.wire.base import WireReply
 
@@ -52,3 +52,18 @@ class ToolSchema(WireReply):
 
     type: Literal["function"] = "function"
     function: FunctionSchema
+
+
+class ChatModelSettings(BaseModel):
+    """A model behind a server with OpenAI's chat completions."""
+
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+
+    base_url: str = Field(pattern=r"^https?://[^@]+$")
+    """URL of the API to its version, `https://host/v1`."""
+    model: str = Field(min_length=1)
+    """Name of the model, as the server knows it."""
+    api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_]\w*$")
+    """Name of the environment variable with the API key."""
+    sends_seed: bool = True
+    """Send a seed with each request above temperature 0. Some servers refuse it."""

@@ -6,14 +6,13 @@ from typing import NamedTuple
 
 from pydantic import Field, JsonValue, RootModel, SecretStr
 
-from trackway.agent.settings import ChatModelSettings
 from trackway.chat.tool_calls import with_arguments
 from trackway.chat.tool_format import Parsed
 from trackway.clients import CallPolicy, Deadline, ServiceClient
 from trackway.clients.failures import ForeignServerError, error_of
 from trackway.clients.http_client import WholeResponse
 from trackway.wire.base import WireReply
-from trackway.wire.chat import FunctionCall, Message, ToolSchema
+from trackway.wire.chat import ChatModelSettings, FunctionCall, Message, ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
 

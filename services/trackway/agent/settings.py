@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, SecretStr, model_v
 
 from trackway.clients import CallPolicy
 from trackway.serving.own_code import OwnCodeSettings
+from trackway.wire.chat import ChatModelSettings
 from trackway.wire.sessions import FormatUse, SessionBounds
 
 _OUTAGE_S = 120.0
@@ -114,21 +115,6 @@ class EnvironmentSettings(BaseModel):
     """Time limit of one call and of the reward, in seconds. A slower one ends the trajectory with an error."""
     max_reply_bytes: int = Field(default=1_048_576, ge=1024)
     """Bytes of one answer. A longer one ends the trajectory with an error."""
-
-
-class ChatModelSettings(BaseModel):
-    """A model behind a server with OpenAI's chat completions."""
-
-    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
-
-    base_url: str = Field(pattern=r"^https?://[^@]+$")
-    """URL of the API to its version, `https://host/v1`."""
-    model: str = Field(min_length=1)
-    """Name of the model, as the server knows it."""
-    api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_]\w*$")
-    """Name of the environment variable with the API key."""
-    sends_seed: bool = True
-    """Send a seed with each request above temperature 0. Some servers refuse it."""
 
 
 AgentName = Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field
 
-from trackway.agent.settings import ChatModelSettings
 from trackway.trainer.metrics.pass_rates import Mean, draws, majority_at, mean_of, pass_all, pass_at
 from trackway.trainer.metrics.validation import accuracy, best_of
+from trackway.wire.chat import ChatModelSettings
 from trackway.wire.trajectory import StopReason, Trajectory
 
 

@@ -19,7 +19,6 @@ from pydantic import ValidationError
 
 from trackway.agent.chat_model import ChatModel
 from trackway.agent.loop import agent_loop, agents
-from trackway.agent.settings import ChatModelSettings
 from trackway.agent.tokens import ChatTokens
 from trackway.clients import CallPolicy, Deadline, RewardClient, run
 from trackway.clients.failures import ForeignServerError
@@ -51,7 +50,7 @@ from trackway.trainer.run_state.export import export_checkpoint
 from trackway.trainer.run_state.folder import RunFolder, outputs_folders, run_folders
 from trackway.trainer.traces.budget import DailyTraceBytes, TraceBudget
 from trackway.wire.agent import Sample
-from trackway.wire.chat import Message
+from trackway.wire.chat import ChatModelSettings, Message
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.names import checked_run_name
 from trackway.wire.rollout import SamplingParams
