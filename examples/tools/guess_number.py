@@ -1,4 +1,4 @@
-"""A tool with state and a reward: the model guesses a number; one instance lives as long as its trajectory.
+"""A stateful tool with a reward: the model guesses a number. Each trajectory has its own instance.
 
 TRACKWAY_EXTRA_TOOLS='["guess_number:GuessNumberTool"]' PYTHONPATH=examples/tools \
     uvicorn --factory trackway.tools.app:create_app

@@ -2,8 +2,6 @@
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 
 class FairSlots:
@@ -47,15 +45,6 @@ class FairSlots:
             self._waiting[first] = self._waiting.pop(first)
         self._held[first] += 1
         turn.set_result(None)
-
-    @asynccontextmanager
-    async def slot(self, run: str) -> AsyncIterator[None]:
-        """A slot of the run, for the context."""
-        await self.acquire(run)
-        try:
-            yield
-        finally:
-            self.release(run)
 
     def _leave(self, run: str, turn: asyncio.Future[None]) -> None:
         waiting = self._waiting[run]

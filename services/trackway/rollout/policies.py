@@ -206,7 +206,7 @@ class Policies(Collector):
             self._evictions += 1
 
     def _lacking(self) -> str:
-        """What another policy lacks. Empty when it has a place, and memory if its weights go to main memory."""
+        """Return why another policy cannot be loaded: no place, or too little main memory. Empty if it can."""
         if len(self._loaded) + 1 >= self._settings.max_policies:
             return f"max_policies={self._settings.max_policies}"
         if self._settings.engine != "torch" or self._settings.device == "cuda":
@@ -226,7 +226,7 @@ class Policies(Collector):
         if name == BASE_POLICY:
             return
         if name not in await self._published():
-            names = ", ".join([*await self._names()][:_SHOWN])
+            names = ", ".join((await self._names())[:_SHOWN])
             raise _unknown(f"model: expected a policy that is served here ({names}), got {name!r}; see /policies")
 
     async def _names(self) -> list[str]:

@@ -14,9 +14,10 @@ async def order(slots: FairSlots, *runs: str) -> list[str]:
     got = []
 
     async def use(run: str) -> None:
-        async with slots.slot(run):
-            got.append(run)
-            await asyncio.sleep(0)
+        await slots.acquire(run)
+        got.append(run)
+        await asyncio.sleep(0)
+        slots.release(run)
 
     async with asyncio.TaskGroup() as tasks:
         for run in runs:
@@ -36,8 +37,9 @@ async def test_one_run_gets_its_slots_by_arrival() -> None:
     slots, got = FairSlots(1), []
 
     async def use(number: int) -> None:
-        async with slots.slot("a"):
-            got.append(number)
+        await slots.acquire("a")
+        got.append(number)
+        slots.release("a")
 
     await asyncio.gather(*map(use, range(5)))
     assert got == [0, 1, 2, 3, 4]
@@ -51,7 +53,7 @@ async def test_a_slot_of_a_cancelled_wait_goes_to_the_next() -> None:
     waiting[0].cancel()
     await asyncio.sleep(0)
     slots.release("a")
-    waiting[1].cancel()  # it holds the slot already and has not learned of it
+    waiting[1].cancel()  # it was given the slot, and has not run since
     await asyncio.wait_for(waiting[2], 10.0)
     slots.release("d")
     await asyncio.wait_for(slots.acquire("e"), 10.0)

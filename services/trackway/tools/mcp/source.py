@@ -78,7 +78,7 @@ class McpTool(BaseTool):
 class McpSource(ToolSource):
     """Servers by name, and their selected tools. None is all. ValueError when the config is invalid.
 
-    outage: that of the servers' process, if calls wait for it.
+    outage: counts the time for which the servers' process does not answer. Calls then wait for it.
     """
 
     def __init__(

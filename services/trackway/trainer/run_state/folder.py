@@ -185,7 +185,7 @@ class RunFolder:
             return []
 
     def write_tools(self, offered: Iterable[ToolSchema]) -> None:
-        """Record those of the tools that `trackway.tools` leaves to the run."""
+        """Record the offered tools that the run may use (`trackway.tools`)."""
         names = self.config().trackway.tools
         tools = [tool for tool in offered if names is None or tool.function.name in names]
         self._replace(TOOLS, _TOOLS.dump_json(tools).decode())

@@ -219,7 +219,7 @@ class RunManager:
         return health["rollout"].threads if "rollout" in health else None
 
     async def _shared_engines(self) -> _SharedEngines:
-        """What the rollout service says, if it answers."""
+        """Ask the rollout service. Without an answer the defaults are returned."""
         if self._max_runs == 1 or self.services.rollout_url is None:
             return _SharedEngines()
         client = RolloutClient(self.services.rollout_url, policy=_QUESTION, token=self._token)

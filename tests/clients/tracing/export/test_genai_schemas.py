@@ -25,7 +25,7 @@ from trackway.tracing.export.translation import translated
 from trackway.wire.tracing import TraceBackend
 
 Attributes = Mapping[str, Any]
-"""As an OTLP receiver reads them."""
+"""Attributes after OTLP encoding and decoding."""
 
 ORIGINALS = os.environ.get("GENAI_CONVENTIONS")
 RECORDED = os.environ.get("GENAI_SPANS")

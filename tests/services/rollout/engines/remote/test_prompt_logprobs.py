@@ -1,4 +1,4 @@
-"""What vLLM and SGLang say about a scored prompt becomes arrays of k."""
+"""Prompt logprobs of vLLM and SGLang are converted to arrays with k columns."""
 
 import math
 
