@@ -25,6 +25,7 @@ from trackway.trainer.loop.schedule import Progress
 from trackway.trainer.run_state.ownership import Beat
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.batch import BatchRequest, BatchResult
+from trackway.wire.chat import ChatModelSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai.classify import ClassifyRequest
 from trackway.wire.openai.requests import ChatTool, CompletionRequest
@@ -37,6 +38,7 @@ from trackway.wire.trajectory import Reward, Trajectory
 NUMBERS = [math.nan, math.inf, -math.inf]
 ABOUT_THE_NUMBER = {"finite_number", "greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 SPECIAL: dict[type[BaseModel], dict[str, object]] = {
+    ChatModelSettings: {"base_url": "https://host/v1"},
     ChatTool: {"function": {"name": "calculator"}},
     ClassifyRequest: {"input": "text"},
     FinishedSession: {"session_id": f"s-abcd-{0:032x}"},
