@@ -11,7 +11,7 @@ from trackway.deploy.cli import app
 from trackway.deploy.deployment.attach import folder_here
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs import session
-from trackway.deploy.runs.losses import run_notes
+from trackway.deploy.runs.losses import active_runs
 from trackway.deploy.runs.prepare import configured, localised, placed
 from trackway.deploy.runs.session import RunSession
 from trackway.deploy.terminal.progress import RunBar
@@ -125,7 +125,7 @@ def test_status_says_what_a_backend_lacks_of_each_run(there: Deployment, folder:
     advance(folder, RunState.RUNNING, RunState.FINISHED, tracking=[lacking])
 
     name = folder.name
-    assert [note for note in run_notes(there) if name in note] == [
+    assert [note for note in active_runs(there)[1] if name in note] == [
         f"run {name}: 2 rows of metrics not yet in MLflow (HTTP 503): kept on disk and sent later",
         f"run {name}: 1 value of feedback lost for MLflow: 401",
     ]
@@ -135,10 +135,32 @@ def test_status_says_where_the_rollouts_of_an_active_run_are(there: Deployment, 
     account = {"submitted": 8, "used": 4, "running": 4}
     advance(folder, RunState.RUNNING, rollout_states=account)
 
-    assert f"run {folder.name}: 8 rollouts submitted: 4 used, 4 running" in run_notes(there)
+    assert f"run {folder.name}: 8 rollouts submitted: 4 used, 4 running" in active_runs(there)[1]
 
     advance(folder, RunState.FINISHED)
-    assert [note for note in run_notes(there) if folder.name in note] == []
+    assert [note for note in active_runs(there)[1] if folder.name in note] == []
+
+
+def test_status_has_a_line_for_each_active_run_with_its_policy(elsewhere, there: Deployment, folder: RunFolder) -> None:
+    def status(*words: str) -> str:
+        return (
+            CliRunner().invoke(app, ["status", *words, "--outputs", str(there.outputs)], catch_exceptions=False).stdout
+        )
+
+    folder.update(total_steps=4)
+    beside = elsewhere.hold("beside", folder.config(), RunState.RUNNING)
+    beside.update(policy="beside", step=1, total_steps=4)
+    lines = [line for line in status().splitlines() if line.startswith("run ")]
+    trainer = next(service for service in json.loads(status("--json")) if service["service"] == "trainer")
+    beside.move(RunState.FINISHED)
+    left = [line for line in status().splitlines() if line.startswith("run ")]
+
+    assert lines == [
+        "run beside: running, step 1 of 4, policy beside",
+        f"run {folder.name}: starting, step 0 of 4, the default policy",
+    ]
+    assert [(info["run"], info["policy"]) for info in trainer["runs"]] == [("beside", "beside"), (folder.name, None)]
+    assert left == lines[1:]
 
 
 def test_a_service_that_moves_is_waited_for(elsewhere, there: Deployment, folder: RunFolder, monkeypatch) -> None:

@@ -18,7 +18,7 @@ from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.errors import TrackwayError
 from trackway.wire.health import Wait
-from trackway.wire.trainer import MetricsRow, RunInfo, RunState
+from trackway.wire.trainer import MetricsRow, RunInfo, RunState, TraceSummary
 
 URLS = ServiceUrls(agent_url="http://127.0.0.1:9", tools_url="", reward_url="", weights_url="file:///nowhere")
 
@@ -87,6 +87,14 @@ def test_json_has_every_run_whole(outputs: Path) -> None:
     assert json.loads(trackway("show", "old", "--json", "--outputs", str(outputs)))["step"] == 4
 
 
+def test_a_run_is_shown_with_the_command_that_lists_its_traces(outputs: Path) -> None:
+    RunFolder(outputs / "old").update(traces=TraceSummary(trajectories=1))
+
+    shown = " ".join(trackway("show", "old", "--outputs", str(outputs)).split())
+
+    assert f"traces trackway traces list --run old --outputs {outputs}" in shown
+
+
 def test_a_run_is_shown_with_its_newest_metrics(outputs: Path) -> None:
     shown = " ".join(trackway("show", "old", "--outputs", str(outputs)).split())
 
@@ -152,8 +160,11 @@ def test_why_says_where_a_run_stands_that_waits_for_nothing(outputs: Path) -> No
         "run inner is running, after step 1 of 4",
         "  it waits for nothing; a wait is shown after two seconds",
     ]
+    RunFolder(outputs / "demo" / "inner").update(policy="inner")
+    assert why("inner").startswith("run inner (policy inner) is running, ")
     assert json.loads(why("old", "--json")) == {
         "run": "old",
+        "policy": None,
         "state": "finished",
         "step": 4,
         "message": "",

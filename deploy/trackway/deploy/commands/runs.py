@@ -88,7 +88,7 @@ def show(
     if run.log is not None:
         lines.append(("log", f"trackway runs logs {name} --outputs {run.outputs}"))
     if info.traces is not None:
-        lines.append(("traces", f"trackway traces list --outputs {run.outputs}"))
+        lines.append(("traces", f"trackway traces list --run {name} --outputs {run.outputs}"))
     lines += [("rollouts", sentence) for sentence in rollout_account(info)]
     if idle := idle_time(rows):
         lines.append(("idle", idle))

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from trackway.deploy.commands.options import OUTPUTS, Outputs, Wait, json_of, up_settings
 from trackway.deploy.terminal.progress import board, print_json, stderr, stdout
-from trackway.system import free_port
+from trackway.system import free_port, visible
 from trackway.system.user_error import UserError
 
 if TYPE_CHECKING:
@@ -233,20 +233,19 @@ def clean(
 @app.command()
 def status(
     outputs: Outputs = OUTPUTS,
-    as_json: Annotated[bool, json_of("the services with their replicas, weights and notes")] = False,
+    as_json: Annotated[bool, json_of("the services with their replicas, weights, active runs and notes")] = False,
 ) -> None:
-    """Show services, replicas, weight versions, rollouts and undelivered metrics.  Example: trackway status --json"""
+    """Show services, replicas, weight versions, runs and undelivered metrics.  Example: trackway status --json"""
     from trackway.deploy.deployment.running import load_running
     from trackway.deploy.deployment.status import service_statuses
 
     deployment = load_running(outputs)
-    from trackway.deploy.runs.losses import run_notes
+    from trackway.deploy.runs.losses import active_runs
 
     statuses = service_statuses(deployment)
     for service_status in statuses:
-        service_status.notes = (
-            run_notes(deployment) if service_status.service == "trainer" and service_status.replicas else []
-        )
+        if service_status.service == "trainer" and service_status.replicas:
+            service_status.runs, service_status.notes = active_runs(deployment)
     if as_json:
         print_json([service_status.model_dump(mode="json") for service_status in statuses])
         return
@@ -269,6 +268,10 @@ def status(
                 str(replica.health.pid),
             )
     stdout.print(table)
+    for info in (info for service_status in statuses for info in service_status.runs):
+        policy = f"policy {info.policy}" if info.policy else "the default policy"
+        line = f"run {info.run}: {info.state}, step {info.step} of {info.total_steps}, {policy}"
+        stdout.print(escape(visible(line)), soft_wrap=True)
     notes = [note for service_status in statuses for note in service_status.notes]
     for note in notes[:MOST_NOTES]:
         stdout.print(f"[yellow]tracking:[/] {escape(note)}", soft_wrap=True)

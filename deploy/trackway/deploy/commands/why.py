@@ -22,14 +22,14 @@ app = typer.Typer()
 def why(
     name: RunName,
     outputs: Outputs = OUTPUTS,
-    as_json: Annotated[bool, json_of("the run's state, message and waits")] = False,
+    as_json: Annotated[bool, json_of("the run's state, policy, message and waits")] = False,
 ) -> None:
     """Show what a run waits for at present, since when and until when.  Example: trackway why tiny-demo"""
     from trackway.deploy.runs.found import find_run
 
     info = find_run(outputs, name).info
     if as_json:
-        print_json(info.model_dump(mode="json", include={"run", "state", "step", "message", "waits"}))
+        print_json(info.model_dump(mode="json", include={"run", "policy", "state", "step", "message", "waits"}))
         return
     for line in reasons(info, time.time()):
         stdout.print(escape(visible(line)), soft_wrap=True)
@@ -39,7 +39,8 @@ def reasons(info: "RunInfo", now_s: float) -> Iterator[str]:
     """The run's state, and a line for each wait, below the wait that it causes. `now_s` is in seconds since 1970."""
     from trackway.wire.trainer import ENDED, RunState
 
-    yield f"run {info.run} is {info.state}, after step {info.step} of {info.total_steps}" + (
+    policy = f" (policy {info.policy})" if info.policy else ""
+    yield f"run {info.run}{policy} is {info.state}, after step {info.step} of {info.total_steps}" + (
         f": {info.message}" if info.message else ""
     )
     if info.waits:

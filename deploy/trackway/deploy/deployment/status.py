@@ -13,6 +13,7 @@ from trackway.deploy.deployment.serve_api import ServeApi, ray_token
 from trackway.system.user_error import UserError
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import ReplicaInfo
+from trackway.wire.trainer import RunInfo
 
 _ASK = CallPolicy.question(30.0)
 
@@ -25,8 +26,10 @@ class ServiceStatus(BaseModel):
     url: str
     replicas: list[ReplicaInfo]
     message: str = ""
+    runs: list[RunInfo] = []
+    """For the trainer: its active runs."""
     notes: list[str] = []
-    """For the trainer: metrics and feedback that backends have not received (`run_notes`)."""
+    """For the trainer: metrics and feedback that backends have not received (`active_runs`)."""
 
 
 def service_statuses(deployment: Deployment) -> list[ServiceStatus]:

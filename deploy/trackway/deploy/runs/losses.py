@@ -43,20 +43,22 @@ class Unsent:
         return ", ".join(parts) or "nothing"
 
 
-def run_notes(deployment: Deployment) -> list[str]:
-    """Sentences about the rollouts of active runs, and about lost or waiting metrics and feedback, by run.
+def active_runs(deployment: Deployment) -> tuple[list[RunInfo], list[str]]:
+    """The active runs, and sentences about their rollouts and about any run's lost or waiting metrics and feedback.
 
     If the trainer does not answer, the only sentence is its error.
     """
     try:
         runs = run(TrainerClient(deployment.url("trainer"), policy=_ASK).runs())
     except TrackwayError as error:
-        return [f"the status of metrics and feedback is unavailable: {error.message}"]
-    return [
+        return [], [f"the status of the runs is unavailable: {error.message}"]
+    active = [info for info in runs if info.state not in ENDED]
+    notes = [
         f"run {info.run}: {sentence}"
         for info in runs
-        for sentence in [*([] if info.state in ENDED else rollout_account(info)), *tracking_losses(info)]
+        for sentence in [*(rollout_account(info) if info in active else []), *tracking_losses(info)]
     ]
+    return active, notes
 
 
 def tracking_losses(info: RunInfo) -> list[str]:
