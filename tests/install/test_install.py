@@ -34,6 +34,7 @@ MODULES = {
     "weave": ["weave", "trackway.traces.weave_store"],
     "wandb": ["wandb"],
     "tensorboard": ["tensorboard.compat.proto.event_pb2"],
+    "tinker": ["tinker.proto.tinker_public_pb2"],
     "postgres": ["psycopg2"],
 }
 """What extras that are no service are for."""

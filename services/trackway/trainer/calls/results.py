@@ -1,0 +1,55 @@
+"""The results of a run that is driven by calls: `outputs/<run>/calls/results/`, one file per request.
+
+The run's process writes them and the service reads them. They stay until the run's folder is removed: the results of a
+request are smaller than the request, and so bounded with the log.
+"""
+
+import json
+from hashlib import sha256
+from pathlib import Path
+from typing import Literal, NamedTuple, cast, get_args
+
+from trackway.system import atomic_write, writing
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+Kind = Literal["json", "protobuf", "error"]
+
+
+class Result(NamedTuple):
+    """The outcome of a request."""
+
+    kind: Kind
+    body: bytes
+    """JSON or protobuf. That of an error is JSON of `error` (the message) and `category` ("user" or "server")."""
+
+    @classmethod
+    def of_error(cls, message: str, category: Literal["user", "server"]) -> "Result":
+        """The outcome of a request that failed."""
+        return cls("error", json.dumps({"error": message, "category": category}).encode())
+
+
+class Results:
+    """The results in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "results"
+
+    def write(self, id: str, result: Result) -> None:
+        """Keep the result of a request. Raises StorageError."""
+        with writing(self._folder, "the result of a request"):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            atomic_write(self._file(id), result.kind.encode() + b"\n" + result.body)
+
+    def read(self, id: str) -> Result | None:
+        """Return the result of a request, or None while there is no result."""
+        try:
+            kind, separator, body = self._file(id).read_bytes().partition(b"\n")
+        except FileNotFoundError:
+            return None
+        if not separator or kind.decode(errors="replace") not in get_args(Kind):
+            message = f"expected the result of request {id} in {self._file(id)}, got a damaged file"
+            raise TrackwayError(ErrorCode.CHECKPOINT_CORRUPT, f"{message}; remove it and resume the run")
+        return Result(cast(Kind, kind.decode()), body)
+
+    def _file(self, id: str) -> Path:
+        return self._folder / sha256(id.encode()).hexdigest()

@@ -1,0 +1,121 @@
+"""The log of requests: each once and in order, cut where a killed service stopped, never with other content."""
+
+import os
+from pathlib import Path
+
+import pytest
+from pydantic import JsonValue
+
+from trackway.trainer.calls.log import ModelCall, RequestLog
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+BODY = bytes(range(256)) * 3
+
+
+def call(seq_id: int, **arguments: JsonValue) -> ModelCall:
+    return ModelCall(
+        id=f"s:train:0:{seq_id}", model_id="s:train:0", seq_id=seq_id, op="optim_step", arguments=arguments
+    )
+
+
+def logged(folder: Path, after: int = 0) -> list[tuple[ModelCall, bytes]]:
+    return [(call, body) for _, call, body in RequestLog(folder).read(after)]
+
+
+def test_requests_are_read_as_they_were_appended_and_from_any_record_on(tmp_path: Path) -> None:
+    log = RequestLog(tmp_path / "calls")
+    assert [log.append(call(1), BODY), log.append(call(2, learning_rate=1e-4)), log.append(call(3), b"")] == [True] * 3
+
+    ends = [end for end, *_ in log.read()]
+    assert logged(tmp_path / "calls") == [(call(1), BODY), (call(2, learning_rate=1e-4), b""), (call(3), b"")]
+    assert logged(tmp_path / "calls", ends[0]) == [(call(2, learning_rate=1e-4), b""), (call(3), b"")]
+    assert logged(tmp_path / "calls", ends[2]) == []
+
+
+def test_the_log_is_empty_before_the_first_request(tmp_path: Path) -> None:
+    assert logged(tmp_path) == []
+
+
+def test_a_repeated_request_is_kept_once_also_after_a_restart(tmp_path: Path) -> None:
+    assert RequestLog(tmp_path).append(call(1), BODY)
+    again = RequestLog(tmp_path)
+    assert [again.append(call(1), BODY), again.append(call(1), BODY), again.append(call(2))] == [False, False, True]
+    assert logged(tmp_path) == [(call(1), BODY), (call(2), b"")]
+
+
+@pytest.mark.parametrize(("other", "body"), [(call(1), BODY + b"!"), (call(1, learning_rate=1.0), BODY)])
+def test_another_request_of_the_same_id_is_refused(tmp_path: Path, other: ModelCall, body: bytes) -> None:
+    RequestLog(tmp_path).append(call(1), BODY)
+    with pytest.raises(TrackwayError, match="expected a repeated request s:train:0:1 with its first content") as raised:
+        RequestLog(tmp_path).append(other, body)
+    assert raised.value.code is ErrorCode.CONFLICT
+    assert logged(tmp_path) == [(call(1), BODY)]
+
+
+def test_a_record_that_a_killed_service_left_at_any_byte_is_cut_off(tmp_path: Path) -> None:
+    file = tmp_path / "requests.log"
+    RequestLog(tmp_path).append(call(1), BODY)
+    whole = file.stat().st_size
+    RequestLog(tmp_path).append(call(2), BODY)
+    content = file.read_bytes()
+    for size in range(whole, len(content)):
+        file.write_bytes(content[:size])
+        assert logged(tmp_path) == [(call(1), BODY)], size
+    assert RequestLog(tmp_path).append(call(2), BODY)
+    assert file.read_bytes() == content
+
+
+@pytest.mark.parametrize("tail", [b"\0" * 4096, b"\0" * 7, b"\xff" * 100])
+def test_a_tail_that_is_no_record_is_cut_off(tmp_path: Path, tail: bytes) -> None:
+    file = tmp_path / "requests.log"
+    RequestLog(tmp_path).append(call(1), BODY)
+    with file.open("ab") as end:
+        end.write(tail)
+    assert logged(tmp_path) == [(call(1), BODY)]
+    RequestLog(tmp_path).append(call(2))
+    assert logged(tmp_path) == [(call(1), BODY), (call(2), b"")]
+
+
+def test_a_damaged_last_record_is_cut_off_and_one_before_others_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "requests.log"
+    RequestLog(tmp_path).append(call(1), BODY)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert logged(tmp_path) == []
+
+    content[-1] ^= 1
+    file.write_bytes(content)
+    RequestLog(tmp_path).append(call(2))
+    content = bytearray(file.read_bytes())
+    content[30] ^= 1
+    file.write_bytes(content)
+    for use in (lambda: logged(tmp_path), lambda: RequestLog(tmp_path).append(call(3))):
+        with pytest.raises(TrackwayError, match="expected a whole request at byte 0") as raised:
+            use()
+        assert raised.value.code is ErrorCode.CHECKPOINT_CORRUPT
+    assert file.read_bytes() == content
+
+
+def test_a_failed_write_leaves_the_log_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = RequestLog(tmp_path)
+    log.append(call(1), BODY)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(TrackwayError, match="to write a request") as raised:
+        patched.setattr(os, "fsync", full)
+        log.append(call(2), BODY)
+    assert raised.value.code is ErrorCode.DISK_FULL
+    assert logged(tmp_path) == [(call(1), BODY)]
+    assert log.append(call(2), BODY)
+
+
+def test_a_log_beyond_its_bound_is_refused(tmp_path: Path) -> None:
+    log = RequestLog(tmp_path, max_bytes=1000)
+    log.append(call(1), BODY)
+    with pytest.raises(TrackwayError, match="expected a log of requests of at most 1000 bytes, got 17") as raised:
+        log.append(call(2), BODY)
+    assert raised.value.code is ErrorCode.PAYLOAD_TOO_LARGE
+    assert logged(tmp_path) == [(call(1), BODY)]
