@@ -39,7 +39,7 @@ Op = Literal[
 ]
 
 
-class ModelCall(WireReply):
+class TrainingCall(WireReply):
     """A request for a model, as it was acknowledged. A forward_backward has a body beside it in the record."""
 
     id: str
@@ -69,7 +69,7 @@ class RequestLog:
         """Digest of each request by id. None until this object appends for the first time."""
         self._appending = Lock()
 
-    def append(self, call: ModelCall, body: bytes = b"") -> bool:
+    def append(self, call: TrainingCall, body: bytes = b"") -> bool:
         """Add a request. It is on disk on return. False if the log has it already.
 
         Raises CONFLICT when the log has another request of the same id, PAYLOAD_TOO_LARGE when the request or the log
@@ -90,7 +90,7 @@ class RequestLog:
             self._digests[call.id] = digest
         return True
 
-    def read(self, after: int = 0) -> Iterator[tuple[int, ModelCall, bytes]]:
+    def read(self, after: int = 0) -> Iterator[tuple[int, TrainingCall, bytes]]:
         """Yield the offset of the next record, the call and its body, from the record at `after` on.
 
         Ends before a record that is not whole, as a killed service leaves it, or one that is just being written. Raises
@@ -99,7 +99,7 @@ class RequestLog:
         with suppress(FileNotFoundError), self._file.open("rb") as file:
             file.seek(after)
             while record := self._next(file):
-                yield record.end, ModelCall.model_validate_json(record.call), record.body
+                yield record.end, TrainingCall.model_validate_json(record.call), record.body
 
     def _next(self, file: IO[bytes]) -> _Record | None:
         start, size = file.tell(), os.fstat(file.fileno()).st_size
@@ -127,7 +127,7 @@ class RequestLog:
             end = 0
             while record := self._next(file):
                 lengths = _LENGTHS.pack(len(record.call), len(record.body))
-                digests[ModelCall.model_validate_json(record.call).id] = sha256(
+                digests[TrainingCall.model_validate_json(record.call).id] = sha256(
                     lengths + record.call + record.body
                 ).digest()
                 end = record.end

@@ -6,19 +6,19 @@ from pathlib import Path
 import pytest
 from pydantic import JsonValue
 
-from trackway.trainer.calls.log import ModelCall, RequestLog
+from trackway.trainer.calls.log import RequestLog, TrainingCall
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 BODY = bytes(range(256)) * 3
 
 
-def call(seq_id: int, **arguments: JsonValue) -> ModelCall:
-    return ModelCall(
+def call(seq_id: int, **arguments: JsonValue) -> TrainingCall:
+    return TrainingCall(
         id=f"s:train:0:{seq_id}", model_id="s:train:0", seq_id=seq_id, op="optim_step", arguments=arguments
     )
 
 
-def logged(folder: Path, after: int = 0) -> list[tuple[ModelCall, bytes]]:
+def logged(folder: Path, after: int = 0) -> list[tuple[TrainingCall, bytes]]:
     return [(call, body) for _, call, body in RequestLog(folder).read(after)]
 
 
@@ -44,7 +44,7 @@ def test_a_repeated_request_is_kept_once_also_after_a_restart(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("other", "body"), [(call(1), BODY + b"!"), (call(1, learning_rate=1.0), BODY)])
-def test_another_request_of_the_same_id_is_refused(tmp_path: Path, other: ModelCall, body: bytes) -> None:
+def test_another_request_of_the_same_id_is_refused(tmp_path: Path, other: TrainingCall, body: bytes) -> None:
     RequestLog(tmp_path).append(call(1), BODY)
     with pytest.raises(TrackwayError, match="expected a repeated request s:train:0:1 with its first content") as raised:
         RequestLog(tmp_path).append(other, body)
