@@ -1,13 +1,19 @@
 """The promise: runs and checkpoints share one deployment, each with a policy of its own, as if each were alone."""
 
 import json
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.e2e.test_trial import trackway
+from tests.waiting import until
+from trackway.clients import RolloutClient, run
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.deployment.status import replicas_at
 from trackway.deploy.runs.session import RunSession
 from trackway.trainer.run_state.trajectory_dump import read_trajectories
 from trackway.wire.trainer import RunInfo, RunState
@@ -31,42 +37,55 @@ def rollouts_of(info: RunInfo) -> dict[Rollout, tuple[list[int], float | None]]:
     }
 
 
-def test_two_runs_at_once_and_a_checkpoint_get_what_each_gets_alone(deployment: Deployment, started) -> None:
+def ids_and_versions(tried: str) -> tuple[list[int], set[int]]:
+    """The tokens of the first rollout of a trial, and the weight versions that made them."""
+    first = json.loads(tried)["trajectories"][0]
+    return first["response_ids"], {span["version"] for span in first["weight_versions"]}
+
+
+def test_two_runs_and_a_checkpoint_get_what_each_gets_alone_though_the_engines_are_killed(
+    deployment: Deployment, started
+) -> None:
     session, keys = RunSession(deployment), ("trainer.save_freq=1",)
+    outputs = ["--outputs", str(deployment.outputs)]
+    rows = str(deployment.outputs / "data" / "train.parquet")
+    preset = [f"actor_rollout_ref.model.path={TINY_MODEL}", "--config-name", "tiny_demo", "--json", *outputs]
+
+    def policies() -> dict[str, dict[str, Any]]:
+        return {policy["name"]: policy for policy in json.loads(trackway("policies", "list", "--json", *outputs))}
+
+    def tried(policy: str) -> tuple[list[int], set[int]]:
+        return ids_and_versions(trackway("try", rows, *preset, "--policy", policy))
+
     alone = session.follow(started("alone", 2, *keys).run, lambda info: None)
+    trackway("policies", "load", "alone:2", *outputs)
+    checkpoint = tried("alone:2")
     names = [started(name, 2, *keys).run for name in ("together", "beside")]
+    rollout = RolloutClient(deployment.url("rollout"))
+    until(lambda: any(policy.name == "beside" and policy.loaded for policy in run(rollout.policies()).policies))
+    [killed] = replicas_at(deployment.url("rollout"))
+    os.kill(killed.health.pid, signal.SIGKILL)
+    beside_both = tried("alone:2")
     runs = [session.follow(name, lambda info: None) for name in names]
-    assert [(info.state, info.policy) for info in runs] == [(RunState.FINISHED, None), (RunState.FINISHED, "beside")]
     expected = rollouts_of(alone)
+    assert [(info.state, info.policy, info.restarts) for info in runs] == [
+        (RunState.FINISHED, None, 0),
+        (RunState.FINISHED, "beside", 0),
+    ]
     assert len(expected) == 8 + 32 + 8
     assert [rollouts_of(info) for info in runs] == [expected, expected]
+    assert beside_both == checkpoint and checkpoint[1] == {2}
+    [replica] = replicas_at(deployment.url("rollout"))
+    assert replica.health.pid != killed.health.pid
 
-    outputs = ["--outputs", str(deployment.outputs)]
-    trackway("policies", "load", "alone:2", *outputs)
-    listed = {policy["name"]: policy for policy in json.loads(trackway("policies", "list", "--json", *outputs))}
-    rows = str(deployment.outputs / "data" / "train.parquet")
-    words = [
-        "try",
-        rows,
-        f"actor_rollout_ref.model.path={TINY_MODEL}",
-        "--config-name",
-        "tiny_demo",
-        "--json",
-        *outputs,
-    ]
-    tried = {
-        policy: json.loads(trackway(*words, "--policy", policy))["trajectories"]
-        for policy in ("alone:2", "beside", "base")
-    }
-    spans = {policy: rollouts[0]["weight_versions"] for policy, rollouts in tried.items()}
-    ids = {policy: rollouts[0]["response_ids"] for policy, rollouts in tried.items()}
+    listed = policies()
+    trials = {policy: tried(policy) for policy in ("beside", "base")}
     evaluate = ["evaluate", "running", "--data", rows, "--limit", "2", "--config-name", "tiny_demo", "--json", *outputs]
     evaluated = json.loads(trackway(*evaluate, "--policy", "alone:2"))["evaluation"]
     trackway("policies", "drop", "alone:2", *outputs)
-    left = [policy["name"] for policy in json.loads(trackway("policies", "list", "--json", *outputs))]
 
     assert {"policy", "base", "beside", "alone:2"} <= listed.keys() and listed["policy"]["is_default"]
-    assert "alone:2" not in left
+    assert "alone:2" not in policies()
     assert (evaluated["name"], evaluated["policy"], evaluated["summary"]["failed"]) == ("eval-alone-2", "alone:2", 0)
-    assert ids["alone:2"] == ids["beside"] != []
-    assert [spans[policy][0]["version"] for policy in ("alone:2", "beside", "base")] == [2, 3, 0]
+    assert trials["beside"] == (checkpoint[0], {3})
+    assert checkpoint[0] and trials["base"][1] == {0}
