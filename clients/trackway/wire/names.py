@@ -75,6 +75,16 @@ def checked_policy_name(name: str) -> str:
     return name
 
 
+def functions_file_of(run: str) -> str:
+    """The name of the file that says where a run's functions of a Python process are."""
+    return f"functions-{checked_run_name(run)}.json"
+
+
+def run_of_functions(file: str) -> str:
+    """The run of such a file, or empty for any other file."""
+    return file.removeprefix("functions-").removesuffix(".json") if re.fullmatch(r"functions-.+\.json", file) else ""
+
+
 def checked_label(label: str) -> str:
     """The label, if it is valid for a project or an experiment. Raises ValueError otherwise."""
     parts = re.split(r"[/\\]", label)

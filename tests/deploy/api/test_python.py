@@ -121,6 +121,21 @@ def test_an_active_run_keeps_its_functions(tmp_path: Path, monkeypatch: pytest.M
     assert not list(tmp_path.glob(".deployment/functions-*"))
 
 
+def test_services_that_another_run_was_given_are_left_alone_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = _with_functions(serve_config.load(CPU_CONFIG), tmp_path / "functions-other.json")
+    here = Deployment(
+        base_url="http://127.0.0.1:9", dashboard_url="", mlflow_uri="", outputs=tmp_path, serve_config=config
+    )
+    monkeypatch.setattr("trackway.deploy.api.services.recorded", lambda outputs: here)
+    reloaded: list[object] = []
+    monkeypatch.setattr("trackway.deploy.api.services.reload", lambda *words: reloaded.append(words[-1]))
+
+    trackway.local(tmp_path)._take(tmp_path / "functions-mine.json")
+    trackway.local(tmp_path)._take(tmp_path / "functions-other.json")
+
+    assert reloaded == [_without_functions(config, tmp_path / "functions-other.json")]
+
+
 def test_only_the_functions_of_the_file_are_taken_away():
     before = serve_config.with_options(serve_config.load(CPU_CONFIG), "tools", {"tools": ["calculator"]})
     given = _with_functions(before, Path("/one.json"))

@@ -19,6 +19,7 @@ from trackway.system.user_error import UserError
 from trackway.trainer.config import compose
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.health import OwnCode
 from trackway.wire.trainer import BackendSummary, RunInfo, RunState
 
 pytestmark = pytest.mark.slow  # five real services
@@ -161,6 +162,22 @@ def test_status_has_a_line_for_each_active_run_with_its_policy(elsewhere, there:
     ]
     assert [(info["run"], info["policy"]) for info in trainer["runs"]] == [("beside", "beside"), (folder.name, None)]
     assert left == lines[1:]
+
+
+@pytest.mark.parametrize("words", [["try", "ROWS"], ["evaluate", "running", "--data", "ROWS"]])
+def test_rollouts_that_another_runs_functions_would_score_are_refused(
+    words: list[str], there: Deployment, tmp_path: Path, monkeypatch
+) -> None:
+    async def loaded(urls: object) -> dict[str, OwnCode]:
+        return {"reward": OwnCode(digest="0" * 16, files=["functions-mine.json"])}
+
+    monkeypatch.setattr("trackway.deploy.checks.run.loaded_code", loaded)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "2 + 2?", "answer": 4}')
+    given = [word.replace("ROWS", str(rows)) for word in words]
+
+    with pytest.raises(UserError, match="without functions of another Python process, got those of mine; end it there"):
+        CliRunner().invoke(app, [*given, "--outputs", str(there.outputs)], catch_exceptions=False)
 
 
 def test_a_service_that_moves_is_waited_for(elsewhere, there: Deployment, folder: RunFolder, monkeypatch) -> None:

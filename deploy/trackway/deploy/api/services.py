@@ -26,7 +26,7 @@ from trackway.deploy.runs.prepare import prepare
 from trackway.deploy.runs.session import RunSession
 from trackway.deploy.terminal.progress import board, row_bar, stderr
 from trackway.system.user_error import UserError
-from trackway.wire.names import checked_run_name
+from trackway.wire.names import checked_run_name, functions_file_of
 
 if TYPE_CHECKING:
     import pandas
@@ -188,7 +188,7 @@ class Services:
             if tools or reward is not None:
                 if deployment is not None:
                     _check_free(deployment, name)
-                file = Deployment.path(self.outputs.resolve()).with_name(f"functions-{checked_run_name(name)}.json")
+                file = Deployment.path(self.outputs.resolve()).with_name(functions_file_of(name))
                 functions = Functions(tools, reward, file)
                 stack.callback(self._take, file)
                 stack.callback(functions.close)
@@ -198,10 +198,13 @@ class Services:
             yield words, stack
 
     def _take(self, file: Path) -> None:
-        """Let services that still run do without the functions of this file."""
+        """Let services that still run do without the functions of this file, if they have them."""
         deployment = self.deployment
-        if deployment is not None and not deployment.attached:
-            self._reload(deployment, _without_functions(deployment.serve_config, file))
+        if deployment is None or deployment.attached:
+            return
+        config = _without_functions(deployment.serve_config, file)
+        if config != deployment.serve_config:
+            self._reload(deployment, config)
 
     def _reload(self, deployment: Deployment, config: dict[str, Any]) -> None:
         with board(False) as shown:

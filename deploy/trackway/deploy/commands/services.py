@@ -45,6 +45,9 @@ def up(
         bool,
         typer.Option("--reload", help="Watch own code until Ctrl-C, and restart the services whose code changed."),
     ] = False,
+    during_runs: Annotated[
+        bool, typer.Option("--during-runs", help="With --reload: also restart them while runs are active.")
+    ] = False,
     as_json: Annotated[bool, json_of("addresses, folders and processes of the deployment")] = False,
 ) -> None:
     """Start Ray, MLflow and the five services, and wait until they are ready.
@@ -85,20 +88,22 @@ def up(
         stdout.print(f"MLflow    {deployment.mlflow_uri}", soft_wrap=True)
         stdout.print("next      trackway status | trackway train --config-name tiny_demo ... | trackway down")
     if reload:
-        _reload_on_changes(deployment, as_json)
+        _reload_on_changes(deployment, as_json, during_runs)
 
 
-def _reload_on_changes(deployment: "Deployment", as_json: bool) -> None:
+def _reload_on_changes(deployment: "Deployment", as_json: bool, during_runs: bool) -> None:
     """Restart services when their code changes, until Ctrl-C, which leaves them running."""
     from trackway.deploy.local.reload import changes
     from trackway.deploy.local.reload import reload as restart_changed
+    from trackway.deploy.runs.session import RunSession
 
+    active_runs = list if during_runs else RunSession(deployment).active
     stderr.print("watching own code; Ctrl-C ends the watch and leaves the services running")
     with suppress(KeyboardInterrupt):
         for _ in changes(deployment.serve_config):
             try:
                 with board(as_json) as shown:
-                    restart_changed(deployment, shown.report)
+                    restart_changed(deployment, shown.report, active_runs=active_runs)
             except UserError as error:
                 stderr.print(escape(str(error)), soft_wrap=True)
 

@@ -1,7 +1,7 @@
 """Development: services get changes of own code; only those whose code changed are restarted."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import Event
 from typing import Any
 
@@ -42,18 +42,29 @@ def changes(config: dict[str, Any], stop: Event | None = None) -> Iterator[None]
         is_first = False
 
 
-def reload(deployment: Deployment, report: Report, config: dict[str, Any] | None = None) -> list[str]:
+def reload(
+    deployment: Deployment,
+    report: Report,
+    config: dict[str, Any] | None = None,
+    active_runs: Callable[[], Sequence[str]] = list,
+) -> list[str]:
     """Restart the services whose own code changed, and wait until they are ready. Returns their names.
 
     config: replaces the deployment's Serve config; own code may differ, and nothing else.
+    active_runs: returns the names of runs whose code must not change.
 
     Raises:
-        UserError: a service does not start with its new code, or not in time.
+        UserError: there are such runs, or a service does not start with its new code, or not in time.
     """
     before, after = deployment.serve_config, with_versions(config or deployment.serve_config)
     names = [name for name in own_code(after) if _version(before, name) != _version(after, name)]
     if not names:
         return []
+    if runs := active_runs():
+        raise UserError(
+            f"{', '.join(names)}: expected no active run to restart changed services, got {', '.join(runs)}; save a "
+            "file again once it has ended, or start with --reload --during-runs"
+        )
     replicas = _replicas(deployment, names)
     ServeApi(deployment.dashboard_url, deployment.token).deploy(after)
     deployment.serve_config = after

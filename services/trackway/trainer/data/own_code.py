@@ -13,6 +13,7 @@ from trackway.clients import CallPolicy, ServiceClient
 from trackway.trainer.config import RunConfig
 from trackway.wire.errors import TrackwayError
 from trackway.wire.health import Health, OwnCode
+from trackway.wire.names import run_of_functions
 
 _HEALTH_POLICY = CallPolicy.question(5.0, attempts=2)
 SERVICES = ("agent", "tools", "reward")
@@ -44,7 +45,10 @@ async def loaded_code(urls: Mapping[str, str], token: SecretStr | None = None) -
 
 
 def not_loaded(config: RunConfig, code: Mapping[str, OwnCode | None]) -> list[str]:
-    """A sentence for each module, scorer and file of agent loops of the run that a service has not loaded."""
+    """A sentence for each module, scorer and file of agent loops of the run that a service has not loaded.
+
+    Adds one for functions of another run that the services call, since these would score this run.
+    """
     rollout = config.actor_rollout_ref.rollout
     files = [
         ("custom_reward_function.path", "reward", config.custom_reward_function.path),
@@ -66,4 +70,10 @@ def not_loaded(config: RunConfig, code: Mapping[str, OwnCode | None]) -> list[st
         own = code.get(service)
         if path is not None and service in code and Path(path).name not in (own.files if own else []):
             problems.append(f"{key}: expected the {service} service to have loaded {path}, it has not; {REMEDY}")
+    its = config.trackway.functions_file and Path(config.trackway.functions_file).name
+    loaded = {name for own in code.values() if own for name in own.files if name != its}
+    for run in sorted(filter(None, map(run_of_functions, loaded))):
+        problem = f"expected tools and a reward service without functions of another Python process, got those of {run}"
+        remedy = "end it there with wait() or stop(), or start the services again: `trackway down`, `trackway up`"
+        problems.append(f"{problem}; {remedy}")
     return problems

@@ -50,3 +50,13 @@ def test_what_is_not_loaded_is_told_by_key_and_service(service: str, own: OwnCod
 
     assert len(problems) == 1
     assert message in problems[0]
+
+
+def test_functions_of_another_run_are_named_and_its_own_are_no_problem() -> None:
+    loaded = {"agent": None, "tools": code("functions-mine.json"), "reward": code("functions-mine.json", "rewards.py")}
+
+    assert not_loaded(compose(["trackway.functions_file=/outputs/.deployment/functions-mine.json"]), loaded) == []
+    assert not_loaded(compose([]), loaded) == [
+        "expected tools and a reward service without functions of another Python process, got those of mine; end it "
+        "there with wait() or stop(), or start the services again: `trackway down`, `trackway up`"
+    ]
