@@ -2,7 +2,7 @@
 
 import shutil
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from trackway.system import new_folder, writing
 from trackway.trainer.config.policy import ModelConfig
@@ -16,6 +16,9 @@ from trackway.trainer.learner.weights.peft_folder import (
 from trackway.trainer.run_state.checkpoint import PREFIX, find_all, find_damage
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.errors import ErrorCode, TrackwayError
+
+if TYPE_CHECKING:
+    from trackway.trainer.learner.policy import Policy
 
 
 class Export(NamedTuple):
@@ -47,7 +50,7 @@ def export_checkpoint(run: RunFolder, target: Path, step: int | None = None, *, 
         elif (actor / "huggingface").is_dir():
             shutil.copytree(actor / "huggingface", draft, symlinks=True, dirs_exist_ok=True)
         else:
-            _write_model(actor, draft, model)
+            policy_of(actor, model).export(draft)
     return Export(str(checkpoint), kind, str(target), sorted(path.name for path in target.iterdir()))
 
 
@@ -77,8 +80,8 @@ def _write_adapter(actor: Path, folder: Path, model: ModelConfig) -> None:
     write_config(folder, config)
 
 
-def _write_model(actor: Path, folder: Path, model: ModelConfig) -> None:
-    """Loads the checkpoint into the model that the run started from, and writes it as the learner published it."""
+def policy_of(actor: Path, model: ModelConfig) -> "Policy":
+    """The model that the run started from, with a checkpoint's weights. Raises TrackwayError(INVALID_REQUEST)."""
     from trackway.trainer.learner.config import LoraSettings, PolicySettings
     from trackway.trainer.learner.policy import Policy
     from trackway.trainer.learner.ranks.snapshot import FILES
@@ -93,7 +96,7 @@ def _write_model(actor: Path, folder: Path, model: ModelConfig) -> None:
         policy.load(actor / FILES["model"])
     except (OSError, ValueError) as error:
         raise _refused(f"expected the model that the run started from, {model.path!r}: {error}") from error
-    policy.export(folder)
+    return policy
 
 
 def _checkpoint(run: RunFolder, step: int | None) -> Path:

@@ -10,18 +10,24 @@ import contextlib
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trackway.clients.weights import WeightStore
-from trackway.trainer.run_state.export import export_checkpoint
+from trackway.trainer.run_state.export import export_checkpoint, policy_of
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.supervisor.registry import RunRegistry
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import PolicyInfo
 from trackway.wire.trainer import ENDED
-from trackway.wire.weights import policy_url
+from trackway.wire.weights import WeightProof, policy_url
+
+if TYPE_CHECKING:
+    from trackway.trainer.learner.policy import Policy
 
 LOAD_S = 1800.0
 """Longest time to read a checkpoint and publish its weights."""
+PROBE_LENGTH = 128
+"""Tokens whose logprobs prove an adapter."""
 
 
 class CheckpointPolicies:
@@ -91,19 +97,44 @@ async def _published(folder: RunFolder, step: str, url: str) -> None:
 
 
 def publish_checkpoint(folder: RunFolder, step: int, url: str) -> None:
-    """Publish a checkpoint's whole weights in a store, in place of what is there. Raises TrackwayError."""
-    from trackway.trainer.learner.weight_proof import tensor_digests
-    from trackway.wire.weights import WeightProof
+    """Publish a checkpoint's weights in a store, in place of what is there. Raises TrackwayError.
 
-    store = WeightStore(url)
+    A run that published adapters has its adapter published, and any other its whole weights.
+    """
+    store, model = WeightStore(url), folder.config().actor_rollout_ref.model
+    is_adapter = model.lora_rank > 0 and not model.lora.merge
     with tempfile.TemporaryDirectory(prefix="trackway-policy-") as scratch:
-        model = Path(scratch) / "model"
-        export_checkpoint(folder, model, step, merge=True)
-        digests = tensor_digests(model)
-        proof = WeightProof(digests=digests, dtype=digests[0].dtype)
+        exported = Path(scratch) / "model"
+        checkpoint = export_checkpoint(folder, exported, step, merge=not is_adapter).checkpoint
+        proof = _adapter_proof(policy_of(Path(checkpoint) / "actor", model)) if is_adapter else _whole_proof(exported)
         latest = store.latest()
-        store.publish(latest.version + 1 if latest else max(step, 1), _owner(folder, str(step)), model, proof)
+        store.publish(latest.version + 1 if latest else max(step, 1), _owner(folder, str(step)), exported, proof)
         store.prune(1)
+
+
+def _whole_proof(folder: Path) -> WeightProof:
+    from trackway.trainer.learner.weight_proof import tensor_digests
+
+    digests = tensor_digests(folder)
+    return WeightProof(digests=digests, dtype=digests[0].dtype)
+
+
+def _adapter_proof(policy: "Policy") -> WeightProof:
+    """Logprobs of fixed tokens with the adapter, and without it as the version before."""
+    import torch
+
+    from trackway.trainer.learner.weight_proof import ScoredSequence, probes_of, rounding_of
+
+    vocabulary = min(256, policy.model.config.get_text_config().vocab_size)
+    token_ids = [(37 * i + 11) % vocabulary for i in range(PROBE_LENGTH)]
+    base = ScoredSequence(token_ids, policy.base_logprobs(token_ids))
+    probes = probes_of(policy.published_logprobs([token_ids]), [base])
+    return WeightProof(
+        probes=probes,
+        previous_version=0,
+        dtype=str(policy.published_dtype).removeprefix("torch."),
+        rounding=rounding_of(probes, policy.published_logprobs([token_ids], torch.bfloat16)),
+    )
 
 
 def _owner(folder: RunFolder, step: str) -> str:

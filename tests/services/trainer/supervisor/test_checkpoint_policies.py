@@ -1,15 +1,19 @@
 """Checkpoints that a rollout service serves by their names."""
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.services.trainer.learner_settings import learner_config, logprobs_of
 from tests.services.trainer.real_runs import on_disk
 from trackway.clients.weights import WeightStore
 from trackway.rollout.app import create_app
+from trackway.rollout.engines.adapter_folder import is_adapter
 from trackway.rollout.settings import RolloutSettings
 from trackway.trainer.config import resolve
 from trackway.trainer.learner.learner import Learner
@@ -24,22 +28,57 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 IDS = [5, 9, 2, 33, 7, 1, 60]
 
 
-@pytest.fixture
-def learner(tiny_model: Path, tmp_path: Path, rollout: Callable[..., Trajectory]) -> Learner:
-    """After step 2 of the run `demo`, which has saved both."""
-    folder = on_disk(tmp_path / "outputs", "demo")
-    config = resolve({"actor_rollout_ref.model.path": str(tiny_model)})
-    (folder.path / "config.json").write_text(config.model_dump_json())
-    learner = Learner(learner_config(tiny_model, lr=1e-2))
-    for step in (1, 2):
-        learner.update([rollout(0, row, float(row), response_ids=[row, 2, 3, 4, 5, 6]) for row in range(2)])
-        save_checkpoint(folder.checkpoints, step, learner.save, {})
-    return learner
+LORA = {"lora_rank": 4, "lora_alpha": 32.0, "target_modules": "all-linear"}
 
 
 @pytest.fixture
-def policies(tmp_path: Path, learner: Learner) -> CheckpointPolicies:
+def train(tiny_model: Path, tmp_path: Path, rollout: Callable[..., Trajectory]) -> Callable[..., Learner]:
+    """Make the learner of a run after step 2, which has saved both steps."""
+
+    def train(name: str, merge: bool = False, **lora: Any) -> Learner:
+        folder = on_disk(tmp_path / "outputs", name)
+        keys: dict[str, Any] = {f"actor_rollout_ref.model.{key}": value for key, value in lora.items()}
+        keys |= {"actor_rollout_ref.model.path": str(tiny_model), "actor_rollout_ref.model.lora.merge": merge}
+        (folder.path / "config.json").write_text(resolve(keys).model_dump_json())
+        learner = Learner(learner_config(tiny_model, lr=1e-2, **lora))
+        for step in (1, 2):
+            learner.update([rollout(0, row, float(row), response_ids=[row, 2, 3, 4, 5, 6]) for row in range(2)])
+            save_checkpoint(folder.checkpoints, step, learner.save, {})
+        return learner
+
+    return train
+
+
+@pytest.fixture
+def learner(train: Callable[..., Learner]) -> Learner:
+    """After step 2 of the run `demo`."""
+    return train("demo")
+
+
+@pytest.fixture
+def policies(tmp_path: Path) -> CheckpointPolicies:
     return CheckpointPolicies(RunRegistry(tmp_path / "outputs"), str(tmp_path / "weights"))
+
+
+async def served(model: Path, tmp_path: Path, policy: str) -> tuple[dict[int, float], dict[str, Any], httpx.Response]:
+    """The logprobs of the next token under a policy on an embedded engine, its `/weights`, and the answer."""
+    app = create_app(RolloutSettings(model_path=model, weights_url=str(tmp_path / "weights"), device="cpu"))
+    greedy = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True, "logprobs": 20}
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://rollout") as client,
+    ):
+        body = {"model": policy, "token_ids": IDS[:-1], "sampling_params": greedy}
+        answer = await client.post("/generate", json=body)
+        if answer.is_error:
+            return {}, {}, answer
+        [entry] = answer.json()["choices"][0]["logprobs"]["content"]
+        weights = (await client.get("/weights", params={"model": policy})).json()
+    return {top["token_id"]: top["logprob"] for top in entry["top_logprobs"]}, weights, answer
+
+
+def expected(learner: Learner, next_ids: Iterable[int]) -> dict[int, object]:
+    return {token: pytest.approx(logprobs_of(learner, [*IDS[:-1], token])[-1], abs=1e-5) for token in next_ids}
 
 
 async def test_a_checkpoint_is_served_with_the_weights_that_were_saved(
@@ -47,26 +86,45 @@ async def test_a_checkpoint_is_served_with_the_weights_that_were_saved(
 ) -> None:
     loaded = await policies.load("demo:2")
     again = await policies.load("demo:2")
-    app = create_app(RolloutSettings(model_path=tiny_model, weights_url=str(tmp_path / "weights"), device="cpu"))
-    greedy = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True, "logprobs": 20}
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://rollout") as client,
-    ):
-        body = {"model": "demo:2", "token_ids": IDS[:-1], "sampling_params": greedy}
-        [choice] = (await client.post("/generate", json=body)).json()["choices"]
-        weights = (await client.get("/weights", params={"model": "demo:2"})).json()
-    [entry] = choice["logprobs"]["content"]
-    next_ids = [[*IDS[:-1], top["token_id"]] for top in entry["top_logprobs"]]
+    logprobs, weights, _ = await served(tiny_model, tmp_path, "demo:2")
     assert (loaded.version, again.version) == (2, 2)
     assert (weights["version"], weights["verdict"]) == (2, "proven")
-    assert [top["logprob"] for top in entry["top_logprobs"]] == pytest.approx(
-        [logprobs_of(learner, ids)[-1] for ids in next_ids], abs=1e-5
-    )
+    assert logprobs == expected(learner, logprobs)
+
+
+@pytest.mark.parametrize(("merge", "verdict"), [(False, "rounded"), (True, "proven")])
+async def test_a_checkpoint_of_a_lora_run_is_published_as_the_run_published_it(
+    merge: bool,
+    verdict: str,
+    policies: CheckpointPolicies,
+    train: Callable[..., Learner],
+    tiny_model: Path,
+    tmp_path: Path,
+) -> None:
+    learner = train("lora", merge, **LORA)
+    await policies.load("lora:2")
+    logprobs, weights, _ = await served(tiny_model, tmp_path, "lora:2")
+    assert is_adapter(tmp_path / "weights/policies/lora:2/2") is not merge
+    assert (weights["version"], weights["verdict"]) == (2, verdict)
+    assert logprobs == expected(learner, logprobs)
+    assert logprobs != expected(Learner(learner_config(tiny_model)), logprobs)
+
+
+async def test_an_adapter_on_another_base_is_not_served(
+    policies: CheckpointPolicies, train: Callable[..., Learner], tiny_model: Path, tmp_path: Path
+) -> None:
+    train("lora", **LORA)
+    await policies.load("lora:2")
+    shutil.copytree(tiny_model, tmp_path / "other")
+    tensors = load_file(tmp_path / "other/model.safetensors")
+    save_file({name: tensor * 0.5 for name, tensor in tensors.items()}, tmp_path / "other/model.safetensors")
+    _, _, answer = await served(tmp_path / "other", tmp_path, "lora:2")
+    assert answer.status_code == 503
+    assert "expected an engine with weights version 2" in answer.json()["error"]["message"]
 
 
 async def test_a_run_that_began_again_under_its_name_replaces_the_policy(
-    policies: CheckpointPolicies, tmp_path: Path
+    policies: CheckpointPolicies, learner: Learner, tmp_path: Path
 ) -> None:
     await policies.load("demo:1")
     folder = tmp_path / "outputs" / "demo"
@@ -78,7 +136,7 @@ async def test_a_run_that_began_again_under_its_name_replaces_the_policy(
     ]
 
 
-async def test_a_dropped_policy_is_gone(policies: CheckpointPolicies, tmp_path: Path) -> None:
+async def test_a_dropped_policy_is_gone(policies: CheckpointPolicies, learner: Learner, tmp_path: Path) -> None:
     store = WeightStore(str(tmp_path / "weights"))
     await policies.load("demo:1")
     assert store.policies() == ["demo:1"]
@@ -96,7 +154,9 @@ async def test_a_dropped_policy_is_gone(policies: CheckpointPolicies, tmp_path: 
         ("other:1", "no run 'other'; the runs are: demo"),
     ],
 )
-async def test_what_is_no_checkpoint_is_refused(policies: CheckpointPolicies, name: str, message: str) -> None:
+async def test_what_is_no_checkpoint_is_refused(
+    policies: CheckpointPolicies, learner: Learner, name: str, message: str
+) -> None:
     with pytest.raises(TrackwayError) as caught:
         await policies.load(name)
     assert caught.value.message == message
