@@ -45,13 +45,16 @@ class TrainingBatch:
     have the rest of. None to take `old_logprobs` as they are."""
 
     selected: Tensor | None = None
-    """[B, T - 1] bool: tokens of the mini-batch that `clip_cov` or `kl_cov` treats apart, or None for other losses."""
+    """[B, T - 1] bool: tokens that `clip_cov` or `kl_cov` treats apart, or those of `gspo`'s mean ratio where a call
+    names them. None otherwise."""
     owners: Tensor | None = None
     """[B] int64: number of each row's trajectory, or None where each row is a whole one."""
     values: Tensor | None = None
     """[B, T - 1]: the value before each predicted token, by the value model before the update, or None without one."""
     returns: Tensor | None = None
     """[B, T - 1]: what these values are trained towards."""
+    targets: Tensor | None = None
+    """[B, T - 1] or [B, T - 1, K] int64: one or K predicted tokens at each place. None for the row's next token."""
 
     @classmethod
     def of(
@@ -91,7 +94,7 @@ class TrainingBatch:
         """The trajectories at `index` [b] int64, cut to the longest of them."""
         width = int(self.lengths[index].max())
         cut = {name: value[index] for name, value in self._tensors()}
-        narrow = {name: value[:, : width - 1] for name, value in cut.items() if value.dim() == 2}
+        narrow = {name: value[:, : width - 1] for name, value in cut.items() if value.dim() > 1}
         for name in ("input_ids", "attention_mask"):
             narrow[name] = cut[name][:, :width]
         return type(self)(**(cut | narrow))
@@ -104,6 +107,11 @@ class TrainingBatch:
     def to(self, device: torch.device) -> Self:
         """The same batch on a device."""
         return type(self)(**{name: value.to(device) for name, value in self._tensors()})
+
+    @property
+    def target_ids(self) -> Tensor:
+        """[B, T - 1] or [B, T - 1, K] int64: the predicted tokens."""
+        return self.input_ids[:, 1:] if self.targets is None else self.targets
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
         tensors = ((field.name, getattr(self, field.name)) for field in fields(self))

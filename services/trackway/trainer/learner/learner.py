@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from pydantic import TypeAdapter
@@ -57,7 +57,7 @@ from trackway.trainer.learner.loss import (
 from trackway.trainer.learner.metrics import batch_metrics, drift_metrics, mean_metrics, scores_of, value_metrics
 from trackway.trainer.learner.passes.compiled_entropy import compiled_entropy
 from trackway.trainer.learner.passes.determinism import make_deterministic
-from trackway.trainer.learner.passes.head import sum_pi_squared, token_logprobs
+from trackway.trainer.learner.passes.head import Measure, sum_pi_squared, token_logprobs
 from trackway.trainer.learner.policy import BasePolicy, MicroBatch, Policy
 from trackway.trainer.learner.policy_losses import SELECTIONS, LossInputs, policy_loss_of
 from trackway.trainer.learner.ranks.balance import PassLimit
@@ -83,6 +83,8 @@ PROBE_LENGTH = 16
 """Tokens of the fixed sequence."""
 
 T = TypeVar("T")
+RowsLoss: TypeAlias = Callable[[TrainingBatch, Tensor, Sequence[Tensor]], MicroLoss]
+"""Returns the loss of some rows of a batch, given the rows, their places [b], and the measured values, [N] each."""
 REFERENCE = "reference"
 """Name of the reference model's weights in a checkpoint."""
 BASE_TOLERANCE = 1e-2
@@ -157,12 +159,14 @@ class Prepared(NamedTuple):
 class Learner:
     """A policy, its optimizer, and the reference model if the loss needs one. Not thread-safe.
 
+    Learners of adapters of one model share its `policy`, each with an adapter of its own; `activate` attaches it.
+
     Among several ranks each has a learner. Every method is a collective, which all of them call with the same
     arguments, and gives each of them the same result. Checkpoints and what is published have files of each rank. Other
     files are the first one's.
     """
 
-    def __init__(self, config: LearnerConfig, ranks: Ranks = ALONE) -> None:
+    def __init__(self, config: LearnerConfig, ranks: Ranks = ALONE, policy: Policy | None = None) -> None:
         self.config = config
         self.ranks = ranks = ranks.dividing_sequences(config.sequence_parallel_size)
         fsdp = config.actor.fsdp_config
@@ -172,7 +176,10 @@ class Learner:
         estimator_of(config.algorithm.adv_estimator)
         policy_loss_of(config.loss_mode)
         self.updates = 0
-        self.policy = Policy(config.policy_settings(), ranks.sharing_weights(fsdp.fsdp_size))
+        if policy is not None and config.lora is not None:
+            policy.add_adapter(config.lora)
+        self.policy = policy or Policy(config.policy_settings(), ranks.sharing_weights(fsdp.fsdp_size))
+        self._adapter = self.policy.adapter
         self.threads = config.threads or self._choose_threads()
         """CPU threads of torch in this process."""
         torch.set_num_threads(self.threads)
@@ -194,6 +201,10 @@ class Learner:
         """Logprobs of the model below an adapter. A checkpoint is written while engines may have the GPU."""
         self._before: list[ScoredSequence] | None = None
         """Sequences of the last batch as the weights before its update scored them."""
+
+    def activate(self) -> None:
+        """Attach this learner's adapter to the policy that it shares with others."""
+        self.policy.attach(self._adapter)
 
     def _reference(self) -> Policy | BasePolicy:
         if self.policy.adapter is not None:
@@ -283,7 +294,7 @@ class Learner:
 
         `record` gets the values of the tokens that they train.
         """
-        adamw.set_learning_rate(self.optimizer, lr)
+        adamw.set_options(self.optimizer, lr=lr)
         actor, steps, emptied = self.config.actor, list[StepOutcome](), 0.0
         shuffler = self._shuffler if actor.shuffle else None
         with self._exact_reference():
@@ -304,6 +315,30 @@ class Learner:
             "actor/lr": lr,
             **({"actor/kl_coef": actor.kl_loss_coef} if actor.use_kl_loss else {}),
         }
+
+    def forward_backward(
+        self, batch: TrainingBatch, measures: Sequence[Measure], loss: RowsLoss
+    ) -> tuple[list[MicroBatch], list[MicroLoss]]:
+        """Add the gradient of a batch to that of the policy. Returns its micro-batches and the loss of each.
+
+        `loss` gets what the measures make of the policy's logits at the response mask. Under `torch.no_grad` the losses
+        are computed alone.
+        """
+        passes: list[MicroBatch] = []
+        parts: list[MicroLoss] = []
+        limit = PassLimit(self.config.micro_batch_size, self.config.micro_batch_tokens)
+        for micro_batch in self.policy.micro_batches(batch, limit):
+            parts.append(self._backward(micro_batch, measures, loss))
+            passes.append(micro_batch)
+        return passes, parts
+
+    def optim_step(self, clip_grad: float) -> tuple[float, bool]:
+        """Take AdamW's step with the gradient since the last one, scaled down to the norm `clip_grad`, and clear it.
+
+        Returns the norm before, and whether it stepped: a gradient that is not finite is dropped.
+        """
+        with self.moments.on_device():
+            return adamw.step(self.optimizer, self.policy.model, clip_grad)
 
     def log_probs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """The current policy's logprob of each response token, 0.0 where the model did not write it."""
@@ -600,14 +635,12 @@ class Learner:
         actor = self.config.actor
         agg = Aggregation.over(mini.response_mask, actor.loss_agg_mode, self.config.loss_scale_factor, mini.owners)
         weights_mean, mini = self._weights_mean(mini), self._with_selection(mini, agg)
-        parts: list[MicroLoss] = []
-        passes: list[MicroBatch] = []
-        limit = PassLimit(self.config.micro_batch_size, self.config.micro_batch_tokens)
-        for micro_batch in self.policy.micro_batches(mini, limit):
-            parts.append(self._backward(micro_batch, agg.of_rows(micro_batch.rows), weights_mean))
-            passes.append(micro_batch)
-        with self.moments.on_device():
-            norm, stepped = adamw.step(self.optimizer, self.policy.model, self.config.clip_grad)
+
+        def loss(micro: TrainingBatch, rows: Tensor, values: Sequence[Tensor]) -> MicroLoss:
+            return micro_loss(self.config, micro, values, agg.of_rows(rows), weights_mean)
+
+        passes, parts = self.forward_backward(mini, measures_of(self.config, self._entropy), loss)
+        norm, stepped = self.optim_step(self.config.clip_grad)
         own = [float(sum(part.metrics[name] for part in parts)) for name in parts[0].metrics]
         sums = self.ranks.summed(torch.tensor(own, dtype=torch.float64)).tolist()
         metrics = of_kept_tokens(dict(zip(parts[0].metrics, sums, strict=True)))
@@ -657,14 +690,14 @@ class Learner:
         now = logp if correction.bypass_mode else proximal_logprobs(mini, logp)
         return mean_weight(correction, now - mini.old_logprobs, mini.response_mask)
 
-    def _backward(self, micro_batch: MicroBatch, agg: Aggregation, weights_mean: float | None) -> MicroLoss:
+    def _backward(self, micro_batch: MicroBatch, measures: Sequence[Measure], loss: RowsLoss) -> MicroLoss:
         """Adds the gradient of the micro-batch, zeros unless it counts. Its logits are freed on return."""
         micro = micro_batch.batch.to(self.policy.device)
         temperature, ref = self.config.rollout.temperature, None
         if self.reference is not None and self.config.uses_full_kl:
             ref = self.reference.ref_inputs(micro, temperature)
-        values = self.policy.token_values(micro, temperature, *measures_of(self.config, self._entropy), ref=ref)
-        part = micro_loss(self.config, micro, values, agg, weights_mean)
-        (part.loss if micro_batch.counts else part.loss * 0).backward()
+        part = loss(micro, micro_batch.rows, self.policy.token_values(micro, temperature, *measures, ref=ref))
+        if torch.is_grad_enabled():
+            (part.loss if micro_batch.counts else part.loss * 0).backward()
         metrics = part.metrics if micro_batch.reports else {name: torch.zeros(()) for name in part.metrics}
         return part._replace(loss=part.loss.detach(), metrics=metrics)

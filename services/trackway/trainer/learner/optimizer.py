@@ -27,10 +27,10 @@ def new_optimizer(model: nn.Module, optim: OptimConfig) -> AdamW:
     )
 
 
-def set_learning_rate(optimizer: AdamW, rate: float) -> None:
-    """Sets the rate of the next steps."""
+def set_options(optimizer: AdamW, **options: float | tuple[float, float]) -> None:
+    """Sets `lr`, `betas`, `eps` or `weight_decay` of the next steps."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group.update(options)
 
 
 def learning_rate(optim: OptimConfig, total: int, update: int) -> float:

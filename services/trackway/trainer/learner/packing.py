@@ -59,7 +59,7 @@ class PackedRow:
     input_ids: Tensor
     """[1, S]."""
     target_ids: Tensor
-    """[1, S]: the tokens that they predict."""
+    """[1, S] or [1, S, K]: the tokens that they predict."""
     position_ids: Tensor
     """[1, S]."""
     response_mask: Tensor
@@ -73,7 +73,7 @@ class PackedRow:
         positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
         return cls(
             input_ids=batch.input_ids[:, :-1][inputs].unsqueeze(0),
-            target_ids=batch.input_ids[:, 1:][inputs].unsqueeze(0),
+            target_ids=batch.target_ids[inputs].unsqueeze(0),
             position_ids=positions[inputs].unsqueeze(0),
             response_mask=batch.response_mask[inputs].unsqueeze(0),
             lengths=SequenceLengths((batch.lengths - 1).tolist()),

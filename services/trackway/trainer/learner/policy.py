@@ -25,7 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 from trackway.trainer.config.policy import ShardingConfig
 from trackway.trainer.learner.algorithm import check_known
 from trackway.trainer.learner.batch import TrainingBatch
-from trackway.trainer.learner.config import PolicySettings
+from trackway.trainer.learner.config import LoraSettings, PolicySettings
 from trackway.trainer.learner.finite import not_finite, require_finite, require_none
 from trackway.trainer.learner.loss import at_mask
 from trackway.trainer.learner.packing import ATTENTION, PackedRow, SequenceLengths, can_pack
@@ -93,7 +93,7 @@ class ModelInputs(NamedTuple):
     where: Tensor
     """[b, t] bool: the N positions of its tokens that predict one of the model's own."""
     targets: Tensor
-    """[N] int64: those predicted tokens."""
+    """[N] or [N, K] int64: those predicted tokens."""
     lengths: SequenceLengths | None = None
     """None for padded rows."""
     whole: Tensor | None = None
@@ -143,11 +143,7 @@ class Policy:
             require_finite(self.tensors())
         self.model.requires_grad_(not settings.is_frozen)
         if lora is not None:
-            start = None if lora.adapter_path is None else model_folder(lora.adapter_path)
-            self.adapter = Adapter(self.model, lora, start)
-            for parameter in self.model.parameters():  # PEFT makes float32 ones, and FSDP2 needs one type
-                if parameter.requires_grad:
-                    parameter.data = parameter.data.to(self.weights_dtype)
+            self.add_adapter(lora)
         self.model.train(settings.gradient_checkpointing)
         if settings.gradient_checkpointing:
             self.model.activation_checkpointing_enable({"use_reentrant": False})
@@ -178,6 +174,28 @@ class Policy:
         if not offload:
             with self.cpu_offload.on_device():
                 pass  # the weights stay there from now on
+
+    def add_adapter(self, lora: LoraSettings) -> Adapter:
+        """Attach a new adapter in place of the attached one."""
+        if self.adapter is not None:
+            self.adapter.detach()
+        start = None if lora.adapter_path is None else model_folder(lora.adapter_path)
+        self.adapter = Adapter(self.model, lora, start)
+        for parameter in self.model.parameters():  # PEFT makes float32 ones, and FSDP2 needs one type
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(self.weights_dtype)
+        self.model.train(self.settings.gradient_checkpointing)
+        return self.adapter
+
+    def attach(self, adapter: Adapter | None) -> None:
+        """Exchange the attached adapter for another one of this model, or for none."""
+        if adapter is self.adapter:
+            return
+        if self.adapter is not None:
+            self.adapter.detach()
+        if adapter is not None:
+            adapter.attach()
+        self.adapter = adapter
 
     def token_values(
         self, batch: TrainingBatch, temperature: float, *measures: Measure, ref: RefInputs | None = None
@@ -211,7 +229,7 @@ class Policy:
     def model_inputs(self, batch: TrainingBatch) -> ModelInputs:
         """Inputs of this rank's model from a batch."""
         if not self.packs:
-            targets = batch.input_ids[:, 1:][batch.response_mask]
+            targets = batch.target_ids[batch.response_mask]
             return ModelInputs({"input_ids": batch.input_ids[:, :-1]}, batch.response_mask, targets)
         row = PackedRow.of(batch)
         whole = row.response_mask
@@ -421,9 +439,9 @@ class Policy:
 
         Raises ValueError without an adapter, and NotFiniteError when it is not finite.
         """
-        lora = self.settings.lora
-        if lora is None:
+        if self.adapter is None:
             raise ValueError("expected a policy with an adapter, got one that is trained whole; export it whole")
+        lora = self.adapter.settings
         state = gathered(self.tensors(), self.ranks.is_first)
         if self.ranks.is_first:
             require_finite(state)

@@ -41,7 +41,7 @@ class LossInputs(NamedTuple):
     weights: Tensor | None
     """[B, T]: factor of each token's loss, or None for 1."""
     selected: Tensor | None = None
-    """[B, T] bool: the tokens that the loss treats apart. None unless SELECTIONS has the loss."""
+    """[B, T] bool: the tokens that the loss treats apart, or that `gspo` takes the ratio of. None otherwise."""
 
     @property
     def log_ratio(self) -> Tensor:
@@ -57,9 +57,10 @@ class LossInputs(NamedTuple):
         """The mean of values [B, T] over the tokens of the mini-batch, without a gradient."""
         return (values.detach() * self.mask).sum() / self.agg.tokens
 
-    def over_tokens(self, values: Tensor) -> Tensor:
-        """[B, 1]: the mean of values [B, T] or [B, 1] over the tokens of each sequence."""
-        return (values * self.mask).sum(1, keepdim=True) / self.mask.sum(1, keepdim=True).clamp(min=1)
+    def over_tokens(self, values: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[B, 1]: the mean of values [B, T] or [B, 1] over the tokens of each sequence, or over those of `mask`."""
+        mask = self.mask if mask is None else mask
+        return (values * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
 PolicyLoss: TypeAlias = Callable[[LearnerConfig, LossInputs], LossAndStats]
@@ -94,7 +95,7 @@ def gspo(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     low, high = config.clip_range
     gain = -inputs.advantages
     log_ratio = inputs.logp - inputs.old_logp
-    log_s = inputs.logp - inputs.logp.detach() + inputs.over_tokens(log_ratio).detach()
+    log_s = inputs.logp - inputs.logp.detach() + inputs.over_tokens(log_ratio, inputs.selected).detach()
     ratio = log_s.clamp(max=SEQUENCE_LOG_RATIO_BOUND).exp()
     plain, clipped = gain * ratio, gain * ratio.clamp(1 - low, 1 + high)
     loss = inputs.total(torch.maximum(plain, clipped))

@@ -13,6 +13,7 @@ from tests.services.trainer.learner_settings import learner_config, logprobs_of
 from trackway.trainer.learner.algorithm import AGGREGATIONS
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import EmptyBatchError, Learner
+from trackway.trainer.learner.policy import Policy
 from trackway.wire.trajectory import StopReason, Trajectory
 
 pytestmark = pytest.mark.slow
@@ -330,3 +331,28 @@ def test_prompts_of_one_index_in_two_steps_are_two_groups(tiny_model: Path, roll
     trajectories = [of_step(1, 0, 1.0), of_step(1, 1, 1.0), of_step(2, 0, 0.0), of_step(2, 1, 0.0)]
 
     assert Learner(learner_config(tiny_model)).update(trajectories).advantages == [0.0] * 4
+
+
+def test_learners_of_adapters_of_one_model_train_as_each_does_alone(tiny_model: Path, rollout: Rollout) -> None:
+    configs = [
+        learner_config(tiny_model, lora_rank=4, lora_alpha=32, target_modules="all-linear", lr=0.01),
+        learner_config(tiny_model, lora_rank=2, lora_alpha=32, target_modules=["q_proj", "v_proj"], lr=0.01),
+    ]
+    batches = [ragged(rollout, seed) for seed in range(4)]
+    alone = [Learner(config) for config in configs]
+    shared = Policy(configs[0].policy_settings()._replace(lora=None))
+    together = [Learner(config, policy=shared) for config in configs]
+
+    for batch in batches:
+        for learner, single in zip(together, alone, strict=True):
+            learner.activate()
+            assert learner.update(batch).metrics == single.update(batch).metrics
+
+    for learner, single in zip(together, alone, strict=True):
+        learner.activate()
+        found, expected = learner.policy.tensors(), single.policy.tensors()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+        assert logprobs_of(learner) == logprobs_of(single)
+    shared.attach(None)
+    assert not any("lora" in name for name in shared.model.state_dict())

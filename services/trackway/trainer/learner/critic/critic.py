@@ -65,7 +65,7 @@ class Critic:
         """
         settings = self.settings
         rate = adamw.learning_rate(settings.optim, self._total_updates, self.updates)
-        adamw.set_learning_rate(self.optimizer, rate)
+        adamw.set_options(self.optimizer, lr=rate)
         shuffler = self._shuffler if settings.shuffle else None
         with self.model.cpu_offload.on_device():
             steps = [

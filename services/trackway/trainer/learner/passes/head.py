@@ -27,7 +27,7 @@ class TokenLogits(NamedTuple):
     logits: Tensor
     """[n, V], divided by the temperature."""
     targets: Tensor
-    """[n] int64: the tokens that they predict."""
+    """[n] int64: the tokens that they predict; [n, K] where a measure takes K of each."""
     ref_logits: Tensor | None = None
     """[n, V]: those of the reference, or None without one."""
 

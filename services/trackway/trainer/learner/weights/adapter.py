@@ -45,7 +45,10 @@ class _Layer(NamedTuple):
 
 
 class Adapter:
-    """The adapter of a model, whose own weights are frozen."""
+    """The adapter of a model, whose own weights are frozen.
+
+    A model may have several, of which one at most is attached: with it the model is as if it had no other.
+    """
 
     def __init__(self, model: PreTrainedModel, settings: LoraSettings, start: Path | None = None) -> None:
         """Adds the adapter to the model: a new one, or that of PEFT's folder `start`.
@@ -78,10 +81,24 @@ class Adapter:
             )
         if head is not None:
             head.requires_grad_(settings.trains_head)
+        self.settings = settings
         self._model = model
         self._layers = [_Layer.of(layer) for layer in adapted.values() if isinstance(layer, Linear)]
+        self._names = [*adapted]
         if start is not None:
             _load(model, start, settings)
+
+    def detach(self) -> None:
+        """Take the adapter out of the model, which keeps its own layers."""
+        for name, layer in zip(self._names, self._layers, strict=True):
+            self._model.set_submodule(name, layer.base)
+        del self._model.peft_config  # or PEFT takes the next adapter for a second one beside this one
+
+    def attach(self) -> None:
+        """Put the adapter back into the model, which has no other."""
+        for name, layer in zip(self._names, self._layers, strict=True):
+            self._model.set_submodule(name, layer.lora)
+        self._model.peft_config = {}
 
     @contextmanager
     def off(self) -> Iterator[None]:

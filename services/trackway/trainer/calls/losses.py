@@ -1,0 +1,130 @@
+"""Tinker's losses of a request: sums over tokens, with the formulas of the fit loop's policy losses."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trackway.trainer.calls.protobuf import Array, ForwardBackward
+from trackway.trainer.learner.algorithm import Aggregation
+from trackway.trainer.learner.batch import TrainingBatch
+from trackway.trainer.learner.config import LearnerConfig
+from trackway.trainer.learner.learner import Learner
+from trackway.trainer.learner.loss import MicroLoss, at_mask
+from trackway.trainer.learner.passes.head import Measure, TokenLogits, token_logprobs
+from trackway.trainer.learner.policy_losses import LossInputs, policy_loss_of
+
+NEVER = 1e9
+"""A bound above every probability ratio, whose logarithm is clamped to 20."""
+
+_POLICY_LOSSES = {
+    "cross_entropy": "gpg",  # -w log p
+    "importance_sampling": "vanilla",  # without a clip range
+    "ppo": "vanilla",
+    "cispo": "cispo",
+    "dro": "dro",
+    "gspo": "gspo",
+}
+
+
+class LossOutput(NamedTuple):
+    """The outcome of a request."""
+
+    logprobs: list[Array]
+    """Float32, [N] or [N, K] of each datum: the policy's logprobs of its targets."""
+    loss: float
+    """The sum of the loss."""
+
+
+def forward_backward(learner: Learner, request: ForwardBackward) -> LossOutput:
+    """Add the gradient of the request's loss to that of the learner's policy, unless it is forward only."""
+    batch = batch_of(request, learner.policy.master_dtype)
+    columns = 1 if batch.target_ids.dim() == 2 else batch.target_ids.shape[2]
+    measures = [token_logprobs] if batch.target_ids.dim() == 2 else [_logprobs_of(column) for column in range(columns)]
+    config = loss_config(learner.config, request)
+    policy_loss = policy_loss_of(_POLICY_LOSSES[request.loss_fn])
+    totals = Aggregation.over(batch.response_mask, "token-sum")
+
+    def loss(micro: TrainingBatch, rows: Tensor, values: Sequence[Tensor]) -> MicroLoss:
+        mask, weights = micro.response_mask, micro.advantages.reshape(*micro.response_mask.shape, -1)
+        total = torch.zeros((), dtype=values[0].dtype, device=values[0].device)
+        for column, value in enumerate(values):
+            logp = at_mask(mask, value)
+            inputs = LossInputs(logp, micro.old_logprobs, weights[..., column], mask, totals, None, micro.selected)
+            total = total + policy_loss(config, inputs)[0]
+        logp = torch.stack([value.detach() for value in values], dim=-1)
+        return MicroLoss(total, {}, logp, logp.new_zeros(0))
+
+    with torch.set_grad_enabled(not request.forward_only):
+        passes, parts = learner.forward_backward(batch, measures, loss)
+    logprobs: dict[int, Array] = {}
+    for micro, part in zip(passes, parts, strict=True):
+        lengths = micro.batch.response_mask.sum(1).tolist()
+        for row, values in zip(micro.rows.tolist(), part.logp.float().cpu().split(lengths), strict=True):
+            shape = request.data[row].targets.shape
+            logprobs[row] = values.numpy()[:, : 1 if len(shape) == 1 else shape[1]].reshape(shape)
+    total = float(sum(part.loss.double() for part in parts))
+    return LossOutput([logprobs[row] for row in range(len(request.data))], total)
+
+
+def loss_config(config: LearnerConfig, request: ForwardBackward) -> LearnerConfig:
+    """The configuration with the options of the request's loss. Thresholds are absolute bounds of the ratio."""
+    options, unclipped = request.options, {"clip_low_threshold": 0.0, "clip_high_threshold": NEVER}
+    bounds = {**unclipped, **options}
+    values = {
+        "clip_ratio_low": 1.0 - bounds["clip_low_threshold"],
+        "clip_ratio_high": bounds["clip_high_threshold"] - 1.0,
+        "clip_ratio_c": NEVER,
+        "policy_loss.dro_beta": options.get("beta"),
+    }
+    return replace(config, actor=config.actor.with_values(values))
+
+
+def batch_of(request: ForwardBackward, dtype: torch.dtype) -> TrainingBatch:
+    """The request's data as a batch whose every input token predicts its targets.
+
+    `advantages` are the data's, or the weights of cross_entropy, `old_logprobs` the sampler's logprobs, and `selected`
+    the tokens of gspo's sequence ratio. Data of fewer than K targets are padded with weights of 0.
+    """
+    data = request.data
+    lengths = torch.tensor([len(datum.tokens) for datum in data])
+    shape = (len(data), int(lengths.max()))
+    widths = {datum.targets.shape[1:] for datum in data}
+    wide = shape if widths == {()} else (*shape, max(width[0] if width else 1 for width in widths))
+
+    def padded(values: Callable[[int], Array], size: tuple[int, ...], kind: torch.dtype) -> Tensor:
+        tensor = torch.zeros(size, dtype=kind)
+        for row in range(len(data)):
+            value = torch.from_numpy(np.ascontiguousarray(values(row))).to(kind)
+            value = value.reshape(len(value), -1) if len(size) == 3 else value
+            tensor[(row, *(slice(0, length) for length in value.shape))] = value
+        return tensor
+
+    name = "weights" if request.loss_fn == "cross_entropy" else "advantages"
+    zeros = torch.zeros(shape, dtype=dtype)
+    ids = padded(lambda row: data[row].tokens, shape, torch.int64)
+    mask = torch.arange(shape[1]) < lengths.unsqueeze(-1)
+    has_logprobs, has_ratio = "logprobs" in data[0].inputs, request.loss_fn == "gspo"
+    return TrainingBatch(
+        input_ids=torch.nn.functional.pad(ids, (0, 1)),
+        attention_mask=torch.arange(shape[1] + 1) <= lengths.unsqueeze(-1),
+        response_mask=mask,
+        old_logprobs=padded(lambda row: data[row].inputs["logprobs"], shape, dtype) if has_logprobs else zeros,
+        ref_logprobs=zeros,
+        advantages=padded(lambda row: data[row].inputs[name], wide, dtype),
+        lengths=lengths + 1,
+        targets=padded(lambda row: data[row].targets, wide, torch.int64),
+        selected=padded(lambda row: data[row].inputs["sequence_ratio_mask"] != 0, shape, torch.bool)
+        if has_ratio
+        else None,
+    )
+
+
+def _logprobs_of(column: int) -> Measure:
+    def measure(tokens: TokenLogits) -> Tensor:
+        return token_logprobs(tokens._replace(targets=tokens.targets[:, column]))
+
+    return measure
