@@ -7,6 +7,7 @@ import math
 import pkgutil
 import types
 from collections.abc import Collection, Iterator
+from datetime import datetime
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -16,6 +17,7 @@ from pydantic import BaseModel, JsonValue, SecretStr, ValidationError
 from typing_extensions import TypeAliasType, is_typeddict
 
 import trackway.wire
+import trackway.wire.tinker.requests
 from trackway.deploy.runs.demo import Summary
 from trackway.deploy.terminal.progress import print_json
 from trackway.serving.error_responses import error_response
@@ -24,6 +26,7 @@ from trackway.trainer.config.compose import leaves
 from trackway.trainer.loop.schedule import Progress
 from trackway.trainer.run_state.ownership import Beat
 from trackway.trainer.service_urls import ServiceUrls
+from trackway.wire.base import WireRequest
 from trackway.wire.batch import BatchRequest, BatchResult
 from trackway.wire.chat import ChatModelSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -32,17 +35,37 @@ from trackway.wire.openai.requests import ChatTool, CompletionRequest
 from trackway.wire.reward import ScoreRequest
 from trackway.wire.rollout import GenerateReply, GenerateRequest, SamplingParams, StructuredOutputs
 from trackway.wire.sessions import FinishedSession
+from trackway.wire.tinker.requests import LoadWeightsRequest
 from trackway.wire.trainer import MetricsRow, RunInfo, RunState
 from trackway.wire.trajectory import Reward, Trajectory
 
 NUMBERS = [math.nan, math.inf, -math.inf]
 ABOUT_THE_NUMBER = {"finite_number", "greater_than", "greater_than_equal", "less_than", "less_than_equal"}
+TINKER_IDS = {
+    "session_id": "s",
+    "model_id": "s:train:0",
+    "sampling_session_id": "s:sample:0",
+    "request_id": "s:train:0:1",
+    "tinker_path": "tinker://s:train:0/weights/w",
+    "model_path": "tinker://s:train:0/weights/w",
+}
 SPECIAL: dict[type[BaseModel], dict[str, object]] = {
     ChatModelSettings: {"base_url": "https://host/v1"},
     ChatTool: {"function": {"name": "calculator"}},
     ClassifyRequest: {"input": "text"},
     FinishedSession: {"session_id": f"s-abcd-{0:032x}"},
     StructuredOutputs: {"json_object": True},
+    **{
+        model: {
+            name: TINKER_IDS.get(name, "tinker://s:train:0/weights/w" if model is LoadWeightsRequest else "name")
+            for name in model.model_fields
+            if name in TINKER_IDS or name == "path"
+        }
+        for model in vars(trackway.wire.tinker.requests).values()
+        if isinstance(model, type)
+        and issubclass(model, WireRequest)
+        and model.__module__ == "trackway.wire.tinker.requests"
+    },
 }
 """What is not free to choose, by model."""
 
@@ -83,7 +106,9 @@ def value_for(annotation: Any, number: float, around: tuple[type[BaseModel], ...
         return fields_of(annotation, number, around)
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return next(iter(annotation))
-    return {float: number, int: 1, bool: True, str: "text", SecretStr: "text"}.get(annotation)
+    return {float: number, int: 1, bool: True, str: "text", SecretStr: "text", datetime: "2026-01-01T00:00:00Z"}.get(
+        annotation
+    )
 
 
 def fields_of(model: type[BaseModel], number: float, around: tuple[type[BaseModel], ...] = ()) -> dict[str, object]:

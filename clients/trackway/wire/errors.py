@@ -35,6 +35,7 @@ class ErrorCode(StrEnum):
     UNKNOWN_DATA_SOURCE = "unknown_data_source"
     INSTANCE_NOT_FOUND = "instance_not_found"
     INSTANCE_LOST = "instance_lost"
+    GONE = "gone"
     CONFLICT = "conflict"
     WEIGHTS_BEHIND = "weights_behind"
     REQUEST_INCOMPLETE = "request_incomplete"
@@ -98,6 +99,7 @@ ERRORS: dict[ErrorCode, ErrorSpec] = {
     ErrorCode.INSTANCE_LOST: ErrorSpec(
         410, False, "The state of the tool instance is gone; create another one.", ModelSees.WITHOUT_AGENT
     ),
+    ErrorCode.GONE: ErrorSpec(410, False, "The session of Tinker's API has ended, or the result is no longer kept."),
     ErrorCode.CONFLICT: ErrorSpec(
         409,
         False,

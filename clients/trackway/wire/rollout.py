@@ -414,13 +414,15 @@ class SleepReplies(WireReply):
 
 
 class ModelCard(WireReply):
-    """One served model; OpenAI's fields and vLLM's `max_model_len`."""
+    """One served model; OpenAI's fields, and vLLM's `max_model_len` and `root`."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "trackway"
     max_model_len: int
+    root: str = ""
+    """Path of the model's folder at the service."""
 
 
 class ModelList(WireReply):

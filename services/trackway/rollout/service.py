@@ -166,7 +166,12 @@ class RolloutService:
 
     def served(self, name: str | None) -> ModelCard:
         """The served model, by its name or None. Raises MODEL_NOT_FOUND for any other name."""
-        card = ModelCard(id=self._model, created=self._created, max_model_len=self._engine.max_len)
+        card = ModelCard(
+            id=self._model,
+            created=self._created,
+            max_model_len=self._engine.max_len,
+            root=str(self._settings.model_path),
+        )
         return required_card(card, name)
 
     async def pause(self, mode: PauseMode) -> PauseReply:

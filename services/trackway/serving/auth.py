@@ -121,13 +121,17 @@ def show_tokens_in_docs(app: FastAPI) -> None:
 
 
 def _bearer(headers: RawHeaders) -> bytes | None:
-    """The presented token, as a bearer or as Anthropic's `x-api-key`, or None for none, several, or another scheme."""
+    """The presented token, or None for none, several, or another scheme.
+
+    It is a bearer token, or Anthropic's or Tinker's `x-api-key`. Tinker's SDK sends only keys that begin with `tml-`,
+    which a token does not have.
+    """
     credentials = [(name, value) for name, value in headers if name in (b"authorization", b"x-api-key")]
     if len(credentials) != 1:
         return None
     name, value = credentials[0]
     if name == b"x-api-key":
-        return value.strip()
+        return value.strip().removeprefix(b"tml-")
     scheme, _, secret = value.partition(b" ")
     return secret.strip() if scheme.lower() == b"bearer" else None
 

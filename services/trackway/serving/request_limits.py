@@ -57,13 +57,14 @@ class RequestBounds:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._has_body(scope):
             body = await self._read_in_time(receive)
-            if json_exceeds(self.max_json, body):
+            is_json = header_of(scope, b"content-type") != "application/x-protobuf"  # which no route of JSON takes
+            if is_json and json_exceeds(self.max_json, body):
                 message = (
                     f"expected JSON of at most {self.max_json.items} items, and {self.max_json.nodes} lists, objects "
                     "and object members, got more; send less at once"
                 )
                 raise TrackwayError(ErrorCode.PAYLOAD_TOO_LARGE, message)
-            if has_long_number(body):
+            if is_json and has_long_number(body):
                 message = f"expected numbers of at most {_MOST_DIGITS} digits, got a longer one; send it as a string"
                 raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
             receive = again({"type": "http.request", "body": body, "more_body": False}, receive)

@@ -1,5 +1,6 @@
 """Routes that validate a JSON body directly from its bytes, which takes half the memory of parsing it first."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
@@ -7,12 +8,12 @@ from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
-from pydantic import TypeAdapter, ValidationError
+from pydantic import JsonValue, TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
-from trackway.serving.error_responses import body_problems, error_response
+from trackway.serving.error_responses import body_problems, code_of, error_response, misfit, retry_after
 from trackway.wire.errors import ErrorCode, TrackwayError, shortened
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -44,6 +45,52 @@ class JsonRoute(APIRoute):
                 raise validating.failure from None
 
         return answer
+
+
+class ErrorFormatRoute(JsonRoute):
+    """A route whose errors have the format of the API that it imitates: `error_body`."""
+
+    @staticmethod
+    @abstractmethod
+    def error_body(error: TrackwayError) -> dict[str, JsonValue]:
+        """The body of an error."""
+
+    def get_route_handler(self) -> Handler:
+        """FastAPI's handler, wrapped to convert errors."""
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except (TrackwayError, RequestValidationError) as error:
+                return self.error_answer(error)
+            except HTTPException as error:
+                response = self.error_answer(TrackwayError(code_of(error.status_code), error.detail))
+                response.status_code = error.status_code
+                response.headers.update(error.headers or {})
+                return response
+
+        return answer
+
+    @classmethod
+    def error_answer(cls, error: TrackwayError | RequestValidationError) -> JSONResponse:
+        """The response of an error."""
+        if isinstance(error, RequestValidationError):
+            error = _invalid(error)
+        headers = {"x-should-retry": "true" if error.retryable else "false", **retry_after(error)}
+        return JSONResponse(cls.error_body(error), status_code=status_of(error), headers=headers)
+
+
+def status_of(error: TrackwayError) -> int:
+    """The status. An invalid request is a 400, as in OpenAI's and Anthropic's APIs and vLLM."""
+    return 400 if error.code is ErrorCode.INVALID_REQUEST else error.status
+
+
+def _invalid(error: RequestValidationError) -> TrackwayError:
+    first = error.errors()[0]
+    place = next(map(str, first["loc"][1:]), None)
+    param = first.get("ctx", {}).get("param") or place
+    return TrackwayError(ErrorCode.INVALID_REQUEST, misfit(error, skip=1), param=param)
 
 
 def error_answer_to(scope: Scope, routes: Iterable[BaseRoute], error: TrackwayError) -> JSONResponse:

@@ -26,6 +26,10 @@ class TrainerSettings(ServiceSettings):
     max_runs: int = Field(default=2, ge=1)
     """Runs that train at once. One trains the rollout service's default policy. Each other one trains a policy of its
     own name, which takes a place there (`max_policies`) and memory here."""
+    tinker_max_sessions: int = Field(default=32, ge=1)
+    """Open sessions of Tinker's API. Each that trains is a run, counted by `max_runs`."""
+    tinker_idle_s: float = Field(default=300.0, gt=0)
+    """Seconds without a heartbeat or a request after which a session of Tinker's API ends."""
     resume_interrupted: bool = False
     """Resume interrupted runs (their service or machine was lost) from the last checkpoint once the services are ready,
     at most `trackway.max_restarts` times; meant for trainers on Kubernetes."""

@@ -66,10 +66,12 @@ async def test_no_other_word_opens(authorization: list[str], address: str) -> No
     assert sorted(answer.headers.raw) == REFUSED_HEADERS
 
 
-async def test_a_token_may_come_as_anthropics_api_key_but_not_twice() -> None:
+async def test_a_token_may_come_as_an_api_key_of_anthropic_or_tinker_but_not_twice() -> None:
     async with client_from("10.1.2.3", app_with({"tokens": TOKENS})) as client:
         for headers, status in (
             ({"x-api-key": AGENT}, 200),
+            ({"x-api-key": f"tml-{AGENT}"}, 200),
+            ({"x-api-key": f"tml-tml-{AGENT}"}, 401),
             ({"x-api-key": f"{AGENT}x"}, 401),
             ({"x-api-key": f"Bearer {AGENT}"}, 401),
             ({"x-api-key": AGENT, **bearer(AGENT)}, 401),

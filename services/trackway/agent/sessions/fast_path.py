@@ -20,9 +20,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from trackway.agent.sessions.passing_on import session_of_request
 from trackway.agent.sessions.session import Session
 from trackway.agent.sessions.store import Sessions
-from trackway.model_api.error_route import ErrorFormatRoute
 from trackway.serving.error_responses import body_problems
 from trackway.serving.request_limits import again
+from trackway.serving.routes import ErrorFormatRoute
 from trackway.wire.errors import TrackwayError
 
 B = TypeVar("B", bound=BaseModel)

@@ -2,7 +2,7 @@
 
 from pydantic import JsonValue
 
-from trackway.model_api.error_route import ErrorFormatRoute
+from trackway.serving.routes import ErrorFormatRoute
 from trackway.wire.errors import TrackwayError
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}

@@ -51,5 +51,12 @@ class Results:
             raise TrackwayError(ErrorCode.CHECKPOINT_CORRUPT, f"{message}; remove it and resume the run")
         return Result(cast(Kind, kind.decode()), body)
 
+    def written_at(self, id: str) -> float | None:
+        """Return when the result was written, in seconds since 1970. None while there is no result."""
+        try:
+            return self._file(id).stat().st_mtime
+        except FileNotFoundError:
+            return None
+
     def _file(self, id: str) -> Path:
         return self._folder / sha256(id.encode()).hexdigest()

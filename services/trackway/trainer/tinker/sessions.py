@@ -1,0 +1,367 @@
+"""The sessions of Tinker's API. All that they need is in their folders, so that a restarted service continues them.
+
+outputs/<session>/calls/session.json    the session and its sampling sessions
+outputs/<session>/calls/requests.log    requests for its models (trackway.trainer.calls)
+outputs/<session>/calls/samples.log     acknowledged samples
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
+
+from pydantic import BaseModel, Field, JsonValue, ValidationError
+
+from trackway.system import atomic_write
+from trackway.trainer.calls.log import RequestLog, TrainingCall
+from trackway.trainer.calls.results import Result, Results
+from trackway.trainer.tinker.samples_log import SampleLog
+from trackway.wire.base import NON_FINITE
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.tinker.replies import SavedCheckpoint
+from trackway.wire.tinker.requests import LoraParams
+from trackway.wire.trainer import RunInfo
+
+logger = logging.getLogger("trackway.trainer")
+
+MAX_MODELS = 16
+"""Most models of a session."""
+MAX_SAMPLERS = 100_000
+"""Most sampling sessions of a session."""
+MAX_WAITING = 512
+"""Most requests of a model without a result."""
+MAX_WAITING_BYTES = 512 * 2**20
+"""Most bytes of the requests of a session without a result."""
+CHECK_IDLE_S = 5.0
+_KEPT_ENDED = 16
+
+CALLS = "calls"
+_RECORD = "session.json"
+
+
+class SessionRuns(Protocol):
+    """The runs of the service, as sessions need them. Methods raise TrackwayError."""
+
+    async def start_session(self, name: str, values: dict[str, JsonValue]) -> RunInfo:
+        """Start a run whose process executes the log in its folder's `calls`."""
+        ...
+
+    def wake(self, name: str) -> None:
+        """Tell the run's process that its log has grown."""
+        ...
+
+    async def end_session(self, name: str) -> None:
+        """Let the run finish. Without an active run of the name, do nothing."""
+        ...
+
+    def state(self, name: str) -> RunInfo | None:
+        """Return the run's status, or None before it has started."""
+        ...
+
+
+class Sampler(BaseModel):
+    """A sampling session."""
+
+    base_model: str
+    model_path: str | None = None
+    saved_by: str | None = None
+    """Id of the request that published its weights. None for the base model's."""
+
+
+class SessionRecord(BaseModel):
+    """What a session was opened with, and its sampling sessions that no request of a model opened."""
+
+    model_config = {"ser_json_inf_nan": NON_FINITE}
+
+    session_id: str
+    created_at: datetime
+    owner: str = ""
+    """Name of the token that opened it."""
+    tags: list[str] = Field(default_factory=list[str])
+    user_metadata: dict[str, JsonValue] = Field(default_factory=dict)
+    display_name: str | None = None
+    samplers: dict[int, Sampler] = Field(default_factory=dict)
+    traceparent: str = ""
+    """Trace that samples join whose requests have none. Empty when nothing is traced."""
+    ended: str = ""
+    """Why the session has ended. Empty while it is open."""
+
+
+class Saved(NamedTuple):
+    """A request that saves weights under a name."""
+
+    call_id: str
+    metadata: dict[str, str] | None
+
+
+@dataclass
+class TrackedModel:
+    """A model in training, as its acknowledged requests describe it."""
+
+    create: TrainingCall
+    last_seq: int = 0
+    unload: TrainingCall | None = None
+    waiting: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Sequence id and bytes of the requests that are not known to have a result."""
+    saved: dict[str, Saved] = field(default_factory=dict)
+    """Newest request for each `weights/<name>` and `sampler_weights/<name>`."""
+
+    @property
+    def base_model(self) -> str:
+        """Return the name of the base that the client gave."""
+        return str(self.create.arguments["base_model"])
+
+    @property
+    def lora(self) -> LoraParams:
+        """Return the adapter's parameters."""
+        return LoraParams.model_validate(self.create.arguments["lora_config"])
+
+    @property
+    def metadata(self) -> dict[str, JsonValue] | None:
+        """Return what the client noted about it."""
+        noted = self.create.arguments.get("user_metadata")
+        return noted if isinstance(noted, dict) else None
+
+
+class Checkpoint(NamedTuple):
+    """Saved weights."""
+
+    model: TrackedModel
+    saved_by: str
+    """Id of the request that saved them."""
+
+
+class TinkerSession:
+    """An open or ended session."""
+
+    def __init__(self, folder: Path, record: SessionRecord) -> None:
+        self.folder, self.record = folder, record
+        self.log, self.results, self.samples = RequestLog(folder), Results(folder), SampleLog(folder)
+        self.models: dict[int, TrackedModel] = {}
+        self.samplers = dict(record.samplers)
+        self.overlays: dict[str, dict[str, JsonValue]] = {}
+        """Fields of a result that its request decides, by request."""
+        self.beat_at = time.monotonic()
+        self.lock = asyncio.Lock()
+        """Held around each change of the log."""
+
+    @classmethod
+    def opened(cls, folder: Path) -> "TinkerSession":
+        """Return the session of a folder. Raises OSError, ValidationError, or TrackwayError for a damaged log."""
+        session = cls(folder, SessionRecord.model_validate_json((folder / _RECORD).read_bytes()))
+        for _, call, body in session.log.read():
+            session.note(call, len(body))
+        return session
+
+    @property
+    def id(self) -> str:
+        """Return its id, which is the run's name."""
+        return self.record.session_id
+
+    def write(self) -> None:
+        """Replace the record. Raises StorageError."""
+        atomic_write(self.folder / _RECORD, self.record.model_dump_json(), what="a session")
+
+    def note(self, call: TrainingCall, size: int) -> None:
+        """Take note of an acknowledged request."""
+        number = int(call.model_id.rpartition(":")[2])
+        if call.op == "create_model":
+            self.models.setdefault(number, TrackedModel(call))
+            if "checkpoint" in call.arguments:
+                self.overlays[call.id] = {"type": "load_weights", "path": call.arguments["checkpoint"]}
+        model = self.models[number]
+        model.last_seq = max(model.last_seq, call.seq_id)
+        model.waiting[call.id] = call.seq_id, size
+        name, place = call.arguments.get("path"), call.arguments.get("sampling_session_seq_id")
+        if call.op == "unload_model":
+            model.unload = call
+        elif call.op.startswith("save_weights") and name is not None:
+            kind = "weights" if call.op == "save_weights" else "sampler_weights"
+            model.saved[f"{kind}/{name}"] = Saved(call.id, _texts(call.arguments.get("user_metadata")))
+        elif isinstance(place, int):
+            self.samplers[place] = Sampler(base_model=model.base_model, saved_by=call.id)
+            self.overlays[call.id] = {"sampling_session_id": self.sampler_id(place)}
+
+    def sampler_id(self, number: int) -> str:
+        """Return the id of a sampling session."""
+        return f"{self.id}:sample:{number}"
+
+    def model(self, model_id: str) -> TrackedModel:
+        """Return a model. Raises NOT_FOUND."""
+        model = self.models.get(int(model_id.rpartition(":")[2]))
+        if model is None:
+            known = ", ".join(model.create.model_id for model in self.models.values()) or "none"
+            message = f"expected a model of this session ({known}), got {model_id}; create it first"
+            raise TrackwayError(ErrorCode.NOT_FOUND, message)
+        return model
+
+    def require_room(self, model: TrackedModel, seq_id: int, size: int) -> None:
+        """Raise OVERLOADED when too much waits, except for a request that the others wait for."""
+        if len(model.waiting) >= MAX_WAITING or self._waiting_bytes() + size > MAX_WAITING_BYTES:
+            for tracked in self.models.values():
+                tracked.waiting = {id: known for id, known in tracked.waiting.items() if self.results.read(id) is None}
+        first = min((seq for seq, _ in model.waiting.values()), default=seq_id)
+        if seq_id > first and len(model.waiting) >= MAX_WAITING:
+            message = f"expected at most {MAX_WAITING} requests of {model.create.model_id} without a result, got more"
+            raise TrackwayError(ErrorCode.OVERLOADED, f"{message}; wait for results", retry_after_s=1)
+        if seq_id > first and self._waiting_bytes() + size > MAX_WAITING_BYTES:
+            message = f"expected requests of at most {MAX_WAITING_BYTES} bytes without a result, got more"
+            raise TrackwayError(ErrorCode.OVERLOADED, f"{message}; wait for results", retry_after_s=1)
+
+    def _waiting_bytes(self) -> int:
+        return sum(size for model in self.models.values() for _, size in model.waiting.values())
+
+    def checkpoints(self, model: TrackedModel) -> list[SavedCheckpoint]:
+        """Return the saved weights of a model, oldest first."""
+        found: list[SavedCheckpoint] = []
+        for name, saved in model.saved.items():
+            result, written_at = self.results.read(saved.call_id), self.results.written_at(saved.call_id)
+            if result is not None and result.kind == "json" and written_at is not None:
+                found.append(
+                    SavedCheckpoint(
+                        checkpoint_id=name,
+                        checkpoint_type="training" if name.startswith("weights/") else "sampler",
+                        time=datetime.fromtimestamp(written_at, UTC),
+                        tinker_path=f"tinker://{model.create.model_id}/{name}",
+                        user_metadata=saved.metadata,
+                    )
+                )
+        return sorted(found, key=lambda checkpoint: checkpoint.time)
+
+    @property
+    def last_request_time(self) -> datetime:
+        """Return when the newest request of a model was acknowledged."""
+        with suppress(OSError):
+            return datetime.fromtimestamp((self.folder / "requests.log").stat().st_mtime, UTC)
+        return self.record.created_at
+
+
+class TinkerSessions:
+    """The sessions of an outputs folder. Methods raise TrackwayError."""
+
+    def __init__(self, outputs: Path, runs: SessionRuns, max_sessions: int, idle_s: float) -> None:
+        self._outputs, self.runs = outputs, runs
+        self._max_sessions, self._idle_s = max_sessions, idle_s
+        self._sessions: dict[str, TinkerSession] = {}
+        self._names: set[str] = set()
+        """Sessions on disk. A name of a request is looked up here before it becomes part of a path."""
+        self._ended: OrderedDict[str, TinkerSession] = OrderedDict()
+        """The ended sessions that were asked for last."""
+
+    def restore(self) -> None:
+        """Take up the sessions that were open when the service was last lost."""
+        for path in sorted(self._outputs.glob(f"*/{CALLS}/{_RECORD}")):
+            session = self._from_disk(path.parent)
+            if session is None:
+                continue
+            self._names.add(session.id)
+            if not session.record.ended:
+                self._sessions[session.id] = session
+
+    def _from_disk(self, folder: Path) -> TinkerSession | None:
+        try:
+            session = TinkerSession.opened(folder)
+        except (OSError, ValidationError, TrackwayError, KeyError) as error:
+            logger.warning("the session in %s is left out: %s", folder, error)
+            return None
+        return session if session.id == folder.parent.name else None
+
+    def open(self, record: SessionRecord) -> TinkerSession:
+        """Open a session. OVERLOADED when as many are open as may be."""
+        if len(self._sessions) >= self._max_sessions:
+            message = f"expected at most {self._max_sessions} open sessions (tinker_max_sessions), got one more"
+            raise TrackwayError(ErrorCode.OVERLOADED, f"{message}; finish one, or raise it", retry_after_s=10)
+        folder = self._outputs / record.session_id / CALLS
+        folder.mkdir(parents=True, exist_ok=True)
+        session = TinkerSession(folder, record)
+        session.write()
+        self._names.add(session.id)
+        self._sessions[session.id] = session
+        return session
+
+    def __iter__(self) -> Iterator[TinkerSession]:
+        yield from [*self._sessions.values()]
+
+    def required(self, id: str) -> TinkerSession:
+        """Return the open session that an id begins with, and count this as a sign of life.
+
+        Raises NOT_FOUND for an unknown session, GONE for one that has ended.
+        """
+        name = id.partition(":")[0]
+        session = self._sessions.get(name)
+        if session is not None:
+            session.beat_at = time.monotonic()
+            return session
+        ended = self.any(name)
+        message = f"expected an open session, got {name}, which has ended ({ended.record.ended}); create another"
+        raise TrackwayError(ErrorCode.GONE, message)
+
+    def any(self, id: str) -> TinkerSession:
+        """Return the session that an id begins with, open or ended. Raises NOT_FOUND."""
+        name = id.partition(":")[0]
+        session = self._sessions.get(name) or self._ended.get(name)
+        if session is None and name in self._names:
+            session = self._from_disk(self._outputs / name / CALLS)
+        if session is None:
+            raise TrackwayError(ErrorCode.NOT_FOUND, f"expected the id of a session, got {name}; create one")
+        if session.record.ended:
+            self._ended[name] = session
+            while len(self._ended) > _KEPT_ENDED:
+                self._ended.popitem(last=False)
+        return session
+
+    async def end(self, session: TinkerSession, why: str) -> None:
+        """End a session and its run. Results stay."""
+        if self._sessions.pop(session.id, None) is None:
+            return
+        session.record.ended = why
+        await asyncio.to_thread(session.write)
+        await asyncio.to_thread(session.samples.remove)
+        await self.runs.end_session(session.id)
+
+    async def end_idle(self) -> None:
+        """End each session without a sign of life for `idle_s` seconds. SessionRuns until it is cancelled."""
+        while True:
+            await asyncio.sleep(min(CHECK_IDLE_S, self._idle_s))
+            for session in self:
+                if time.monotonic() - session.beat_at <= self._idle_s:
+                    continue
+                try:
+                    await self.end(session, f"no heartbeat for {self._idle_s:g} s")
+                except Exception:
+                    logger.exception("the idle session %s could not be ended", session.id)
+
+    def result(self, call_id: str) -> Result | None:
+        """Return the result of a request of any session."""
+        return self.any(call_id).results.read(call_id)
+
+    def checkpoint(self, path: str, kind: Literal["weights", "sampler_weights"] | None = None) -> "Checkpoint":
+        """Return what a `tinker://` path names. Raises INVALID_REQUEST when nothing of the kind was saved there."""
+        model_id, _, name = path.removeprefix("tinker://").partition("/")
+        if kind is not None and not name.startswith(f"{kind}/"):
+            save = "save_state" if kind == "weights" else "save_weights_for_sampler"
+            message = f"expected tinker://<model>/{kind}/<name>, got {path}; save it by {save}"
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
+        model = self.any(model_id).model(model_id)
+        saved = model.saved.get(name)
+        if saved is None:
+            known = ", ".join(f"tinker://{model_id}/{other}" for other in model.saved) or "none"
+            message = f"expected a path of saved weights ({known}), got {path}; save them first"
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
+        return Checkpoint(model, saved.call_id)
+
+
+def new_session_id() -> str:
+    """Return a session's id, which is a run's name."""
+    return f"tinker-{uuid.uuid4().hex[:12]}"
+
+
+def _texts(value: JsonValue) -> dict[str, str] | None:
+    return {key: str(text) for key, text in value.items()} if isinstance(value, dict) else None

@@ -1,0 +1,77 @@
+"""Tinker's API on a port: a real rollout service of the tiny model, and runs that answer at once."""
+
+import gc
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import tinker
+from fastapi import FastAPI
+
+from tests.services.trainer.tinker.executor import AnsweringRuns
+from tests.serving import served_in_thread
+from trackway.deploy.bundled import TINY_MODEL
+from trackway.rollout.app import create_app as rollout_app
+from trackway.rollout.settings import RolloutSettings
+from trackway.serving import service_app
+from trackway.trainer.settings import TrainerSettings
+from trackway.trainer.tinker.api import TinkerApi
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sockets_of_the_sdk() -> Iterator[None]:
+    """The SDK leaves its sockets to the garbage collector."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
+
+
+@pytest.fixture(scope="session")
+def rollout_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    weights = tmp_path_factory.mktemp("weights")
+    settings = RolloutSettings(model_path=TINY_MODEL, weights_url=str(weights), device="cpu")
+    with served_in_thread(rollout_app(settings)) as url:
+        yield url
+
+
+@dataclass
+class Api:
+    """The service of an outputs folder, which a test stops and starts again."""
+
+    outputs: Path
+    rollout_url: str
+    runs: AnsweringRuns
+
+    @contextmanager
+    def served(self, port: int = 0, **changes: object) -> Iterator[str]:
+        """Yield the base URL for the SDK."""
+        settings = TrainerSettings(outputs_dir=str(self.outputs), rollout_url=self.rollout_url, **changes)
+        with served_in_thread(app_of(settings, self.runs), port) as url:
+            yield url
+
+
+def app_of(settings: TrainerSettings, runs: AnsweringRuns) -> FastAPI:
+    """A trainer service that has Tinker's routes alone."""
+    tinker_api = TinkerApi(settings, runs)
+    return service_app("trainer", settings, routers=[tinker_api.routes], lifespan=lambda _: tinker_api.running())
+
+
+@pytest.fixture
+def api(tmp_path: Path, rollout_url: str) -> Api:
+    return Api(tmp_path / "outputs", rollout_url, AnsweringRuns(tmp_path / "outputs"))
+
+
+@pytest.fixture
+def url(api: Api) -> Iterator[str]:
+    with api.served() as url:
+        yield url
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[tinker.ServiceClient]:
+    with tinker.ServiceClient(base_url=url, api_key="tml-any") as client:
+        yield client

@@ -1,0 +1,329 @@
+"""The routes without the SDK: refusals, order, bounds, and what a restarted service still knows."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.services.trainer.tinker.conftest import Api
+from tests.waiting import until
+from trackway.trainer.calls.protobuf import schema
+from trackway.trainer.tinker import routes, sampling, service, sessions
+from trackway.wire.trainer import RunInfo, RunState
+
+pytestmark = pytest.mark.slow
+
+SESSION = {"tags": [], "user_metadata": {"who": "me"}, "sdk_version": "0.38.0"}
+LORA = {"rank": 8, "train_unembed": True, "train_mlp": True, "train_attn": True}
+PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 17, 9, 40, 5]}]}
+
+
+class Caller:
+    """Calls the routes of a URL."""
+
+    def __init__(self, http: httpx.Client) -> None:
+        self.http = http
+
+    def post(self, path: str, body: object, status: int = 200) -> Any:
+        answer = self.http.post(path, json=body)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    def session(self) -> str:
+        return self.post("create_session", SESSION)["session_id"]
+
+    def model(self, session: str, number: int = 0) -> str:
+        body = {"session_id": session, "model_seq_id": number, "base_model": "tiny", "lora_config": LORA}
+        future = self.post("create_model", body)
+        assert self.result(future["request_id"]) == {"type": "create_model", "model_id": future["model_id"]}
+        return future["model_id"]
+
+    def optim_step(self, model_id: str, seq_id: int, status: int = 200, **params: float) -> Any:
+        return self.post("optim_step", {"model_id": model_id, "seq_id": seq_id, "adam_params": params}, status)
+
+    def sampler(self, session: str, number: int = 0) -> str:
+        body = {"session_id": session, "sampling_session_seq_id": number, "base_model": "tiny"}
+        return self.post("create_sampling_session", body)["sampling_session_id"]
+
+    def asample(self, sampler: str, seq_id: int = 0, status: int = 200, **changes: object) -> Any:
+        params = {"max_tokens": 6, **changes.pop("sampling_params", {})}
+        body = {"sampling_session_id": sampler, "seq_id": seq_id, "prompt": PROMPT, "sampling_params": params}
+        return self.post("asample", {**body, **changes}, status)
+
+    def result(self, request_id: str, status: int = 200) -> Any:
+        return self.post("retrieve_future", {"request_id": request_id}, status)
+
+    def drawn(self, request_id: str) -> Any:
+        """The sample's protobuf."""
+        answer = self.http.post("retrieve_future", json={"request_id": request_id})
+        assert answer.headers["content-type"] == "application/x-protobuf", answer.text
+        response = schema().SampleResponse()
+        response.ParseFromString(answer.content)
+        return response
+
+
+@contextmanager
+def calling(url: str, key: str = "tml-any") -> Iterator[Caller]:
+    with httpx.Client(base_url=f"{url}/api/v1", headers={"x-api-key": key}, timeout=60) as http:
+        yield Caller(http)
+
+
+@pytest.fixture
+def caller(url: str) -> Iterator[Caller]:
+    with calling(url) as caller:
+        yield caller
+
+
+def message(answer: Any) -> str:
+    return answer["error"]["message"]
+
+
+def test_an_unknown_base_model_is_refused_with_the_one_that_is_served(caller: Caller):
+    body = {"session_id": caller.session(), "model_seq_id": 0, "base_model": "Qwen/Qwen3-8B", "lora_config": LORA}
+    refused = message(caller.post("create_model", body, status=400))
+    assert refused.startswith("base_model: expected ") and " or tiny, the model of the rollout service" in refused
+    assert refused.endswith("got Qwen/Qwen3-8B; name that, or serve another (model_path)")
+
+
+def test_a_path_that_ends_with_the_name_of_a_hub_is_that_model(caller: Caller):
+    body = {"session_id": caller.session(), "model_seq_id": 0, "base_model": "bundled/tiny", "lora_config": LORA}
+    model_id = caller.post("create_model", body)["model_id"]
+    data = caller.post("get_info", {"model_id": model_id})["model_data"]
+    assert (data["model_name"], data["tokenizer_id"]) == ("bundled/tiny", "bundled/tiny")
+
+
+def test_a_field_of_no_request_is_a_400_with_its_name(caller: Caller):
+    refused = caller.post("create_session", {**SESSION, "colour": 1}, status=400)
+    assert (
+        "colour: Extra inputs are not permitted" in message(refused) and refused["error"]["code"] == "invalid_request"
+    )
+
+
+def test_requests_are_executed_by_their_sequence_ids(caller: Caller, api: Api):
+    model_id = caller.model(caller.session())
+    later = [caller.optim_step(model_id, seq_id)["request_id"] for seq_id in (3, 2)]
+    assert api.runs.executed == [f"{model_id}:0"]
+    first = caller.optim_step(model_id, 1)["request_id"]
+    assert [caller.result(id) for id in (*later, first)] == [{"metrics": {"grad_norm": 1.0}}] * 3
+    assert api.runs.executed == [f"{model_id}:{seq}" for seq in range(4)]
+
+
+def test_a_repeated_request_is_executed_once_and_another_under_its_id_refused(caller: Caller, api: Api):
+    model_id = caller.model(caller.session())
+    futures = [caller.optim_step(model_id, 1, learning_rate=1e-3) for _ in range(2)]
+    refused = caller.optim_step(model_id, 1, status=400, learning_rate=1e-2)
+    assert (
+        futures[0] == futures[1] == {"request_id": f"{model_id}:1", "model_id": model_id, "sample_sequence_ids": None}
+    )
+    assert "expected a repeated request" in message(refused)
+    until(lambda: api.runs.executed == [f"{model_id}:0", f"{model_id}:1"])
+
+
+def test_a_result_that_takes_longer_is_asked_for_again(caller: Caller, api: Api, monkeypatch: pytest.MonkeyPatch):
+    model_id = caller.model(caller.session())
+    monkeypatch.setattr(service, "POLL_S", 0.05)
+    monkeypatch.setattr(service.TinkerService.result, "__defaults__", (0.05,))
+    api.runs.frozen = True
+    id = caller.optim_step(model_id, 1)["request_id"]
+    assert caller.result(id) == {"type": "try_again", "request_id": id, "queue_state": "active"}
+    api.runs.told = RunInfo(run="run", state=RunState.RESTARTING)
+    assert caller.result(id)["queue_state"] == "paused_capacity"
+
+
+def test_a_run_that_failed_has_no_results_to_wait_for(caller: Caller, api: Api):
+    model_id = caller.model(caller.session())
+    api.runs.frozen = True
+    id = caller.optim_step(model_id, 1)["request_id"]
+    api.runs.told = RunInfo(run="run", state=RunState.FAILED, message="out of memory")
+    assert "its run is failed: out of memory" in message(caller.result(id, status=410))
+
+
+def test_the_size_of_a_large_result_is_sent_first_if_the_caller_allows_it(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(routes, "MAX_INLINE_BYTES", 10)
+    model_id = caller.model(caller.session())
+    body = {"request_id": f"{model_id}:0", "allow_metadata_only": True}
+    size = len(caller.http.post("retrieve_future", json={"request_id": f"{model_id}:0"}).content)
+    assert caller.post("retrieve_future", body) == {"status": "complete_metadata", "response_payload_size": size}
+
+
+def test_too_many_requests_of_a_model_wait_for_results(caller: Caller, api: Api, monkeypatch: pytest.MonkeyPatch):
+    model_id = caller.model(caller.session())
+    monkeypatch.setattr(sessions, "MAX_WAITING", 2)
+    api.runs.frozen = True
+    for seq_id in (3, 2):
+        caller.optim_step(model_id, seq_id)
+    full = caller.optim_step(model_id, 4, status=429)
+    api.runs.frozen = False
+    caller.optim_step(model_id, 1)  # the others wait for it
+    until(lambda: len(api.runs.executed) == 4)
+    caller.optim_step(model_id, 4)
+    assert message(full).startswith("expected at most 2 requests") and full["error"]["detail"] == {"retry_after_s": 1}
+
+
+def test_an_unloaded_model_takes_no_more_requests(caller: Caller):
+    model_id = caller.model(caller.session())
+    futures = [caller.post("unload_model", {"model_id": model_id}) for _ in range(2)]
+    refused = caller.optim_step(model_id, 2, status=400)
+    assert futures[0] == futures[1] and caller.result(futures[0]["request_id"])["model_id"] == model_id
+    assert "which was unloaded" in message(refused)
+
+
+def test_a_forward_backward_of_other_bytes_is_refused(caller: Caller):
+    model_id = caller.model(caller.session())
+    headers = {"content-type": "application/x-protobuf"}
+    other = schema().ForwardBackwardRequest(model_id=model_id, seq_id=0, loss_fn="cross_entropy").SerializeToString()
+    answers = [
+        caller.http.post("forward_backward", content=body, headers=headers) for body in (b"\xff\xff", b"", other)
+    ]
+    assert [answer.status_code for answer in answers] == [400] * 3
+    assert message(answers[0].json()).startswith("expected a ForwardBackwardRequest in protobuf")
+    assert message(answers[2].json()) == "seq_id: expected 1 or more, got 0; count from 1"
+
+
+def test_bytes_that_look_like_commas_are_no_json(caller: Caller):
+    model_id = caller.model(caller.session())
+    request = schema().ForwardBackwardRequest(model_id=model_id, seq_id=1, loss_fn="cross_entropy")
+    request.data.add().model_input.add().encoded_text.tokens = b",,,,[{::" * 150_000
+    headers = {"content-type": "application/x-protobuf"}
+    answer = caller.http.post("forward_backward", content=request.SerializeToString(), headers=headers)
+    assert answer.status_code != 413, answer.text
+
+
+def test_the_same_seed_draws_the_same_sequences_and_samples_differ(caller: Caller):
+    sampler = caller.sampler(caller.session())
+    ids = [
+        caller.asample(sampler, seq_id, num_samples=3, sampling_params={"seed": seed, "temperature": 3.0})["request_id"]
+        for seq_id, seed in enumerate((7, 7, 8))
+    ]
+    first, again, other = [[bytes(sequence.tokens) for sequence in caller.drawn(id).sequences] for id in ids]
+    assert first == again != other and len(set(first)) > 1
+
+
+def test_a_stop_text_ends_a_sequence_after_it_and_an_empty_list_lets_it_run(caller: Caller):
+    sampler = caller.sampler(caller.session())
+    params = {"temperature": 0.0, "max_tokens": 12}
+    whole = caller.drawn(caller.asample(sampler, 0, sampling_params={**params, "stop": []})["request_id"]).sequences[0]
+    tokens = [*memoryview(whole.tokens).cast("i")]
+    by_id = caller.drawn(caller.asample(sampler, 1, sampling_params={**params, "stop": [tokens[3]]})["request_id"])
+    [stopped] = by_id.sequences
+    assert (whole.stop_reason, len(tokens)) == (1, 12)
+    end = tokens.index(tokens[3]) + 1
+    assert ([*memoryview(stopped.tokens).cast("i")], stopped.stop_reason) == (tokens[:end], 0)
+
+
+def test_prompt_logprobs_and_the_most_likely_tokens(caller: Caller):
+    sampler = caller.sampler(caller.session())
+    future = caller.asample(sampler, prompt_logprobs=True, topk_prompt_logprobs=2, topk_sample_logprobs=3)
+    response = caller.drawn(future["request_id"])
+    last = caller.drawn(caller.asample(sampler, 1, prompt_logprobs=True, prompt_logprobs_last_n=2)["request_id"])
+    scores, some = memoryview(response.prompt_logprobs).cast("f"), memoryview(last.prompt_logprobs).cast("f")
+    top, sampled = response.topk_prompt_logprobs, response.sequences[0].topk_sampled_logprobs
+    rows = memoryview(top.logprobs).cast("f")
+    assert [score == score for score in scores] == [False, True, True, True, True]
+    assert [score == score for score in some] == [False, False, False, True, True]
+    assert [*some[3:]] == pytest.approx([*scores[3:]], abs=1e-5)
+    assert (top.k, top.length, [*rows[:2]]) == (2, 5, [-99999.0] * 2) and all(score < 0 for score in rows[2:])
+    assert (sampled.k, sampled.length) == (3, len(response.sequences[0].tokens) // 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"prompt": {"chunks": []}}, "prompt: expected at least one token"),
+        ({"prompt_logprobs_last_n": 2}, "prompt_logprobs_last_n: expected 1 to 4 with prompt_logprobs"),
+        ({"num_samples": 129}, "num_samples: Input should be less than or equal to 128"),
+        ({"record_stability_info": True}, "record_stability_info"),
+    ],
+)
+def test_samples_that_no_engine_can_draw_are_refused(caller: Caller, changes: dict[str, object], problem: str):
+    assert problem in message(caller.asample(caller.sampler(caller.session()), status=400, **changes))
+
+
+def test_too_many_samples_are_refused_until_some_have_ended(caller: Caller, monkeypatch: pytest.MonkeyPatch):
+    sampler = caller.sampler(caller.session())
+    monkeypatch.setattr(sampling, "MAX_DRAWS", 0)
+    assert message(caller.asample(sampler, status=429)).startswith("expected at most 0 samples in progress")
+
+
+def test_a_cancelled_sample_is_an_error(caller: Caller):
+    sampler = caller.sampler(caller.session())
+    id = caller.asample(sampler, sampling_params={"max_tokens": 900, "stop": []})["request_id"]
+    caller.post("cancel_future", {"request_id": id})
+    assert caller.result(id) == {"error": "the sample was cancelled", "category": "user"}
+
+
+def test_a_restarted_service_knows_sessions_models_results_and_samples(api: Api):
+    with api.served() as url, calling(url) as caller:
+        session = caller.session()
+        model_id, sampler = caller.model(session), caller.sampler(session)
+        sampled = caller.asample(sampler, num_samples=2)
+        before = caller.drawn(sampled["request_id"])
+        caller.post("save_weights", {"model_id": model_id, "seq_id": 1, "path": "ck1"})
+        saved = caller.post(
+            "save_weights_for_sampler", {"model_id": model_id, "seq_id": 2, "sampling_session_seq_id": 7}
+        )
+        published = caller.result(saved["request_id"])
+    with api.served() as url, calling(url) as caller:
+        again = caller.asample(sampler, num_samples=2)
+        after = caller.drawn(sampled["request_id"])
+        newer = caller.drawn(caller.asample(published["sampling_session_id"], 3)["request_id"])
+        listed = caller.http.get(f"training_runs/{model_id}/checkpoints").json()["checkpoints"]
+        assert caller.result(f"{model_id}:0") == {"type": "create_model", "model_id": model_id}
+        caller.post("session_heartbeat", {"session_id": session})
+        assert caller.result(caller.optim_step(model_id, 3)["request_id"]) == {"metrics": {"grad_norm": 1.0}}
+    assert published == {"type": "save_weights_for_sampler", "sampling_session_id": f"{session}:sample:7"}
+    assert sampled == again and before == after and len(newer.sequences) == 1
+    assert [checkpoint["tinker_path"] for checkpoint in listed] == [f"tinker://{model_id}/weights/ck1"]
+
+
+def test_a_session_without_heartbeats_ends_with_its_run(api: Api):
+    with api.served(tinker_idle_s=0.3) as url, calling(url) as caller:
+        session = caller.session()
+        model_id = caller.model(session)
+        until(lambda: api.runs.ended == [session])
+        gone = caller.post("session_heartbeat", {"session_id": session}, status=410)
+        assert caller.result(f"{model_id}:0")["model_id"] == model_id
+        assert message(caller.optim_step(model_id, 1, status=410)) == message(gone)
+    assert "which has ended (no heartbeat for 0.3 s); create another" in message(gone)
+
+
+def test_a_finished_session_takes_nothing_and_makes_room(api: Api):
+    with api.served(tinker_max_sessions=1) as url, calling(url) as caller:
+        session = caller.session()
+        full = caller.post("create_session", SESSION, status=429)
+        caller.post(f"sessions/{session}/finish", {"reason": {"type": "success"}})
+        gone = caller.post("session_heartbeat", {"session_id": session}, status=410)
+        assert caller.session() != session
+    assert "(tinker_max_sessions)" in message(full) and "finished by its client: success" in message(gone)
+
+
+def test_only_an_operators_token_trains(api: Api):
+    agent, operator = "an-agents-token-0123", "an-operators-token-01"
+    tokens = {"agent": {"secret": agent}, "operator": {"secret": operator, "scopes": ["admin"]}}
+    with (
+        api.served(auth={"tokens": tokens}) as url,
+        calling(url, f"tml-{operator}") as admin,
+        calling(url, f"tml-{agent}") as user,
+        calling(url, "tml-another-token-0123") as stranger,
+    ):
+        session = admin.session()
+        model_id = admin.model(session)
+        forbidden = user.optim_step(model_id, 1, status=403)
+        drawn = user.drawn(user.asample(user.sampler(session))["request_id"])
+        unknown = stranger.http.post("create_session", json=SESSION)
+        owner = admin.http.get(f"training_runs/{model_id}").json()["model_owner"]
+    assert "expected a token with the scope 'admin'" in message(forbidden) and len(drawn.sequences) == 1
+    assert (unknown.status_code, owner) == (401, "operator")
+
+
+def test_a_deployment_without_the_schema_says_what_to_install(caller: Caller, monkeypatch: pytest.MonkeyPatch):
+    schema.cache_clear()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    try:
+        assert message(caller.post("create_session", SESSION, status=400)).endswith("pip install 'trackway[tinker]'")
+    finally:
+        schema.cache_clear()
