@@ -29,7 +29,8 @@ class ToolsSettings(ToolLimits, OwnCodeSettings):
     tool_config: dict[str, ToolConfig] = Field(default_factory=dict)
     """Config by tool name, merged over the tool's own. It may lower the limits of a call for that tool."""
     max_instances: int = Field(default=16384, ge=1)
-    """Maximum instances on this replica. One more is answered 429."""
+    """Maximum instances on this replica. One more is answered 429. So is one of a run that holds three times as many as
+    are left, so that another run finds places."""
     instance_ttl_s: float = Field(default=3600.0, gt=0)
     """Seconds without a call after which an instance is released, as when its trajectory's process was killed."""
     reap_interval_s: float = Field(default=30.0, gt=0)

@@ -12,6 +12,7 @@ import asyncio
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,9 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tools import InstanceInfo
 
 Clock = Callable[[], float]
+
+SHARE = 3
+"""A run holds at most this many times the instances that are left, so that other runs find places."""
 
 
 class State(StrEnum):
@@ -85,7 +89,7 @@ class InstanceTable:
     """The instances of this replica.
 
     replica: name of this process, 4 to 32 letters and digits.
-    max_instances: maximum number of instances; beyond it OVERLOADED.
+    max_instances: maximum number of instances; beyond it OVERLOADED. A run holds at most SHARE times those left.
     ttl_s: seconds without a call after which an instance expires.
     clock: monotonic seconds.
     """
@@ -97,27 +101,30 @@ class InstanceTable:
         self._ttl_s = ttl_s
         self._clock = clock
         self._instances: dict[str, Instance] = {}
+        self._held = Counter[str]()
+        """Number of instances by run."""
         self._sessions: dict[str, dict[str, Instance]] = {}
 
     def __len__(self) -> int:
         return len(self._instances)
 
-    @property
-    def full(self) -> bool:
-        """Return whether the maximum is reached."""
-        return len(self._instances) >= self._max_instances
+    def has_room(self, run: str) -> bool:
+        """Return whether the run may have another instance."""
+        return self._held[run] < SHARE * (self._max_instances - len(self._instances))
 
     def add(self, tool: BaseTool, session_id: str | None, run: str = "") -> Instance:
-        """Add an instance in state CREATING. OVERLOADED at the maximum."""
-        if self.full:
+        """Add an instance in state CREATING. OVERLOADED without room."""
+        if not self.has_room(run):
             raise TrackwayError(
                 ErrorCode.OVERLOADED,
-                f"expected fewer than {self._max_instances} tool instances on this replica; "
+                f"expected fewer than {self._max_instances} tool instances on this replica, and of a run fewer than "
+                f"{SHARE} times those left, got {len(self._instances)}, {self._held[run]} of them of this run; "
                 "release instances, wait for idle ones to expire, or raise max_instances",
             )
         now = self._clock()
         instance = Instance(f"{self.prefix}-{uuid.uuid4().hex}", tool, session_id, run, made_at=now, used_at=now)
         self._instances[instance.id] = instance
+        self._held[run] += 1
         if session_id is not None:
             self._sessions.setdefault(session_id, {})[instance.id] = instance
         return instance
@@ -165,6 +172,9 @@ class InstanceTable:
         """Remove an instance at once. It must not be in a call."""
         instance.move(Event.RELEASE)
         del self._instances[instance.id]
+        self._held[instance.run] -= 1
+        if not self._held[instance.run]:
+            del self._held[instance.run]
         if instance.session_id is not None:
             session = self._sessions[instance.session_id]
             del session[instance.id]

@@ -120,9 +120,10 @@ class ToolServer:
     async def create(self, request: CreateInstance, run: str | None = None) -> InstanceCreated:
         """Create a tool's state for a trajectory. Its slots count for `run`, by default the trajectory's."""
         tool = self._registry.get(request.tool)
-        if self._instances.full:
+        run = run_of(request.session_id) if run is None else run
+        if not self._instances.has_room(run):
             await self.reap()
-        instance = self._instances.add(tool, request.session_id, run_of(request.session_id) if run is None else run)
+        instance = self._instances.add(tool, request.session_id, run)
         try:
             with session_scope(request.session_id):
                 await self._limited_tool(instance).create(instance.id, request.create_kwargs, instance.run)

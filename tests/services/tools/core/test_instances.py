@@ -13,8 +13,8 @@ def table_of(clock: FakeClock | None = None, max_instances: int = 2) -> Instance
     return InstanceTable("replica0", max_instances, ttl_s=60.0, clock=clock or FakeClock())
 
 
-def alive(table: InstanceTable) -> Instance:
-    instance = table.add(CalculatorTool.default(), "run/1/0/0")
+def alive(table: InstanceTable, run: str = "run") -> Instance:
+    instance = table.add(CalculatorTool.default(), f"{run}/1/0/0", run)
     table.created(instance)
     return instance
 
@@ -82,6 +82,34 @@ def test_the_number_of_instances_is_bounded() -> None:
     assert caught.value.code is ErrorCode.OVERLOADED
     table.strike(first)
     alive(table)
+
+
+def added(table: InstanceTable, run: str) -> int:
+    """How many instances the run gets before it is refused."""
+    for number in range(100):
+        try:
+            alive(table, run)
+        except TrackwayError as error:
+            assert error.code is ErrorCode.OVERLOADED
+            return number
+    raise AssertionError("expected a refusal, got none")
+
+
+def test_a_run_leaves_instances_for_others_and_gets_their_places_back() -> None:
+    table = table_of(max_instances=64)
+
+    assert [added(table, run) for run in ("first", "second", "third", "first")] == [48, 12, 3, 0]
+    with pytest.raises(TrackwayError) as caught:
+        alive(table, "first")
+    assert caught.value.message == (
+        "expected fewer than 64 tool instances on this replica, and of a run fewer than 3 times those left, got 63, 48 "
+        "of them of this run; release instances, wait for idle ones to expire, or raise max_instances"
+    )
+    for instance in table.everything()[48:]:
+        table.strike(instance)
+    for instance in table.everything()[:2]:
+        table.strike(instance)
+    assert added(table, "first") == 2
 
 
 @pytest.mark.anyio
