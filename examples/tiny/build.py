@@ -1,6 +1,6 @@
 """Build the tiny checkpoint: a tokenizer and a 0.23M-parameter Qwen3 that is taught the skill, then blurred.
 
-    python examples/tiny/build.py --out deploy/trackway/deploy/bundled/tiny
+    python examples/tiny/build.py --out deploy/trackway/deploy/bundled/tiny --teacher outputs/tiny-teacher
 
 Two supervised stages, on the assistant's tokens only. *Skill*: call the calculator with the operation that
 the question asks for, then repeat the result. *Blur*: the same transcripts, but with an operation drawn at
@@ -9,6 +9,7 @@ sharpens again.
 """
 
 import argparse
+import copy
 import json
 import math
 import random
@@ -193,7 +194,8 @@ def main() -> None:
     """Build the checkpoint and say how good it is after each stage."""
     parser = argparse.ArgumentParser(description="Build the tiny checkpoint.")
     parser.add_argument("--out", type=Path, default=TINY_MODEL, help="folder to write")
-    out = parser.parse_args().out
+    parser.add_argument("--teacher", type=Path, help="folder for the model before its skill is blurred")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     tokenizer, model, problems = train_tokenizer(), new_model(), held_out(256)
@@ -205,7 +207,9 @@ def main() -> None:
         loss = train(model, tokenizer, stage)
         sampled, greedy = (accuracy(model, tokenizer, problems, temperature) for temperature in (1.0, 0.0))
         print(f"{name}: loss {loss:.4f}, held-out {sampled:.3f} at temperature 1, {greedy:.3f} greedy")
-    save(model, tokenizer, out)
+        if name == "skill" and options.teacher is not None:
+            save(copy.deepcopy(model), tokenizer, options.teacher)
+    save(model, tokenizer, options.out)
 
 
 if __name__ == "__main__":

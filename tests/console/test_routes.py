@@ -38,7 +38,7 @@ from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
 from trackway.wire.health import Wait
 from trackway.wire.tracing import Incident
 from trackway.wire.trainer import MetricsRow
-from trackway.wire.trajectory import Trajectory
+from trackway.wire.trajectory import TeacherScores, Trajectory
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\u202e"
 
@@ -380,6 +380,7 @@ def test_tokens_have_what_the_row_has_of_them(outputs: Path) -> None:
         "mask": [0, 0, 1, 1, 0, 1, 1],
         "logprobs": [None, None, -0.5, -0.25, None, -2.0, -0.125],
         "versions": [None, None, 1, 1, None, 2, 2],
+        "teacher": [],
         "learner": None,
         "ranked": [
             {"place": 5, "id": 6, "piece": None, "value": -2.0},
@@ -417,6 +418,24 @@ def test_tokens_have_what_the_learner_computed_of_them(outputs: Path) -> None:
     file.write_bytes(file.read_bytes()[:300])
     page = get(outputs, "tokens", **place, sample="7", rollout=1)
     assert (page["learner"], page["total"]) == (None, 7) and str(file) in page["unreadable"]
+
+
+def test_tokens_have_the_logprobs_of_a_teacher_and_are_ranked_by_their_difference(outputs: Path) -> None:
+    file = write_run(outputs).path / "trajectories/step_2.parquet"
+    scores = TeacherScores(teacher="t", logprobs=[-1.0, -0.25, -0.5, -2.125], top_ids=[[1]] * 4, top_logprobs=[[0]] * 4)
+    write_trajectories(
+        file,
+        [
+            trajectory.model_copy(update={"teacher": scores}) if sum(trajectory.response_mask) == 4 else trajectory
+            for trajectory in read_trajectories(file)
+        ],
+    )
+
+    page = get(outputs, "tokens", run="tidy", step=2, sample="7", rollout=1, offset=1, limit=5, rank="teacher")
+
+    assert page["teacher"] == [None, -1.0, -0.25, None, -0.5]
+    assert [(token["place"], token["value"]) for token in page["ranked"]] == [(6, -2.0), (5, 1.5), (2, -0.5), (3, 0.0)]
+    assert scores in [trajectory.teacher for trajectory in read_trajectories(file)]
 
 
 @pytest.mark.parametrize(

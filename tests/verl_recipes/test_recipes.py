@@ -124,6 +124,11 @@ SEEN_BY: dict[str, str] = {
             ("default_local_dir",),
         ),
         (
+            "distillation.",
+            "tests/services/trainer/loop/test_teaching.py::test_the_key_of_a_row_chooses_among_several_teachers",
+            ("teacher_key", "teacher_models.teacher_model.key"),
+        ),
+        (
             "trainer.",
             f"{_ASYNC}::test_the_v1_trainers_mode_sync_leaves_the_decision_to_async_training",
             ("use_v1",),
@@ -157,6 +162,10 @@ _BY_NAME = (
     *("async_training.require_batches", "rollout.total_rollout_steps", "rollout.test_freq"),
 )
 READ_OTHERWISE: dict[str, tuple[str, str]] = {
+    "distillation.teacher_models.teacher_model.key": (
+        "services/trackway/trainer/loop/teaching.py",
+        "teacher.key: Teacher",
+    ),
     **{f"{section}.full_determinism": (f"{_LEARNER}/config.py", "section.full_determinism") for section in _FSDP},
     **{key: (_ASYNCHRONOUS, f"'{key}'") for key in _BY_NAME},
     **{

@@ -10,7 +10,7 @@ from trackway.wire.chat import MAX_MESSAGES, MAX_TOOLS, Message
 from trackway.wire.errors import TrackwayError
 from trackway.wire.health import Wait
 from trackway.wire.names import Label, PolicyName, RunName, sample_index
-from trackway.wire.rollout import SamplingParams
+from trackway.wire.rollout import MAX_PROMPT_TOP_LOGPROBS, SamplingParams
 from trackway.wire.tracing import TraceTarget
 from trackway.wire.trajectory import StopReason, Tags, Trajectory, trajectory_id
 
@@ -139,6 +139,17 @@ RunSampling = Annotated[SamplingParams, AfterValidator(_of_a_run)]
 """Sampling parameters of a whole run or session. A grammar, top logprobs and prompt logprobs belong to one call."""
 
 
+class Teacher(WireRequest):
+    """A model that scores the tokens of rollouts, for distillation."""
+
+    name: Label
+    """Its name in the run's configuration."""
+    model: Label
+    """One of the agent service's `teachers`, else a policy of the rollout service."""
+    top_k: Int = Field(default=0, ge=0, le=MAX_PROMPT_TOP_LOGPROBS)
+    """Most likely tokens to return at each position."""
+
+
 class GroupRequest(WireRequest):
     """n rollouts of one sample."""
 
@@ -164,6 +175,8 @@ class GroupRequest(WireRequest):
     """Greedy rollouts whose score is the baseline of their group (ReMax). Their traces have the tag `is_baseline`."""
     tools: Annotated[list[str], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     """Names of the tools offered to the model; None offers every tool of the server."""
+    teacher: Teacher | None = None
+    """Scores the tokens of each rollout that did not fail."""
     report_waits_s: Annotated[Float, Field(ge=0.1)] | None = None
     """Report what the rollouts wait for whenever none has ended for so many seconds; None reports nothing."""
 
@@ -211,3 +224,5 @@ class AgentList(WireReply):
     agents: list[AgentInfo]
     without_tools: str = ""
     """Why the model's chat template carries no tools. Empty when it does."""
+    teachers: dict[str, str] = Field(default_factory=dict)
+    """URLs of the rollout services that may teach, by name."""

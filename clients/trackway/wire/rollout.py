@@ -24,6 +24,8 @@ MAX_TOP_LOGPROBS = 20
 """OpenAI's bound, and the default one of vLLM."""
 TopLogprobs = list[tuple[int, float]]
 """The most likely tokens at one position as (id, logprob), highest first."""
+MAX_PROMPT_TOP_LOGPROBS = 128
+"""Most of the most likely tokens at a prompt position."""
 MAX_PROMPT_LOGPROBS = 262_144
 """Most prompt positions times `prompt_logprobs` of a request: some 8 MB of JSON."""
 
@@ -175,7 +177,7 @@ class SamplingParams(WireRequest):
     ignore_eos: bool = False
     logprobs: Int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
     """Most likely tokens to return at each position, the sampled one among them. Needs an engine that returns them."""
-    prompt_logprobs: Annotated[Int | None, Field(ge=0, le=MAX_TOP_LOGPROBS, exclude_if=_is_none)] = None
+    prompt_logprobs: Annotated[Int | None, Field(ge=0, le=MAX_PROMPT_TOP_LOGPROBS, exclude_if=_is_none)] = None
     """Score the prompt, and return so many of the most likely tokens at each of its positions. 0 returns the logprobs
     of the prompt's tokens alone. Needs an engine that scores prompts."""
     structured_outputs: Annotated[StructuredOutputs | None, Field(exclude_if=_is_none)] = None

@@ -194,6 +194,18 @@ class TokenUsage(WireReply):
     """Tokens that the model wrote."""
 
 
+class TeacherScores(WireReply):
+    """What a teacher makes of the tokens that the model wrote, one entry for each, at temperature 1."""
+
+    teacher: str
+    """Its name in the run's configuration."""
+    logprobs: list[float] = Field(fail_fast=True)
+    top_ids: list[list[int]] = Field(default_factory=list[list[int]], exclude_if=_is_empty, fail_fast=True)
+    """[tokens, k]: its most likely tokens, highest first. Empty unless the loss needs them."""
+    top_logprobs: list[list[float]] = Field(default_factory=list[list[float]], exclude_if=_is_empty, fail_fast=True)
+    """[tokens, k]: their logprobs."""
+
+
 class TokenRow(WireReply):
     """Another row of tokens of a trajectory, with its fields: a session whose calls are no single conversation."""
 
@@ -204,6 +216,7 @@ class TokenRow(WireReply):
     response_logprobs: list[float] = Field(fail_fast=True)
     weight_versions: list[WeightSpan] = Field(default_factory=list[WeightSpan], fail_fast=True)
     turns: list[Turn] = Field(default_factory=list[Turn], fail_fast=True)
+    teacher: TeacherScores | None = Field(default=None, exclude_if=_is_none)
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Self:
@@ -228,6 +241,8 @@ class Trajectory(WireReply):
     turns: list[Turn] = Field(default_factory=list[Turn], fail_fast=True)
     further_rows: list[TokenRow] = Field(default_factory=list[TokenRow], fail_fast=True)
     """Rows beside the one of the fields above. All have the trajectory's reward and advantage."""
+    teacher: TeacherScores | None = Field(default=None, exclude_if=_is_none)
+    """Set in a run that distils a teacher."""
     reward: Reward | None = None
     ground_truth: str | None = Field(default=None, exclude_if=_is_none)
     """The row's ground truth, for who looks at the trajectory."""

@@ -221,6 +221,8 @@ class TokensPage(WireReply):
     """The sampler's, in nats, or None for tokens that were not sampled."""
     versions: list[int | None]
     """Weight version that sampled the token."""
+    teacher: list[float | None]
+    """The teacher's logprobs, in nats, or None for tokens that the model did not write. Empty without a teacher."""
     learner: "LearnerTokens | None"
     """None without `trackway.save_token_values`, for validation, and before the update."""
     ranked: list[RankedToken]

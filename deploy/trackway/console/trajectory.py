@@ -29,7 +29,7 @@ MOST_CHARS = 100_000
 MOST_TOKENS = 4096
 """Tokens of one reply."""
 MOST_RANKED = 8
-Rank = Literal["logprob", "learner", "difference", "entropy", "advantage"]
+Rank = Literal["logprob", "learner", "difference", "entropy", "advantage", "teacher"]
 """Measure that tokens are ranked by. The sampler's log-probability where the learner's values are missing."""
 _ORDER: dict[Rank, Callable[[float], float]] = {
     "logprob": lambda value: value,
@@ -37,6 +37,7 @@ _ORDER: dict[Rank, Callable[[float], float]] = {
     "difference": lambda value: -abs(value),
     "entropy": lambda value: -value,
     "advantage": lambda value: -abs(value),
+    "teacher": lambda value: -abs(value),
 }
 """The least of these comes first."""
 _WHERE = "CAST(sample_index AS VARCHAR) = $sample AND rollout_n = $rollout"
@@ -151,7 +152,8 @@ def tokens_page(
         offset = (prompt + place) // limit * limit
     shown = slice(offset, offset + limit)
     learner, unreadable = _learner_tokens(reader, folder, address, row, prompt)
-    ranked = _ranked(rank, logprobs, learner)
+    teacher = _teachers(tokens)
+    ranked = _ranked(rank, logprobs, learner, teacher)
 
     def pieces(first: int, last: int) -> list[str] | None:
         return tokenizers.pieces(folder, ids, range(first, last))
@@ -171,21 +173,35 @@ def tokens_page(
         mask=mask[shown],
         logprobs=logprobs[shown],
         versions=versions[shown],
+        teacher=teacher[shown],
         learner=learner and _part(learner, shown),
         ranked=[RankedToken(place=at, id=ids[at], piece=piece(at), value=value) for at, value in ranked],
         unreadable=unreadable,
     )
 
 
-def _ranked(rank: Rank, logprobs: list[float | None], learner: LearnerTokens | None) -> list[tuple[int, float]]:
+def _teachers(tokens: Trajectory) -> list[float | None]:
+    """The teacher's logprobs of a row, prompt included. Empty without a teacher."""
+    if tokens.teacher is None:
+        return []
+    scored = iter(tokens.teacher.logprobs)
+    return [None] * len(tokens.prompt_ids) + [next(scored, None) if is_own else None for is_own in tokens.response_mask]
+
+
+def _less(values: list[float | None], others: list[float | None]) -> list[float | None]:
+    """Values less others, where both are known."""
+    return [
+        None if value is None or other is None else value - other for value, other in zip(values, others, strict=True)
+    ]
+
+
+def _ranked(
+    rank: Rank, logprobs: list[float | None], learner: LearnerTokens | None, teacher: list[float | None]
+) -> list[tuple[int, float]]:
     """The places and values of the first MOST_RANKED tokens."""
-    values = logprobs
-    if learner is not None and learner.logprobs:
-        differences = [
-            None if theirs is None or ours is None else theirs - ours
-            for ours, theirs in zip(logprobs, learner.logprobs, strict=True)
-        ]
-        by_rank = {"learner": learner.logprobs, "difference": differences}
+    values = _less(teacher, logprobs) if rank == "teacher" and teacher else logprobs
+    if learner is not None and learner.logprobs and values is logprobs:
+        by_rank = {"learner": learner.logprobs, "difference": _less(learner.logprobs, logprobs)}
         by_rank |= {"entropy": learner.entropies, "advantage": learner.advantages}
         values = by_rank.get(rank, logprobs)
     known = ((index, value) for index, value in enumerate(values) if value is not None)

@@ -100,7 +100,9 @@ def _routes(groups: Groups, context: AgentContext) -> ServiceRouter:
     async def list_agents() -> AgentList:
         """The agent loops that `agent_name` can select."""
         return AgentList(
-            agents=agents(), without_tools=context.chat_tokens.support.lacks if context.chat_tokens else ""
+            agents=agents(),
+            without_tools=context.chat_tokens.support.lacks if context.chat_tokens else "",
+            teachers=context.settings.teachers,
         )
 
     return router

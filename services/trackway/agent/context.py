@@ -8,6 +8,7 @@ from trackway.agent.catalog import ToolCatalog
 from trackway.agent.chat_model import ChatModel
 from trackway.agent.sessions.store import Sessions
 from trackway.agent.settings import AgentSettings
+from trackway.agent.teachers import Teachers
 from trackway.agent.tokens import ChatTokens
 from trackway.clients import RewardClient, RolloutClient, ToolsClient, TrainerClient
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -26,6 +27,7 @@ class AgentContext:
     catalog: ToolCatalog
     chat_tokens: ChatTokens | None
     sessions: Sessions
+    teachers: Teachers
     chat: ChatModel | None = None
     """Model that speaks messages and answers instead of the rollout service."""
 
@@ -47,11 +49,10 @@ class AgentContext:
         direct = settings.direct and http is None
         batches = http is None  # httpx's transport in one process holds a stream back until it has ended
         tools = ToolsClient(settings.url("tools"), http, settings.tools_policy, settings.token, direct)
+        rollout = RolloutClient(settings.url("rollout"), http, settings.rollout_policy, settings.token, direct, batches)
         return cls(
             settings=settings,
-            rollout=RolloutClient(
-                settings.url("rollout"), http, settings.rollout_policy, settings.token, direct, batches
-            ),
+            rollout=rollout,
             tools=tools,
             reward=RewardClient(settings.url("reward"), http, settings.reward_policy, settings.token, direct, batches),
             trainer=TrainerClient(settings.url("trainer"), http, settings.trainer_policy, settings.token),
@@ -61,4 +62,5 @@ class AgentContext:
             else ChatTokens.load(settings.model_path, settings.chat_template_kwargs, settings.tool_parser),
             chat=settings.chat_model and ChatModel(settings.chat_model, settings.rollout_policy),
             sessions=Sessions(settings),
+            teachers=Teachers(settings, rollout, http),
         )

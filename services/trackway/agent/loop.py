@@ -19,6 +19,7 @@ from typing import ClassVar, TypeVar
 from trackway.agent.chat_model import ChatAnswer, ChatModel
 from trackway.agent.context import AgentContext
 from trackway.agent.episode import Episode
+from trackway.agent.teachers import mean_kl
 from trackway.agent.toolbox import Toolbox, tool_facts
 from trackway.agent.waits import waits_for
 from trackway.chat.encoding import TooLong
@@ -34,13 +35,22 @@ from trackway.tracing import (
     trajectory_span,
 )
 from trackway.tracing.attributes import IS_BASELINE, POLICY, STOP_REASON, group_id
-from trackway.wire.agent import AgentInfo, GroupRequest
+from trackway.tracing.spans import operation_span
+from trackway.wire.agent import AgentInfo, GroupRequest, Teacher
 from trackway.wire.chat import Message, ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.reward import ScoreRequest
 from trackway.wire.rollout import GenerateChoice, GeneratePiece, GenerateRequest
 from trackway.wire.tracing import Incident
-from trackway.wire.trajectory import Reward, StopReason, Tags, Timings, Trajectory, require_trainable
+from trackway.wire.trajectory import (
+    Reward,
+    StopReason,
+    Tags,
+    TeacherScores,
+    Timings,
+    Trajectory,
+    require_trainable,
+)
 
 logger = logging.getLogger("trackway.agent")
 
@@ -91,16 +101,17 @@ class AgentLoop(ABC):
             if request.policy is not None:
                 span.tag(POLICY, request.policy)
             try:
-                await self._live(episode)
+                taught = await self._live(episode)
                 await self._tell(span, episode)
             except asyncio.CancelledError:
                 # The texts are skipped on cancellation; the span is marked ERROR by the exception.
                 set_outcome(span, _ABORTED)
                 span.outputs(_ending(episode, _ABORTED))
                 raise
-        return _with_trace(episode.trajectory(), span)
+        return _with_trace(_with_teacher(episode.trajectory(), taught), span)
 
-    async def _live(self, episode: Episode) -> None:
+    async def _live(self, episode: Episode) -> list[TeacherScores]:
+        """Run the episode to its end. Return what a teacher said of each row; empty without one, or after an error."""
         release_s = self.services.settings.release_timeout_s
         toolbox = Toolbox(self.services.tools, episode.sample, episode.id, episode.deadline, release_s)
         try:
@@ -111,10 +122,21 @@ class AgentLoop(ABC):
                         episode.reward = await self._score(episode, toolbox)
                     else:
                         self._trace_reward(episode.reward)
+                    if episode.request.teacher is not None:
+                        return await self._taught(episode, episode.request.teacher)
         except Exception as error:
             episode.fail(_named(error, episode))
         finally:
             await toolbox.release()
+        return []
+
+    async def _taught(self, episode: Episode, teacher: Teacher) -> list[TeacherScores]:
+        rows = episode.trajectory().rows
+        with waits_for(f"teacher {teacher.name!r}", episode.deadline), operation_span("teacher") as span:
+            scores = await self.services.teachers.scores(teacher, rows, group_id(episode.tags), episode.deadline)
+            tokens = sum(len(score.logprobs) for score in scores)
+            span.outputs({"teacher": teacher.name, "tokens": tokens, "kl": mean_kl(rows, scores)})
+        return scores
 
     async def begin(self, episode: Episode, schemas: Sequence[ToolSchema] = ()) -> None:
         """Render the prompt.
@@ -352,6 +374,17 @@ def _ending(episode: Episode, stop_reason: str) -> dict[str, float | str | None]
         "prompt_tokens": episode.usage.prompt_tokens if episode.usage else len(episode.prompt_ids),
         "response_tokens": episode.usage.response_tokens if episode.usage else len(episode.response_ids),
     }
+
+
+def _with_teacher(trajectory: Trajectory, scores: Sequence[TeacherScores]) -> Trajectory:
+    """The trajectory with a teacher's scores of its rows, if there are any."""
+    if not scores:
+        return trajectory
+    further = [
+        row.model_copy(update={"teacher": score})
+        for row, score in zip(trajectory.further_rows, scores[1:], strict=True)
+    ]
+    return trajectory.model_copy(update={"teacher": scores[0], "further_rows": further})
 
 
 def _with_trace(trajectory: Trajectory, root: SpanHandle) -> Trajectory:

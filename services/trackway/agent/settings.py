@@ -117,6 +117,7 @@ class EnvironmentSettings(BaseModel):
     """Bytes of one answer. A longer one ends the trajectory with an error."""
 
 
+HttpUrlText = Annotated[str, Field(pattern=r"^https?://[^@]+$")]
 AgentName = Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
 
 
@@ -156,6 +157,8 @@ class AgentSettings(OwnCodeSettings):
     chat_model: ChatModelSettings | None = None
     """Instead of the rollout service: a model that speaks messages, for evaluations by `single_turn_agent`,
     `tool_agent` and environments."""
+    teachers: dict[AgentName, HttpUrlText] = Field(default_factory=dict[str, str])
+    """URLs of further rollout services by name, whose models teach runs with `distillation.enabled`."""
     rollout_policy: CallPolicy = CallPolicy(
         read_s=600.0, total_s=1800.0, attempts=8, outage_s=_OUTAGE_S, max_in_flight=512
     )

@@ -209,7 +209,7 @@ def test_tools_for_a_template_without_them_are_wrong(mode: str, words, tmp_path:
 
 
 def test_a_plan_lists_keys_that_ask_for_what_trackway_lacks_and_a_run_refuses_them_all(words, tmp_path: Path) -> None:
-    keys = ["model_engine=megatron", "distillation.enabled=true", "reward.reward_manager.name=batch"]
+    keys = ["model_engine=megatron", "algorithm.use_pf_ppo=true", "reward.reward_manager.name=batch"]
 
     planned, checked, trained = (
         command(main_ppo, *words({}, *keys), *more) for more in (["--dry-run"], ["--preflight"], [])
@@ -217,23 +217,23 @@ def test_a_plan_lists_keys_that_ask_for_what_trackway_lacks_and_a_run_refuses_th
     as_json = json.loads(command(main_ppo, *words({}, *keys), "--dry-run", "--json").text)
 
     engine = "model_engine: expected dp, got megatron; the learner is PyTorch's FSDP2"
-    distillation = "distillation.enabled: expected False, got True; distillation is not implemented"
+    pf_ppo = "algorithm.use_pf_ppo: expected False, got True; PF-PPO is not implemented"
     batch = (
         "reward.reward_manager.name: expected a manager that scores each response by itself, got batch, whose function"
     )
     assert (planned.status, checked.status, trained.status) == (0, 2, 2)
     for told in (planned, checked):
         listed = told.text.partition("missing here")[2]
-        assert all(listed.count(said) == 1 for said in (engine, distillation, batch))
+        assert all(listed.count(said) == 1 for said in (engine, pf_ppo, batch))
         assert listed.endswith(
             "without --dry-run this command refuses to start, because Trackway lacks what these ask for: "
-            "model_engine, distillation.enabled, reward.reward_manager.name"
+            "algorithm.use_pf_ppo, model_engine, reward.reward_manager.name"
         )
-    assert all(trained.text.count(said) == 1 for said in (engine, distillation, batch))
+    assert all(trained.text.count(said) == 1 for said in (engine, pf_ppo, batch))
     assert (as_json["starts_here"], as_json["wrong"], as_json["missing_here"]) == (False, [], [])
     assert [(key["key"], key["expected"], key["got"]) for key in as_json["unsupported"][:2]] == [
+        ("algorithm.use_pf_ppo", "False", "True"),
         ("model_engine", "dp", "megatron"),
-        ("distillation.enabled", "False", "True"),
     ]
     assert not (tmp_path / "outputs").exists()
 
@@ -425,7 +425,7 @@ def test_services_that_run_are_asked_what_they_serve_and_the_run_is_not_even_sen
 
 def test_services_that_run_must_read_as_long_as_the_runs_model_and_lack_no_key(words, running: Deployment) -> None:
     longer = words({}, f"{R}.trace.backend=null", "+actor_rollout_ref.model.override_config.max_position_embeddings=99")
-    lacking = [*longer, "distillation.enabled=true"]
+    lacking = [*longer, "algorithm.use_pf_ppo=true"]
 
     planned, checked = (command(training, "train", *longer, more) for more in ("--dry-run", "--preflight"))
     listed, refused = command(training, "train", *lacking, "--dry-run"), command(training, "train", *lacking)
@@ -434,10 +434,8 @@ def test_services_that_run_must_read_as_long_as_the_runs_model_and_lack_no_key(w
     assert (planned.status, checked.status) == (0, 2)
     assert want in planned.text and want in checked.text
     assert (listed.status, refused.status) == (0, 2)
-    assert "distillation.enabled: expected False, got True" in listed.text.partition("missing here")[2]
-    assert (
-        refused.text == "distillation.enabled: expected False, got True; distillation is not implemented; leave it out"
-    )
+    assert "algorithm.use_pf_ppo: expected False, got True" in listed.text.partition("missing here")[2]
+    assert refused.text == "algorithm.use_pf_ppo: expected False, got True; PF-PPO is not implemented; leave it out"
 
 
 def test_gpus_of_a_run_on_services_of_a_machine_without_any_are_missing_unless_it_trains_on_the_cpu(

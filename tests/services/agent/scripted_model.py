@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.services.rollout.idle_engine import IdleEngine
 from trackway.rollout.engines.protocol import Capability, FinishReason, Piece
-from trackway.wire.rollout import GenerateRequest, SamplingParams
+from trackway.wire.rollout import GenerateRequest, PromptLogprobs, SamplingParams
 
 END = "<|im_end|>"
 
@@ -55,7 +55,7 @@ Words = str | Callable[[], Awaitable[str]]
 class ScriptedModel(IdleEngine):
     """Stands for the model, which cannot be told what to say: an engine that answers each turn from a script."""
 
-    capabilities = frozenset({Capability.TOP_LOGPROBS, Capability.STRUCTURED_OUTPUTS})
+    capabilities = frozenset({Capability.TOP_LOGPROBS, Capability.STRUCTURED_OUTPUTS, Capability.PROMPT_LOGPROBS})
     max_len = 1 << 20
     version = 3
 
@@ -84,7 +84,13 @@ class ScriptedModel(IdleEngine):
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     async def stream(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> AsyncGenerator[Piece]:
-        """The k-th token of turn t has logprob -(k + 1) / 8 and comes from weights 3 + t."""
+        """The k-th token of turn t has logprob -(k + 1) / 8 and comes from weights 3 + t.
+
+        Of a scored prompt the token at position p has logprob -p / 16, and is the most likely one with its next ids.
+        """
+        if params.prompt_logprobs is not None:
+            yield Piece([0], [0.0], self.version, "length", prompt_logprobs=_scored(token_ids, params.prompt_logprobs))
+            return
         rollout_n = _rollout_n(request_id)
         turn = self._said[rollout_n]
         self._said[rollout_n] += 1
@@ -108,6 +114,12 @@ class ScriptedModel(IdleEngine):
         except (GeneratorExit, asyncio.CancelledError):
             self.aborted.append(request_id)
             raise
+
+
+def _scored(token_ids: Sequence[int], top: int) -> PromptLogprobs:
+    logprobs = [-place / 16 for place in range(1, len(token_ids))]
+    ids = [[token + more for more in range(top)] for token in token_ids[1:]]
+    return PromptLogprobs(logprobs=logprobs, top_ids=ids, top_logprobs=[[value] * top for value in logprobs])
 
 
 def _rollout_n(request_id: str) -> int:

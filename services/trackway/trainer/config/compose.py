@@ -52,6 +52,7 @@ FREE_KEYS = (
     _REWARD_KWARGS,
     *("actor_rollout_ref.rollout.engine_kwargs.vllm", "actor_rollout_ref.rollout.engine_kwargs.sglang"),
     "data.apply_chat_template_kwargs",
+    "distillation.teacher_models",
 )
 """The keys below which any key is allowed."""
 

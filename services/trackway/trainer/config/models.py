@@ -11,6 +11,7 @@ from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_va
 from trackway.trainer.config.algorithm import AlgorithmConfig
 from trackway.trainer.config.asynchronous import AsyncTrainingConfig, RolloutSectionConfig, V1Config
 from trackway.trainer.config.critic import CriticConfig
+from trackway.trainer.config.distillation import DistillationConfig
 from trackway.trainer.config.placement import Placement
 from trackway.trainer.config.policy import ActorRolloutRefConfig
 from trackway.trainer.config.rollout_correction import RolloutCorrectionConfig
@@ -405,6 +406,7 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     custom_reward_function: CustomRewardFunctionConfig = Field(default_factory=CustomRewardFunctionConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
+    distillation: DistillationConfig = Field(default_factory=DistillationConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     global_profiler: GlobalProfilerConfig = Field(default_factory=GlobalProfilerConfig)
     async_training: AsyncTrainingConfig = Field(default_factory=AsyncTrainingConfig)
@@ -418,6 +420,19 @@ class RunConfig(Section):
             raise ValueError(
                 f"actor_rollout_ref.actor.ppo_mini_batch_size: expected at most data.train_batch_size "
                 f"({self.data.train_batch_size}), got {mini}; both count prompts"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_reads_the_whole_sequence(self) -> Self:
+        if self.distillation.enabled and self.trackway.rollouts_from == "sessions":
+            raise ValueError("distillation.enabled: expected rollouts of rows, got trackway.rollouts_from=sessions")
+        self.distillation.check_length(self.data.max_prompt_length + self.data.max_response_length)
+        ranks = self.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+        if self.distillation.enabled and self.distillation.distillation_loss.uses_topk and ranks > 1:
+            raise ValueError(
+                f"actor_rollout_ref.actor.ulysses_sequence_parallel_size: expected 1 with "
+                f"distillation.distillation_loss.loss_mode=forward_kl_topk, got {ranks}; set it to 1, or take k3"
             )
         return self
 

@@ -34,7 +34,7 @@ _CHUNK_SIZE = "actor.fsdp_config.entropy_from_logits_chunk_size decides"
 _PADDING = ("pad_to_length", "pad_to_length_bucket")
 _TEXT = "rows are text"
 _PROFILERS = "global_profiler.tool and global_profiler.steps decide"
-_DISTILLATION = "only with distillation.enabled"
+_TEACHERS = "the teacher's rollout service decides"
 _NOT_LENT = "the learner's GPUs are not lent to rollout engines"
 _SCHEDULING = ("policy", "deactivate_ratio", "enable_rebalance")
 
@@ -237,7 +237,16 @@ NO_EFFECT: dict[str, str] = {
     "reward.sandbox_fusion.*": "only with reward.sandbox_fusion.url",
     "reward_model.*": _REWARD,
     "sandbox_fusion.*": "only with sandbox_fusion.url",
-    "distillation.*": _DISTILLATION,
+    **{
+        f"distillation.{name}": _TEACHERS
+        for name in (
+            *("n_gpus_per_node", "nnodes", "teacher_models.teacher_model.num_replicas"),
+            "teacher_models.teacher_model.inference.*",
+        )
+    },
+    "distillation.distillation_loss.clip_ratio": "clip_ratio_low and clip_ratio_high decide, as in verl",
+    "distillation.distillation_loss.use_chunked_topk": "trackway computes logits in chunks where they are large",
+    "distillation.distillation_loss.chunked_topk_chunk_size": _CHUNK_SIZE,
     "transfer_queue.*": "trajectories come as a stream from the agent service",
     "skip.*": "only with skip.<part>.enable",
     "global_profiler.*": "the learner's trace is a file of its own; torch's profiler needs no more",
@@ -389,7 +398,7 @@ ONLY: dict[str, Only] = {
     "reward_model.reward_loop_module_path": Only((), "give custom_reward_function.path"),
     "reward_model.sandbox_fusion.url": Only((), _OWN_SANDBOX),
     "sandbox_fusion.url": Only((), _OWN_SANDBOX),
-    "distillation.enabled": Only((False,), "distillation is not implemented; leave it out"),
+    "distillation.distillation_loss.policy_loss_mode": Only(("vanilla",), "verl refuses others too; leave it out"),
     "trainer.checkpoint_callback_class": Only((), "watch the run's folder of checkpoints"),
     "trainer.v1.sampler.custom_sampler.path": Only(
         (), "algorithm.filter_groups and trackway.max_staleness choose the groups that train; leave it out"

@@ -17,6 +17,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from trackway.trainer.learner.passes.head import TopTokens
 from trackway.wire.trajectory import Trajectory
 
 
@@ -55,6 +56,12 @@ class TrainingBatch:
     """[B, T - 1]: what these values are trained towards."""
     targets: Tensor | None = None
     """[B, T - 1] or [B, T - 1, K] int64: one or K predicted tokens at each place. None for the row's next token."""
+    teacher_logprobs: Tensor | None = None
+    """[B, T - 1]: a teacher's logprob of the predicted token, or None without one."""
+    teacher_top_ids: Tensor | None = None
+    """[B, T - 1, k] int64: the teacher's most likely tokens, zeros outside the response mask, or None."""
+    teacher_top_logprobs: Tensor | None = None
+    """[B, T - 1, k]: their logprobs."""
 
     @classmethod
     def of(
@@ -78,6 +85,7 @@ class TrainingBatch:
             response_mask[row, columns] = torch.tensor(trajectory.response_mask, dtype=torch.bool)
             old_logprobs[row, columns] = torch.tensor(trajectory.response_logprobs, dtype=dtype)
         return cls(
+            **_teacher_columns(trajectories, response_mask, dtype),
             input_ids=input_ids,
             attention_mask=torch.arange(width) < lengths.unsqueeze(-1),
             response_mask=response_mask,
@@ -89,6 +97,13 @@ class TrainingBatch:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def top_tokens(self) -> TopTokens | None:
+        """The teacher's most likely tokens at the response mask, [N, k] in the order of the rows; None without them."""
+        if self.teacher_top_ids is None or self.teacher_top_logprobs is None:
+            return None
+        return TopTokens(self.teacher_top_ids[self.response_mask], self.teacher_top_logprobs[self.response_mask])
 
     def rows(self, index: Tensor) -> Self:
         """The trajectories at `index` [b] int64, cut to the longest of them."""
@@ -116,6 +131,27 @@ class TrainingBatch:
     def _tensors(self) -> list[tuple[str, Tensor]]:
         tensors = ((field.name, getattr(self, field.name)) for field in fields(self))
         return [(name, value) for name, value in tensors if value is not None]
+
+
+def _teacher_columns(trajectories: Sequence[Trajectory], mask: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What a teacher said of these trajectories, in the columns of the response mask; empty unless all have it."""
+    scores = [trajectory.teacher for trajectory in trajectories]
+    given = [score for score in scores if score is not None]
+    if len(given) < len(scores):
+        return {}
+    logprobs = torch.zeros(mask.shape, dtype=dtype)
+    flat = [logprob for score in given for logprob in score.logprobs]
+    columns = {"teacher_logprobs": logprobs.masked_scatter(mask, torch.tensor(flat, dtype=dtype))}
+    ids = [top for score in given for top in score.top_ids]
+    if ids:
+        shape = (*mask.shape, len(ids[0]))
+        tops = [top for score in given for top in score.top_logprobs]
+        for name, values in (
+            ("teacher_top_ids", torch.tensor(ids)),
+            ("teacher_top_logprobs", torch.tensor(tops, dtype=dtype)),
+        ):
+            columns[name] = torch.zeros(shape, dtype=values.dtype).masked_scatter(mask.unsqueeze(-1), values)
+    return columns
 
 
 def rows_of(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], list[int]]:

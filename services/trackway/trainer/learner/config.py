@@ -5,6 +5,7 @@ from typing import NamedTuple, Self
 
 from trackway.trainer.config.algorithm import OPTIMAL_BASELINES, AlgorithmConfig
 from trackway.trainer.config.critic import CriticConfig, CriticOptimConfig
+from trackway.trainer.config.distillation import DistillationLossConfig
 from trackway.trainer.config.policy import (
     ActorConfig,
     CheckpointContents,
@@ -142,6 +143,8 @@ class LearnerConfig:
     """Whether an update returns what it computed of each token."""
     float32_head: bool = False
     """Whether logits are float32 where the compute dtype is bfloat16."""
+    distillation_loss: DistillationLossConfig | None = None
+    """The loss towards teachers, or None without any."""
 
     @property
     def model_path(self) -> str:

@@ -44,6 +44,7 @@ from trackway.trainer.learner.batch import (
 )
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.critic.critic import Critic
+from trackway.trainer.learner.distillation import distillation_metrics
 from trackway.trainer.learner.finite import require_finite_logprobs
 from trackway.trainer.learner.loss import (
     MicroLoss,
@@ -645,6 +646,11 @@ class Learner:
         sums = self.ranks.summed(torch.tensor(own, dtype=torch.float64)).tolist()
         metrics = of_kept_tokens(dict(zip(parts[0].metrics, sums, strict=True)))
         metrics |= {"actor/grad_norm": norm, "actor/skipped_steps": float(not stepped)}
+        distilled = [
+            self._in_columns(mini, passes, values)
+            for values in zip(*(part.distillation for part in parts), strict=True)
+        ]
+        metrics |= distillation_metrics(mini, distilled)
         logp = self._in_columns(mini, passes, [part.logp for part in parts])
         entropies = None
         if self.config.save_token_values:

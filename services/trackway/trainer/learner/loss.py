@@ -1,4 +1,4 @@
-"""The loss of a micro-batch: the clipped policy loss, less the entropy bonus, plus the KL penalty."""
+"""The loss of a micro-batch: the policy loss, less the entropy bonus, plus the KL penalty and the distillation loss."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -9,6 +9,7 @@ from torch import Tensor
 from trackway.trainer.learner.algorithm import Aggregation, aggregate, by_token, entropy_from_logits, kl_penalty
 from trackway.trainer.learner.batch import TrainingBatch
 from trackway.trainer.learner.config import LearnerConfig
+from trackway.trainer.learner.distillation import TopkMeasures, distillation_loss, estimate_losses
 from trackway.trainer.learner.passes.head import Measure, entropy_measure, full_kl, token_logprobs
 from trackway.trainer.learner.policy_losses import LossInputs, policy_loss_of
 from trackway.trainer.learner.rollout_correction import correct, loglinear_logprobs
@@ -28,12 +29,19 @@ class MicroLoss(NamedTuple):
     """[N]: logprobs of the model tokens, without a gradient."""
     entropies: Tensor
     """[N]: entropies there, in nats, without a gradient."""
+    distillation: tuple[Tensor, ...] = ()
+    """[N] each: the distillation losses there, then those of the other measures of topk, without a gradient."""
 
 
 def measures_of(config: LearnerConfig, entropy: Callable[[Tensor], Tensor] = entropy_from_logits) -> list[Measure]:
     """Measures of the policy's logits for `micro_loss`, in the order of its `values`. `entropy` is [n] of [n, V]."""
     measures = [token_logprobs, entropy_measure(entropy, with_gradient=config.trains_entropy)]
-    return [*measures, full_kl] if config.uses_full_kl else measures
+    if config.uses_full_kl:
+        measures.append(full_kl)
+    if (distillation := config.distillation_loss) is not None and distillation.uses_topk:
+        topk = TopkMeasures(distillation)
+        measures += [topk.loss, topk.student_mass, topk.overlap, topk.overlap_token_advantage]
+    return measures
 
 
 def micro_loss(
@@ -48,28 +56,47 @@ def micro_loss(
     `weights_mean` divides importance weights that the loss itself computes, or None for their mean in this micro-batch.
     """
     actor, mask = config.actor, micro.response_mask
-    logp, entropies, *kl = (at_mask(mask, measured) for measured in values)
-    pg_loss, stats, kept = _policy_loss(config, micro, logp, agg, weights_mean)
+    logp, entropies, *further = (at_mask(mask, measured) for measured in values)
+    inputs = _loss_inputs(config, micro, logp, agg, weights_mean)
+    pg_loss, stats = policy_loss_of(config.loss_mode)(config, inputs)
     entropy_mean = aggregate(entropies, mask, agg)
     loss = pg_loss - actor.entropy_coeff * entropy_mean
     metrics = {f"actor/{name}": value for name, value in stats.items()}
-    if kept is not mask:
-        metrics[KEPT_SHARE] = kept.sum().double() / agg.tokens
+    if inputs.mask is not mask:
+        metrics[KEPT_SHARE] = inputs.mask.sum().double() / agg.tokens
     metrics |= {"actor/pg_loss": pg_loss.detach(), "actor/entropy": entropy_mean.detach()}
     if config.trains_entropy:
         metrics["actor/entropy_loss"] = entropy_mean.detach()
     if actor.use_kl_loss:
-        of_tokens = kl[0] if kl else kl_penalty(logp, micro.ref_logprobs, actor.kl_loss_type)
+        full = further.pop(0) if config.uses_full_kl else None
+        of_tokens = kl_penalty(logp, micro.ref_logprobs, actor.kl_loss_type) if full is None else full
         kl_loss = aggregate(of_tokens, mask, agg)
         loss = loss + actor.kl_loss_coef * kl_loss
         metrics["actor/kl_loss"] = kl_loss.detach()
-    return MicroLoss(loss, metrics, logp.detach()[mask], entropies.detach()[mask])
+    distilled: list[Tensor] = []
+    if (distillation := config.distillation_loss) is not None:
+        distilled = further or [estimate_losses(distillation, logp, _of_teacher(micro))]
+        distilled_loss, measured = distillation_loss(distillation, inputs, distilled[0])
+        metrics |= measured
+        if distillation.use_task_rewards:
+            loss = loss + distillation.distillation_loss_coef * distilled_loss
+        else:
+            loss = distilled_loss
+    further = tuple(values.detach()[mask] for values in distilled)
+    return MicroLoss(loss, metrics, logp.detach()[mask], entropies.detach()[mask], further)
 
 
-def _policy_loss(
+def _of_teacher(micro: TrainingBatch) -> Tensor:
+    """[B, T]. Raises ValueError for a batch that no teacher scored."""
+    if micro.teacher_logprobs is None:
+        raise ValueError("expected trajectories that a teacher scored, got some without; score them before the update")
+    return micro.teacher_logprobs
+
+
+def _loss_inputs(
     config: LearnerConfig, micro: TrainingBatch, logp: Tensor, agg: Aggregation, weights_mean: float | None
-) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """The policy loss, its statistics, and its mask [B, T]; logp: [B, T].
+) -> LossInputs:
+    """Inputs of the policy loss, whose mask is of the tokens in it; logp: [B, T].
 
     Without a pass for old logprobs, the ratio to the sampler changes with every optimizer step, so weights and
     rejection are computed here. As in verl, a token rejected here is left out of the policy loss only, and the totals
@@ -84,8 +111,7 @@ def _policy_loss(
             weights, mask = correct(correction, now - micro.old_logprobs, mask, weights_mean)
     if not config.uses_weights:
         weights = None
-    inputs = LossInputs(logp, old_logp, by_token(micro.advantages), mask, agg, weights, micro.selected)
-    return *policy_loss_of(config.loss_mode)(config, inputs), mask
+    return LossInputs(logp, old_logp, by_token(micro.advantages), mask, agg, weights, micro.selected)
 
 
 def of_kept_tokens(metrics: dict[str, float]) -> dict[str, float]:

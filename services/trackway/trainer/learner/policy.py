@@ -34,6 +34,7 @@ from trackway.trainer.learner.passes.head import (
     Measure,
     RefInputs,
     TokenLogits,
+    TopTokens,
     head_logits,
     in_head,
     measure_in_chunks,
@@ -205,7 +206,7 @@ class Policy:
         The N positions are in the order of the rows. `ref` is a reference's, of the same batch at the same temperature.
         """
         given = self.model_inputs(batch)
-        values = self._values(given, temperature, measures, ref)
+        values = self._values(given, temperature, measures, ref, batch.top_tokens)
         if given.lengths is not None:
             given.lengths.check_seen(self.model)
         if self.ranks.sequences is None or given.whole is None:
@@ -244,6 +245,7 @@ class Policy:
         temperature: float,
         measures: Sequence[Measure],
         ref: RefInputs | None = None,
+        top: TopTokens | None = None,
         *,
         autocast: bool = True,
     ) -> list[Tensor]:
@@ -251,14 +253,15 @@ class Policy:
         if not self.chunks.splits(len(given.targets)):
             logits = self._tempered(self._logits(given, autocast=autocast), temperature)
             ref_logits = None if ref is None else ref.logits(ref.values)
-            return [measure(TokenLogits(logits, given.targets, ref_logits)) for measure in measures]
+            return [measure(TokenLogits(logits, given.targets, ref_logits, top)) for measure in measures]
 
         def logits_of(hidden: Tensor) -> Tensor:
             return self._tempered(head_logits(self.model, hidden), temperature)
 
         def head(hidden: Tensor) -> Tensor:
             picked = hidden[given.where]
-            return measure_in_chunks(logits_of, picked, given.targets, measures, self.chunks.size, ref).unsqueeze(0)
+            measured = measure_in_chunks(logits_of, picked, given.targets, measures, self.chunks.size, ref, top)
+            return measured.unsqueeze(0)
 
         return list(self._run(head, given, autocast=autocast).unbind(-1))
 

@@ -45,6 +45,7 @@ from trackway.trainer.loop.resume import begin
 from trackway.trainer.loop.rollout_client import GroupTemplate, Rollouts
 from trackway.trainer.loop.scheduler import GroupScheduler
 from trackway.trainer.loop.session_groups import SessionGroups, SessionSlots
+from trackway.trainer.loop.teaching import Teaching, open_teaching
 from trackway.trainer.loop.training import Training, Validation
 from trackway.trainer.loop.weight_publisher import CLAIM_WAIT_S, Publisher
 from trackway.trainer.loop.weight_transport import require_takers, sender_of
@@ -82,6 +83,9 @@ async def build(
         tools = await check_names(config, {"data.train_files": rows, "data.val_files": held_out}, services)
     if tools:
         folder.write_tools(tools)
+    with waits(RUN, "its teachers"):
+        student = config.actor_rollout_ref.model.path or ""
+        teaching = await open_teaching(config.distillation, student, services, rows.samples)
     with waits(RUN, "the rollout service to say how its engines take weights"):
         await require_takers(config.trackway.weights_transport, services)
     with waits(RUN, "the rollout service to say whether its engines can sleep"):
@@ -97,7 +101,18 @@ async def build(
             with waits(RUN, "the engines to go to sleep"):
                 await engines.sleep()
         training = await asyncio.to_thread(
-            _training, folder, config, services, stop, rows, held_out, tracking, traces, skip_damaged, waits
+            _training,
+            folder,
+            config,
+            services,
+            stop,
+            rows,
+            held_out,
+            tracking,
+            traces,
+            skip_damaged,
+            waits,
+            teaching,
         )
         folder.update(total_steps=training.plan.total_steps, step=training.step, weave_url=weave_url(target, settings))
     except BaseException:
@@ -119,6 +134,7 @@ def _training(
     traces: RunTraces,
     skip_damaged: bool,
     waits: Waits,
+    teaching: Teaching | None,
 ) -> Training:
     own = config.trackway
     takes_sessions = own.rollouts_from == "sessions"
@@ -152,7 +168,8 @@ def _training(
         policy = validation_retry_policy(config) if template.validation else retry_policy(config)
         return Rollouts(agents, template, policy, active, overlong_penalty(config), baseline)
 
-    template = replace(training_template(config, folder.name, traces.target), policy=services.policy)
+    template = training_template(config, folder.name, traces.target)
+    template = replace(template, policy=services.policy, teachers=teaching)
     held_out_template = replace(validation_template(config, folder.name, traces.target), policy=services.policy)
     resumed = beginning.progress.scheduler
     source: GroupSource = rollouts(template)

@@ -15,8 +15,8 @@ from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.filtering import GroupFilter
 from trackway.trainer.learner.gpu_memory import with_advice
 from trackway.trainer.learner.overlong import OverlongPenalty
-from trackway.trainer.learner.profiler import Profiler
 from trackway.trainer.loop.colocation import Sharing
+from trackway.trainer.loop.profiler import Profiler
 from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy
 from trackway.trainer.loop.schedule import Schedule
 from trackway.trainer.loop.scheduler import Pacing
@@ -61,6 +61,7 @@ def learner_config(config: RunConfig, total_steps: int) -> LearnerConfig:
         proximal_logprobs=own.proximal_logprobs,
         save_token_values=own.save_token_values,
         float32_head=own.float32_head,
+        distillation_loss=config.distillation.distillation_loss if config.distillation.enabled else None,
     )
 
 

@@ -18,6 +18,7 @@ from trackway.system.waits import Waiting, longest_chain, noted_in
 from trackway.trainer.learner.overlong import OverlongPenalty
 from trackway.trainer.loop.greedy_baseline import with_baseline
 from trackway.trainer.loop.group_source import GroupSource
+from trackway.trainer.loop.teaching import Teaching
 from trackway.trainer.metrics.clock import ActiveTime
 from trackway.wire.agent import GroupRequest, Limits, Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -48,6 +49,8 @@ class GroupTemplate:
     tools: list[str] | None = None
     policy: str | None = None
     trace_target: TraceTarget = field(default_factory=TraceTarget)
+    teachers: Teaching | None = None
+    """None without distillation, and for validation."""
 
     def group(self, sample: Sample, step: int, min_weight_version: int, trace: bool) -> GroupRequest:
         """The request for all n rollouts of one sample."""
@@ -65,6 +68,7 @@ class GroupTemplate:
             trace_target=self.trace_target,
             tools=self.tools,
             policy=self.policy,
+            teacher=None if self.teachers is None else self.teachers.of(sample),
             report_waits_s=REPORT_WAITS_S,
         )
 
@@ -72,6 +76,7 @@ class GroupTemplate:
         """The request for one greedy rollout more, whose number `rollout_n` is n."""
         params = request.sampling_params.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": -1})
         changes = {"n": self.n + 1, "rollouts": [self.n], "sampling_params": params, "is_baseline": True}
+        changes["teacher"] = None
         return request.model_copy(update=changes)
 
 

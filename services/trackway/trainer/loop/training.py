@@ -23,10 +23,10 @@ from trackway.trainer.learner.batch import TokenValues
 from trackway.trainer.learner.filtering import FilteredBatch, filter_trajectories
 from trackway.trainer.learner.finite import NotFiniteError
 from trackway.trainer.learner.learner import EmptyBatchError, Learner, UpdateResult
-from trackway.trainer.learner.profiler import Profiler
 from trackway.trainer.learner.ranks.snapshot import Snapshot
 from trackway.trainer.loop.colocation import Engines, require_room
 from trackway.trainer.loop.greedy_baseline import sampled_of
+from trackway.trainer.loop.profiler import Profiler
 from trackway.trainer.loop.resume import Beginning
 from trackway.trainer.loop.rollout_client import Rollouts
 from trackway.trainer.loop.schedule import OpenValidation, Progress, Schedule

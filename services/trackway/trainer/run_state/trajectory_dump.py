@@ -37,9 +37,11 @@ _SCHEMA = pa.schema(
         ("response_logprobs", pa.list_(pa.float64())),
         ("is_baseline", pa.bool_()),
         ("tool_rewards", pa.list_(pa.float64())),
-        *((name, pa.string()) for name in NESTED),
+        *((name, pa.string()) for name in NESTED if name != "teacher"),
     ]
 )
+_TEACHER = pa.field("teacher", pa.string())
+"""A further column of a file with trajectories that a teacher scored."""
 
 _INDEX = _SCHEMA.get_field_index("sample_index")
 _WITH_TEXT_INDEX = _SCHEMA.set(_INDEX, pa.field("sample_index", pa.string()))
@@ -53,6 +55,8 @@ def write_trajectories(path: Path, trajectories: Sequence[Trajectory]) -> None:
     if any(isinstance(record["sample_index"], str) for record in records):
         records = [{**record, "sample_index": str(record["sample_index"])} for record in records]
         schema = _WITH_TEXT_INDEX
+    if any(trajectory.teacher for trajectory in trajectories):
+        schema = schema.append(_TEACHER)
     table = pa.Table.from_pylist(records, schema=schema)
     with writing(path, "trajectories"):
         path.parent.mkdir(parents=True, exist_ok=True)

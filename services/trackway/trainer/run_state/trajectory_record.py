@@ -5,7 +5,17 @@ from pydantic import TypeAdapter
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorBody
 from trackway.wire.tracing import Incident
-from trackway.wire.trajectory import Reward, Tags, Timings, TokenRow, TokenUsage, Trajectory, Turn, WeightSpan
+from trackway.wire.trajectory import (
+    Reward,
+    Tags,
+    TeacherScores,
+    Timings,
+    TokenRow,
+    TokenUsage,
+    Trajectory,
+    Turn,
+    WeightSpan,
+)
 
 NESTED: dict[str, TypeAdapter] = {
     "tags": TypeAdapter(Tags),
@@ -17,6 +27,7 @@ NESTED: dict[str, TypeAdapter] = {
     "timings": TypeAdapter(Timings),
     "error": TypeAdapter(ErrorBody | None),
     "usage": TypeAdapter(TokenUsage | None),
+    "teacher": TypeAdapter(TeacherScores | None),
     "incident_services": TypeAdapter(dict[Incident, list[str]]),
 }
 """Columns of JSON text."""

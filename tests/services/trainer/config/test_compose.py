@@ -429,7 +429,7 @@ def test_a_value_that_would_change_the_training_is_refused_with_its_remedy(line:
 def test_a_dry_run_collects_what_trackway_lacks_and_plans_without_it():
     lacks = {
         "model_engine": ("megatron", "dp", "megatron"),
-        "distillation.enabled": ("true", "False", "True"),
+        "algorithm.use_pf_ppo": ("true", "False", "True"),
         "actor_rollout_ref.actor.optim.optimizer": ("SGD", "AdamW", "SGD"),
         "+actor_rollout_ref.rollout.over_sample_rate": ("0.1", "0", "0.1"),
         "actor_rollout_ref.rollout.name": ("trtllm", "vllm, sglang, hf or torch", "trtllm"),
@@ -457,7 +457,10 @@ def test_a_dry_run_collects_what_trackway_lacks_and_plans_without_it():
     [
         ("model_engine=megatrom", "model_engine: expected dp, got megatrom"),
         (f"{ACTOR}.strategy=1", f"{ACTOR}.strategy: expected fsdp or fsdp2, got 1"),
-        ("distillation.enabled=perhaps", "distillation.enabled: expected False, got perhaps"),
+        (
+            "actor_rollout_ref.model.mtp.enable=perhaps",
+            "actor_rollout_ref.model.mtp.enable: expected False, got perhaps",
+        ),
         (f"{ACTOR}.optim.optimizer=true", f"{ACTOR}.optim.optimizer: expected AdamW, got True"),
         ("actor_rollout_ref.rollout.over_sample_rate=many", "over_sample_rate: expected 0, got many"),
         ("actor_rollout_ref.rollout.over_sample_rate=true", "over_sample_rate: expected 0, got True"),

@@ -14,10 +14,10 @@ from trackway.system.waits import Waits
 from trackway.trainer.config import compose, resolve
 from trackway.trainer.config.compose import leaves
 from trackway.trainer.data.parquet import write_rows
-from trackway.trainer.learner.profiler import Profiler
 from trackway.trainer.loop import build as module
 from trackway.trainer.loop.build import build
 from trackway.trainer.loop.greedy_baseline import sampled_of
+from trackway.trainer.loop.profiler import Profiler
 from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy, Rollouts
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectory_dump import read_trajectories

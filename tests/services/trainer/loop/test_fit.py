@@ -21,7 +21,6 @@ from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.data.dataset import PromptBatches, Prompts
 from trackway.trainer.delivery import FileSink
 from trackway.trainer.learner.learner import Learner
-from trackway.trainer.learner.profiler import Profiler
 from trackway.trainer.loop import training as training_module
 from trackway.trainer.loop.fit import fit
 from trackway.trainer.loop.from_config import (
@@ -34,6 +33,7 @@ from trackway.trainer.loop.from_config import (
     validation_template,
 )
 from trackway.trainer.loop.group_source import GroupSource
+from trackway.trainer.loop.profiler import Profiler
 from trackway.trainer.loop.resume import begin
 from trackway.trainer.loop.rollout_client import RetryPolicy, Rollouts
 from trackway.trainer.loop.schedule import Progress

@@ -14,6 +14,7 @@ from trackway.clients.weights import WeightStore
 from trackway.trainer.config import RunConfig, compose, resolve
 from trackway.trainer.config.algorithm import AlgorithmConfig, KlControlConfig
 from trackway.trainer.config.critic import CriticOptimConfig
+from trackway.trainer.config.distillation import DistillationLossConfig
 from trackway.trainer.config.policy import (
     CheckpointContents,
     FSDPConfig,
@@ -378,6 +379,7 @@ VALUE_MODEL = CriticSettings(
 """Of a run with `adv_estimator=gae` and no key of `critic`."""
 GAE: Fields = {"learner.algorithm.adv_estimator": "gae"}
 
+TAUGHT: Keys = {"distillation.enabled": True, "distillation.teacher_models.teacher_model.model_path": "teacher"}
 TOGETHER: list[tuple[Keys, Fields]] = [
     ({"algorithm.adv_estimator": "gae"}, {**GAE, "learner.value_model": VALUE_MODEL}),
     ({"critic.enable": True}, {"learner.value_model": VALUE_MODEL}),
@@ -388,6 +390,18 @@ TOGETHER: list[tuple[Keys, Fields]] = [
     (
         {f"{ROLLOUT}.val_kwargs.do_sample": True, f"{ROLLOUT}.val_kwargs.temperature": 0.6},
         {"validation.sampling.temperature": 0.6},
+    ),
+    (TAUGHT, {"learner.distillation_loss": DistillationLossConfig()}),
+    *(
+        (
+            {**TAUGHT, f"distillation.distillation_loss.{name}": value},
+            {"learner.distillation_loss": DistillationLossConfig.model_validate({name: value})},
+        )
+        for name, value in (
+            *(("loss_mode", "k2"), ("topk", 9), ("use_task_rewards", False), ("distillation_loss_coef", 0.5)),
+            *(("loss_max_clamp", 2.0), ("log_prob_min_clamp", -3.0), ("use_policy_gradient", True)),
+            *(("clip_ratio_low", 0.1), ("clip_ratio_high", 0.3)),
+        )
     ),
     ({f"{ROLLOUT}.multi_turn.max_tool_response_length": None}, asks(limits__max_tool_response_length=None)),
     (
@@ -546,6 +560,7 @@ NOT_BY_KEY = {
         run=0,
         validation=0,
         policy=0,
+        teachers=0,
         trace_target=0,
         sampling__stop_token_ids=0,
         sampling__ignore_eos=0,
@@ -584,7 +599,7 @@ def reached(config: RunConfig) -> Fields:
 
 def _learner_fields(learner: LearnerConfig) -> Iterator[tuple[str, object]]:
     for name, value in vars(learner).items():
-        if not isinstance(value, Section):
+        if not isinstance(value, Section) or name == "distillation_loss":  # None without teachers
             yield name, value
     for name, value in vars(LearnerConfig).items():
         if isinstance(value, property):

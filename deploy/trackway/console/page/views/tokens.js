@@ -20,6 +20,7 @@ const TINTS = {
   difference: { words: "difference", needs: true, value: (page, i) => difference(page, i), full: (values) => Math.max(CLOSE, largest(values)), listed: "Sampler and learner disagree most" },
   entropy: { words: "entropy", needs: true, value: (page, i) => page.learner.entropies[i], full: (values) => largest(values) || 1, listed: "Highest entropy" },
   advantage: { words: "advantage", needs: true, value: (page, i) => page.learner.advantages[i], full: (values) => largest(values) || 1, listed: "Largest advantage" },
+  teacher: { words: "teacher", value: (page, i) => taught(page, i), full: (values) => largest(values) || 1, listed: "Teacher and student disagree most" },
   clip: { words: "clip and filter", needs: true },
   mask: { words: "mask" },
   version: { words: "weight version" },
@@ -33,7 +34,7 @@ export default async function tokens(visit) {
   const page = await visit.get("tokens", { ...addressed(visit.parameters), row, offset: from, limit: PAGE, place, rank });
   const { offset } = page;
   const at = place === undefined ? asked === undefined ? null : Number(asked) : page.prompt_tokens + Number(place);
-  const names = Object.keys(TINTS).filter((name) => !TINTS[name].needs || page.learner?.logprobs.length);
+  const names = Object.keys(TINTS).filter((name) => name === "teacher" ? page.teacher.length : !TINTS[name].needs || page.learner?.logprobs.length);
   const tint = names.includes(visit.parameters.tint) ? visit.parameters.tint : "logprob";
   const address = { step: Number(visit.parameters.step), validation: Boolean(visit.parameters.val), sample: visit.parameters.sample, rollout: visit.parameters.rollout };
   const to = (changes) => link("tokens", { ...visit.parameters, at, place: null, ...changes });
@@ -79,15 +80,21 @@ function difference(page, index) {
   return sampler === null || learner === null ? null : learner - sampler;
 }
 
+/** The teacher's log-probability less the student's: below 0 where the student is surer of its token than the teacher. */
+function taught(page, index) {
+  const [student, teacher] = [page.logprobs[index], page.teacher[index] ?? null];
+  return student === null || teacher === null ? null : teacher - student;
+}
+
 const shown = (piece) => visible(piece).replaceAll("\n", "↵").replaceAll("\t", "⇥") || "∅";
 const quoted = (piece) => JSON.stringify(visible(piece));
 const nats = (value) => (value === null || value === undefined ? null : `${number(value, 4)} nats`);
 
-const COLUMNS = ["place", "id", "text", "mask", "logprob", "version", "learner_logprob", "entropy", "advantage", "clipped", "kept"];
+const COLUMNS = ["place", "id", "text", "mask", "logprob", "version", "learner_logprob", "entropy", "advantage", "clipped", "kept", "teacher_logprob"];
 
 /** A token as a row of a file. */
-const line = ({ ids, pieces, mask, logprobs, versions, learner }, index, offset) => [offset + index, ids[index], pieces?.[index], mask[index], logprobs[index], versions[index],
-  ...["logprobs", "entropies", "advantages", "clipped", "kept"].map((name) => learner?.[name][index])];
+const line = ({ ids, pieces, mask, logprobs, versions, learner, teacher }, index, offset) => [offset + index, ids[index], pieces?.[index], mask[index], logprobs[index], versions[index],
+  ...["logprobs", "entropies", "advantages", "clipped", "kept"].map((name) => learner?.[name][index]), teacher[index]];
 
 /** All that is known of one token. */
 function about(page, index, offset) {
@@ -97,6 +104,8 @@ function about(page, index, offset) {
     ["place", `${number(offset + index)} of ${number(page.total)}, ${offset + index < page.prompt_tokens ? "prompt" : "response"}`],
     ["log-probability", sampled === null ? "not sampled" : nats(sampled)],
     ["probability", sampled === null ? null : number(Math.exp(sampled), 4)],
+    page.teacher.length && ["teacher's", nats(page.teacher[index])],
+    page.teacher.length && ["teacher less student", nats(taught(page, index))],
     learner && ["learner's", nats(learner.logprobs[index])],
     learner && ["difference", nats(difference(page, index))],
     learner && ["entropy", nats(learner.entropies[index])],
@@ -111,7 +120,7 @@ function kind(page, index, offset, tint, versions, value) {
   const part = offset + index < page.prompt_tokens ? "prompt" : page.mask[index] ? "model" : "observation";
   const more = tint === "version" && page.versions[index] !== null ? `v${versions.indexOf(page.versions[index]) % 6}`
     : tint === "clip" && part === "model" ? (page.learner.kept[index] ? (page.learner.clipped[index] ? "clipped" : "") : "rejected")
-    : value !== null && value < 0 && tint === "advantage" ? "negative" : "";
+    : value !== null && value < 0 && ["advantage", "teacher"].includes(tint) ? "negative" : "";
   return `${part} tint-${["mask", "version", "clip"].includes(tint) ? tint : "value"} ${more}`;
 }
 
@@ -123,7 +132,7 @@ function key(tint, versions, full) {
   const least = { logprob: "certain", learner: "certain", entropy: "certain" }[tint] ?? "0";
   return h("ul", { class: "legend" }, item({ "--tint": "0%" }, least, "model tint-value"), item({ "--tint": "50%" }, number(full * 0.5 ** (1 / (TINTS[tint].power ?? 1))), "model tint-value"),
     item({ "--tint": "100%" }, `${number(full)}${tint === "logprob" || tint === "learner" ? " or less" : ""}`, "model tint-value"),
-    tint === "advantage" ? item({ "--tint": "100%" }, "negative", "model tint-value negative") : item({}, "not sampled", "observation"));
+    tint === "advantage" || tint === "teacher" ? item({ "--tint": "100%" }, "negative", "model tint-value negative") : item({}, "not sampled", "observation"));
 }
 
 /** The tokens of the whole row with the most remarkable values. */

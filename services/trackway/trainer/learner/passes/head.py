@@ -21,6 +21,15 @@ from trackway.trainer.learner.algorithm import exact_kl
 from trackway.trainer.learner.config import WHOLE_LOGITS
 
 
+class TopTokens(NamedTuple):
+    """A teacher's k most likely tokens at each of n positions."""
+
+    ids: Tensor
+    """[n, k] int64."""
+    logprobs: Tensor
+    """[n, k]."""
+
+
 class TokenLogits(NamedTuple):
     """The logits of n tokens."""
 
@@ -30,6 +39,8 @@ class TokenLogits(NamedTuple):
     """[n] int64: the tokens that they predict; [n, K] where a measure takes K of each."""
     ref_logits: Tensor | None = None
     """[n, V]: those of the reference, or None without one."""
+    top: TopTokens | None = None
+    """The teacher's, or None without one."""
 
 
 Measure: TypeAlias = Callable[[TokenLogits], Tensor]
@@ -110,23 +121,25 @@ def measure_in_chunks(
     measures: Sequence[Measure],
     chunk_size: int,
     ref: RefInputs | None = None,
+    top: TopTokens | None = None,
 ) -> Tensor:
     """[N, measures] of the hidden states [N, H] before the head, `chunk_size` tokens at a time.
 
     `logits` makes [n, V], divided by the temperature, of [n, H]. With a gradient, each chunk's are computed twice.
     """
 
-    def measured(part: Tensor, predicted: Tensor, ref_part: Tensor | None) -> Tensor:
+    def measured(part: Tensor, predicted: Tensor, ref_part: Tensor | None, *top_part: Tensor) -> Tensor:
         ref_logits = None
         if ref is not None and ref_part is not None:
             with torch.no_grad():
                 ref_logits = ref.logits(ref_part)
-        tokens = TokenLogits(logits(part), predicted, ref_logits)
+        tokens = TokenLogits(logits(part), predicted, ref_logits, TopTokens(*top_part) if top_part else None)
         return torch.stack([measure(tokens) for measure in measures], dim=-1)
 
     parts = hidden.split(chunk_size)
     ref_parts = [None] * len(parts) if ref is None else ref.values.split(chunk_size)
-    chunks = zip(parts, targets.split(chunk_size), ref_parts, strict=True)
+    tops = [values.split(chunk_size) for values in top or ()]
+    chunks = zip(parts, targets.split(chunk_size), ref_parts, *tops, strict=True)
     if not torch.is_grad_enabled():
         return torch.cat([measured(*chunk) for chunk in chunks])
     return torch.cat([checkpoint(measured, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks])
