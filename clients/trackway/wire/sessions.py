@@ -210,6 +210,8 @@ def _known(kind: type[SessionCall]) -> frozenset[str]:
 class SessionChat(SessionCall, ChatRequest):
     """The next message of a conversation."""
 
+    neutral: ClassVar[dict[str, list[JsonValue]]] = {**ChatRequest.neutral, "prompt_logprobs": []}
+
 
 class SessionCompletion(SessionCall, CompletionRequest):
     """Continue one or several prompts, each as text or token ids."""

@@ -16,7 +16,7 @@ from trackway.chat.tool_format import ToolFormat
 from trackway.model_api.generator import FinishReason, Generates
 from trackway.model_api.stream_decoder import Delta, Reader, WholeEnd, joined
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.openai.requests import ChatRequest, ChatTool, CompletionRequest, SampledRequest
+from trackway.wire.openai.requests import ChatRequest, ChatTool, SampledRequest
 from trackway.wire.rollout import GenerateRequest, SamplingParams, StructuredOutputs
 from trackway.wire.trajectory import WeightSpan, add_span, first_spans, settle_spans
 
@@ -125,7 +125,7 @@ def jobs_of(
         stop_token_ids=request.stop_token_ids,
         ignore_eos=request.ignore_eos,
         logprobs=request.most_likely,
-        prompt_logprobs=request.prompt_logprobs if isinstance(request, CompletionRequest) else None,
+        prompt_logprobs=request.prompt_logprobs,
         structured_outputs=grammar_of(request, tokenizer.tool_format),
         seed=request.seed,
     )

@@ -108,6 +108,8 @@ class _ChatAnswer(OpenAIReply):
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
     """With `return_token_ids`; in a stream, in its first chunk."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """With `prompt_logprobs`; in a stream, in one of its chunks."""
 
 
 class ChatCompletion(_ChatAnswer):

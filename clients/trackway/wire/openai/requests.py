@@ -73,7 +73,7 @@ REASONS: dict[str, str] = {
     ),
     "output_format": "give it as output_config.format",
     "top_logprobs": "unsupported here; ask for logprobs",
-    "prompt_logprobs": "unsupported here; ask /v1/completions of the rollout service",
+    "prompt_logprobs": "unsupported here; ask /v1/chat/completions of the rollout service",
 }
 """Why some of them are refused, and the remedy."""
 
@@ -145,6 +145,8 @@ class SampledRequest(OpenAIRequest):
     """Also return the token ids of prompt and output, and the weight versions that generated them."""
     return_tokens_as_token_ids: bool = False
     """Name tokens of logprobs `token_id:17`, which is unambiguous, unlike their text."""
+    prompt_logprobs: Int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    """Score each prompt, and return so many of the most likely tokens at each of its positions."""
     min_weight_version: Int = Field(default=0, ge=0)
     """Oldest weight version that may answer. A replica with an older one loads it first, or answers 409
     `weights_behind`."""
@@ -193,8 +195,6 @@ class CompletionRequest(SampledRequest):
     max_tokens: Int = Field(default=16, ge=1)
     logprobs: Int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     """0 returns the logprob of each sampled token. More also return the most likely tokens."""
-    prompt_logprobs: Int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    """Score each prompt, and return so many of the most likely tokens at each of its positions."""
     add_special_tokens: bool = True
     """True if the tokenizer adds its special tokens (a BOS) to a text prompt."""
 
@@ -316,7 +316,9 @@ class ChatRequest(SampledRequest):
     """The next message of a conversation."""
 
     neutral: ClassVar[dict[str, list[JsonValue]]] = {
-        name: values for name, values in NEUTRAL.items() if name not in ("response_format", "top_logprobs")
+        name: values
+        for name, values in NEUTRAL.items()
+        if name not in ("response_format", "top_logprobs", "prompt_logprobs")
     }
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)

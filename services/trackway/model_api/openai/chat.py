@@ -33,9 +33,13 @@ class ChatResponseBuilder(ChunkedResponseBuilder):
         """Every choice."""
         usage = self._usage(sum(len(delta.token_ids) for delta in deltas))
         choices = [self._choice(index, delta) for index, delta in enumerate(deltas)]
-        prompt = {"prompt_token_ids": self.prompts[0]} if self._request.return_token_ids else {}
         head: Head = {**self._head, "usage": usage}
-        return ChatCompletion(**head, object="chat.completion", choices=choices, **prompt).sent()
+        answer = ChatCompletion(**head, object="chat.completion", choices=choices)
+        if self._request.return_token_ids:
+            answer.prompt_token_ids = self.prompts[0]
+        if deltas[0].prompt_logprobs is not None:
+            answer.prompt_logprobs = deltas[0].prompt_logprobs
+        return answer.sent()
 
     def _choice(self, index: int, delta: Delta) -> ChatChoice:
         parts = self._readers[index].read(delta)
@@ -64,7 +68,8 @@ class ChatResponseBuilder(ChunkedResponseBuilder):
                 for place, call in enumerate(parts.calls)
             ]
         logprobs = self._logprobs(delta)
-        if not (new.model_fields_set or parts.finish_reason or logprobs or self._request.return_token_ids):
+        scored = delta.prompt_logprobs
+        if not (new.model_fields_set or parts.finish_reason or logprobs or self._request.return_token_ids or scored):
             return None
         choice = ChatChunkChoice(
             index=index, delta=new, finish_reason=parts.finish_reason, logprobs=logprobs, **self._ids(delta)
@@ -72,6 +77,8 @@ class ChatResponseBuilder(ChunkedResponseBuilder):
         chunk = ChatChunk(**head, object="chat.completion.chunk", choices=[choice])
         if self._request.return_token_ids and is_first:
             chunk.prompt_token_ids = self.prompts[0]
+        if scored is not None:
+            chunk.prompt_logprobs = scored
         return chunk
 
     def _counts(self, head: Head) -> ChatChunk:

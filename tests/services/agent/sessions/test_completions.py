@@ -63,11 +63,17 @@ async def test_an_empty_prompt_is_refused(services: AgentServices, prompt: str |
     assert response.json()["error"]["message"] == said
 
 
-async def test_prompt_logprobs_are_refused_by_name(services: AgentServices) -> None:
+@pytest.mark.parametrize(
+    ("route", "prompt"),
+    [("completions", {"prompt": "a"}), ("chat/completions", {"messages": [{"role": "user", "content": "a"}]})],
+)
+async def test_prompt_logprobs_are_refused_by_name(
+    services: AgentServices, route: str, prompt: dict[str, object]
+) -> None:
     access = await opened(services, "a" + END)
-    body = {"model": "any", "prompt": "a", "prompt_logprobs": 0}
+    body = {"model": "any", **prompt, "prompt_logprobs": 0}
 
-    response = await services.client.post(f"/sessions/{access.session_id}/v1/completions", json=body)
+    response = await services.client.post(f"/sessions/{access.session_id}/v1/{route}", json=body)
 
     assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt_logprobs")
 

@@ -183,6 +183,21 @@ def test_prompt_logprobs_are_in_the_first_choice_of_each_prompt(torch_url: str, 
         assert found[index]["logprobs"] == pytest.approx(alone["prompt_logprobs"]["logprobs"], abs=1e-5)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_prompt_of_a_chat_is_scored_once(torch_url: str, stream: bool) -> None:
+    messages = [{"role": "user", "content": "1 + 2 ="}]
+    body = {"model": "tiny", "messages": messages, "n": 2, "max_tokens": 4, "return_token_ids": True}
+    answer = httpx.post(f"{torch_url}/v1/chat/completions", json={**body, "prompt_logprobs": 2, "stream": stream})
+    events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")] if stream else [answer.text]
+    answers = [json.loads(event) for event in events]
+    [found] = [answer["prompt_logprobs"] for answer in answers if "prompt_logprobs" in answer]
+    prompt = next(answer["prompt_token_ids"] for answer in answers if "prompt_token_ids" in answer)
+    params = {"max_tokens": 1, "prompt_logprobs": 2}
+    alone = httpx.post(f"{torch_url}/generate", json={"token_ids": prompt, "sampling_params": params}).json()
+    assert found["top_ids"] == alone["prompt_logprobs"]["top_ids"]
+    assert found["logprobs"] == pytest.approx(alone["prompt_logprobs"]["logprobs"], abs=1e-5)
+
+
 def test_prompt_logprobs_of_all_prompts_together_are_bounded(torch_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_PROMPT_LOGPROBS", 3)
     body = {"model": "tiny", "prompt": [[20, 13, 9], [20, 31, 9]], "max_tokens": 1, "prompt_logprobs": 0}

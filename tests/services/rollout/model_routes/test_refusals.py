@@ -45,7 +45,7 @@ def _speaks(engine: ScriptedEngine, tokenizer: PreTrainedTokenizerBase) -> None:
         ("response_format", schema({"enum": ["x"] * 1001}), "at most 1000 values of an enum, got 1001; simplify it"),
         ("guided_json", {}, "give a JSON schema as response_format of /v1/chat/completions"),
         ("top_logprobs", 2, "top_logprobs: expected logprobs=true with it, got 2 without"),
-        ("prompt_logprobs", 1, "unsupported here; ask /v1/completions of the rollout service"),
+        ("prompt_logprobs", 1, "prompt_logprobs: expected an engine that scores prompts"),
         ("top_logprobs", 21, "less than or equal to 20"),
         ("tempereture", 1, "Extra inputs are not permitted"),
         ("n", 129, "less than or equal to 128"),
