@@ -44,9 +44,12 @@ def create_app(settings: TrainerSettings | None = None) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         leftovers = Leftovers(outputs, settings.tracing)
-        tasks = {asyncio.create_task(_send_leftovers(runs, leftovers))}
-        if settings.resume_interrupted:
-            tasks.add(asyncio.create_task(resume_periodically(runs, settings.token)))
+        tasks = {
+            asyncio.create_task(_send_leftovers(runs, leftovers)),
+            asyncio.create_task(
+                resume_periodically(runs, settings.token, sessions_only=not settings.resume_interrupted)
+            ),
+        }
         try:
             yield
         finally:

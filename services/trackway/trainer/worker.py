@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from trackway.trainer.loop.training import Training
 
 Build: TypeAlias = Callable[[RunFolder, asyncio.Event, bool, Waits], Awaitable[tuple["Training", "Tracking"]]]
+ServeCalls: TypeAlias = Callable[[RunFolder, asyncio.Event, asyncio.Event, Waits], Awaitable[tuple[RunState, int]]]
 Fit: TypeAlias = Callable[["Training"], Awaitable[RunState]]
 Advise: TypeAlias = Callable[[Exception, RunConfig], None]
 
@@ -91,7 +92,7 @@ def receive_secrets(deadline_s: float) -> None:
     Ends the process when standard input closes first, or after `deadline_s`.
     """
     line, end = b"", time.monotonic() + deadline_s
-    while not line.endswith(b"\n"):  # nothing follows the line: from then on the input only closes
+    while not line.endswith(b"\n"):  # only line ends follow, which wake the process
         readable, _, _ = select.select([0], [], [], max(0.0, end - time.monotonic()))
         received = os.read(0, 65536) if readable else b""
         if not received:
@@ -118,9 +119,10 @@ async def _work(folder: RunFolder, lifeline: bool, skip_damaged: bool) -> None:
     stop = asyncio.Event()
     with Heartbeat(folder):
         check_installation()
-        _stop_on_request(folder, stop, lifeline)
+        woken = asyncio.Event()
+        _stop_on_request(folder, stop, woken if lifeline else None)
         remove_drafts(folder.path)
-        state, step = await _train(folder, stop, skip_damaged)
+        state, step = await _train(folder, stop, woken, skip_damaged)
     how = "interrupted" if folder.info().interrupted else "stopped"
     if state is RunState.FINISHED:
         folder.move(state, interrupted=False)
@@ -128,14 +130,18 @@ async def _work(folder: RunFolder, lifeline: bool, skip_damaged: bool) -> None:
         folder.move(state, f"{how} after step {step}; it can be resumed")
 
 
-async def _train(folder: RunFolder, stop: asyncio.Event, skip_damaged: bool) -> tuple[RunState, int]:
+async def _train(
+    folder: RunFolder, stop: asyncio.Event, woken: asyncio.Event, skip_damaged: bool
+) -> tuple[RunState, int]:
     # Importing torch and transformers takes seconds, so the signal handlers are installed before.
-    build, fit, advise = await asyncio.to_thread(_heavy_imports)
+    build, fit, serve_calls, advise = await asyncio.to_thread(_heavy_imports)
     async with reported(folder) as report:
         config = folder.config()
         if config.placement.ranks == 1 and config.trackway.weights_transport == "store":  # else it shares GPU memory
             refuse_inspection()
         try:
+            if folder.is_called:
+                return await serve_calls(folder, stop, woken, report.waits)
             training, tracking = await build(folder, stop, skip_damaged, report.waits)
             report.account = training.scheduler.account
             gc.freeze()  # the learner collects garbage after every step, and imports leave a million objects
@@ -173,15 +179,18 @@ async def _trained(
     return state, training.step
 
 
-def _heavy_imports() -> tuple[Build, Fit, Advise]:
+def _heavy_imports() -> tuple[Build, Fit, ServeCalls, Advise]:
+    from trackway.trainer.calls.drive import serve_calls
     from trackway.trainer.loop.build import build
     from trackway.trainer.loop.fit import fit
     from trackway.trainer.loop.from_config import advise
 
-    return build, fit, advise
+    return build, fit, serve_calls, advise
 
 
-def _stop_on_request(folder: RunFolder, stop: asyncio.Event, lifeline: bool) -> None:
+def _stop_on_request(folder: RunFolder, stop: asyncio.Event, woken: asyncio.Event | None) -> None:
+    """Set `stop` on a signal. With `woken`, also once standard input closes, and `woken` at each of its bytes."""
+
     def request(is_interrupted: bool) -> None:
         if not stop.is_set() and not folder.ended():
             stop.set()
@@ -193,15 +202,16 @@ def _stop_on_request(folder: RunFolder, stop: asyncio.Event, lifeline: bool) -> 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         loop.add_signal_handler(number, request, number is signal.SIGUSR1)
-    if lifeline:
+    if woken is not None:
         interrupt = partial(loop.call_soon_threadsafe, request, True)
-        threading.Thread(target=_watch_lifeline, args=(interrupt,), daemon=True).start()
+        wake = partial(loop.call_soon_threadsafe, woken.set)
+        threading.Thread(target=_watch_lifeline, args=(wake, interrupt), daemon=True).start()
 
 
-def _watch_lifeline(interrupt: Callable[[], object]) -> None:
+def _watch_lifeline(wake: Callable[[], object], interrupt: Callable[[], object]) -> None:
     # Not sys.stdin: a thread blocked in it crashes the interpreter's shutdown.
-    while os.read(0, 1):
-        pass
+    while os.read(0, 4096):
+        wake()
     timer = threading.Timer(ORPHAN_GRACE_S, os._exit, args=(1,))
     timer.daemon = True
     timer.start()

@@ -1,7 +1,7 @@
 """AdamW, its state by name, and its learning rate as a function of the update."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -75,6 +75,16 @@ def load_optimizer(optimizer: AdamW, model: nn.Module, stem: Path) -> None:
             state[index] = dict(zip(MOMENTS, (step, *moments), strict=True))
             targets |= {f"{name}.{key}": tensor for key, tensor in state[index].items()}
     read_shards(stem, targets)
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+
+
+def restore_state(optimizer: AdamW, model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Restores a `named_state`, which is copied. A parameter without saved state gets none."""
+    state = {
+        index: {key: saved[f"{name}.{key}"].clone() for key in MOMENTS}
+        for index, (name, _) in enumerate(_trained(model))
+        if f"{name}.step" in saved
+    }
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
 

@@ -7,7 +7,7 @@
     activity.json   waits and rollouts by state     trajectories/   step_<n>.parquet, val_step_<n>.parquet
     wandb/          W&B's local files                   tensorboard/    event files
     tools.json      the tools that its rollouts are offered
-    token_values/   step_<n>.parquet
+    token_values/   step_<n>.parquet                calls/          of a run that is driven by calls
 
 Files are replaced as a whole, except `metrics.jsonl`, which is appended to. state.json has one writer at a time: the
 run's process while it is alive, else the service. RUN_TRANSITIONS lists the allowed transitions.
@@ -48,6 +48,7 @@ OWNER = "worker.json"
 METRICS = "metrics.jsonl"
 ACTIVITY = "activity.json"
 TOKEN_VALUES = "token_values"
+_FINISHED = "finished"
 TOOLS = "tools.json"
 _TOOLS = TypeAdapter(list[ToolSchema])
 
@@ -101,6 +102,25 @@ class RunFolder:
     def is_evaluation(self) -> bool:
         """Whether `trackway evaluate` made the folder."""
         return (self.path / EVALUATION_FILE).is_file()
+
+    @property
+    def calls(self) -> Path:
+        """Requests, results and models of a run that is driven by calls."""
+        return self.path / "calls"
+
+    @property
+    def is_called(self) -> bool:
+        """Whether calls drive the run instead of the fit loop."""
+        return self.calls.is_dir()
+
+    @property
+    def may_finish(self) -> bool:
+        """Whether a run that is driven by calls ends after those that it has."""
+        return (self.calls / _FINISHED).exists()
+
+    def let_finish(self) -> None:
+        """End a run that is driven by calls after those that it has. Raises StorageError."""
+        atomic_write(self.calls / _FINISHED, "")
 
     @property
     def exists(self) -> bool:

@@ -1,4 +1,4 @@
-"""Auto-resume of runs whose service or machine was lost. Off unless the setting `resume_interrupted` is true."""
+"""Auto-resume of runs whose service or machine was lost: of sessions always, of others with `resume_interrupted`."""
 
 import asyncio
 import logging
@@ -20,13 +20,17 @@ logger = logging.getLogger("trackway.trainer")
 
 
 async def resume_periodically(
-    runs: RunManager, token: SecretStr | None = None, every_s: float = CHECK_INTERVAL_S
+    runs: RunManager,
+    token: SecretStr | None = None,
+    every_s: float = CHECK_INTERVAL_S,
+    *,
+    sessions_only: bool = False,
 ) -> None:
     """Check for an interrupted run now and every `every_s` seconds. Each reason for waiting is logged once."""
     last_logged = ""
     while True:
         try:
-            await resume_interrupted(runs, token)
+            await resume_interrupted(runs, token, sessions_only=sessions_only)
             last_logged = ""
         except TrackwayError as error:
             if error.message != last_logged:
@@ -37,12 +41,14 @@ async def resume_periodically(
         await asyncio.sleep(every_s)
 
 
-async def resume_interrupted(runs: RunManager, token: SecretStr | None = None) -> RunInfo | None:
-    """Resume the newest interrupted run that can be resumed. None when there is no such run.
+async def resume_interrupted(
+    runs: RunManager, token: SecretStr | None = None, *, sessions_only: bool = False
+) -> RunInfo | None:
+    """Resume the newest interrupted run, or session, that can be resumed. None when there is none.
 
     Raises TrackwayError while the services are not ready, and the newest run's error when no run can be resumed.
     """
-    names = runs.interrupted()
+    names = runs.interrupted(sessions_only)
     if not names:
         return None
     await _services_ready(runs.services, token)

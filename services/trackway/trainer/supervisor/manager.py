@@ -45,6 +45,16 @@ EXIT_WAIT_S = 10.0
 """Longest wait for the exit of a process whose run has ended or has a new owner, which it learns at its next beat."""
 
 
+SESSION: Mapping[str, JsonValue] = MappingProxyType(
+    {
+        "algorithm.adv_estimator": "grpo",  # no value model
+        "actor_rollout_ref.actor.use_dynamic_bsz": True,
+        "trackway.max_restarts": 100,
+    }
+)
+"""Configuration of a run that is driven by calls, where it differs from the default."""
+
+
 class _SharedEngines(NamedTuple):
     sleep: bool = False
     """True if a replica can give its memory to a learner."""
@@ -98,6 +108,41 @@ class RunManager:
                 self._supersede(folder.name)
         return self.registry.info(folder.name)
 
+    async def start_session(self, name: str, values: Mapping[str, JsonValue]) -> RunInfo:
+        """Start a run that is driven by calls, with these keys of the configuration. CONFLICT as for `start`.
+
+        Its process executes the log in the folder's `calls` (trackway.trainer.calls), each model with an adapter.
+        """
+        config = resolve({**SESSION, **values, "trainer.experiment_name": name})
+        await self._check_tracking(config)
+        engine_threads, shared = await self._engine_threads(), await self._shared_engines()
+        folder = self.registry.folder(name)
+        async with self._lock:
+            with self.registry.outputs_lock.held():
+                self._others(name, config, shared)
+                folder.create(config, self.services)
+                folder.calls.mkdir(exist_ok=True)
+                folder.update(engine_threads=engine_threads, policy=name)
+                await self._supervise(folder, config, self.services)
+        return self.registry.info(name)
+
+    def wake(self, name: str) -> None:
+        """Tell the process of a session that its log has grown, if this service has it."""
+        if name in self.registry.active:
+            self.registry.active[name][0].wake()
+
+    async def end_session(self, name: str) -> None:
+        """Let a session finish after the calls that it has. Without a run of the name, do nothing."""
+        folder = self.registry.folder(name)
+        if not folder.exists or not folder.is_called:
+            return
+        with self.registry.outputs_lock.held():
+            folder.let_finish()
+            info = self.registry.info(name)
+            if info.state in ENDED and info.interrupted:
+                folder.update(interrupted=False)
+        self.wake(name)
+
     async def resume(
         self,
         name: str,
@@ -137,21 +182,22 @@ class RunManager:
                 if changes:
                     folder.write_config(config)
                 restarts = before.restarts + 1 if by_itself else 0
-                services = self.services.with_policy(before.policy or self._policy(name, others, shared))
+                policy = before.policy or self._policy(name, others, shared)
+                services = self.services if folder.is_called else self.services.with_policy(policy)
                 folder.move(
                     RunState.STARTING,
                     restarts=restarts,
                     interrupted=False,
                     code=code,
                     engine_threads=engine_threads,
-                    policy=services.policy,
+                    policy=policy,
                 )
                 await self._supervise(folder, config, services, before.interrupted, skip_damaged or by_itself)
                 if not by_itself:
                     self._supersede(name)
         return self.registry.info(name)
 
-    def interrupted(self) -> list[str]:
+    def interrupted(self, sessions_only: bool = False) -> list[str]:
         """The runs to resume, newest first, whose service or machine was lost. None while as many run as may.
 
         A run that was auto-resumed as often as `trackway.max_restarts` allows is marked FAILED. A user may resume it.
@@ -165,6 +211,8 @@ class RunManager:
                 continue
             with self.registry.reading(info.run):
                 folder = self.registry.folder(info.run)
+                if sessions_only and not folder.is_called:
+                    continue
                 if info.restarts < folder.config().trackway.max_restarts:
                     names.append(info.run)
                 else:
@@ -282,12 +330,15 @@ class RunManager:
                 folder.move(RunState.FAILED, f"{info.message}; {reason}", interrupted=False)
 
     def _supersede(self, name: str) -> None:
-        """Fail the interrupted runs, whose place the run that a user has started took, so that they do not resume."""
+        """Fail the interrupted runs, whose place the run that a user has started took, so that they do not resume.
+
+        Sessions wait for a place instead.
+        """
         infos = self.registry.list()
         if sum(info.state not in ENDED for info in infos) < self._max_runs:
             return
         for info in infos:
-            if info.state in ENDED and info.interrupted:
+            if info.state in ENDED and info.interrupted and not self.registry.folder(info.run).is_called:
                 self._fail(self.registry.folder(info.run), f"run {name!r} was started instead; resume this run by hand")
 
     def _others(self, name: str, config: RunConfig, engines: _SharedEngines) -> list[RunInfo]:

@@ -5,8 +5,8 @@
     exit 4: the run was marked dead, or a process of another service owns it
     exit 5: FAILED, which the process could not write on a full disk. It is written once the disk accepts it
 
-The process's standard input is a pipe from the service. When the service exits, for whatever reason, the pipe closes,
-and the process saves a checkpoint and exits.
+The process's standard input is a pipe from the service. A line end on it wakes a run that is driven by calls. When the
+service exits, for whatever reason, the pipe closes, and the process saves a checkpoint and exits.
 """
 
 import asyncio
@@ -87,6 +87,12 @@ class Supervised:
             raise
         if self.stopping:  # requested before there was a process
             self._signal(self._process)
+
+    def wake(self) -> None:
+        """Tell the process that there are new calls."""
+        if self._process is not None and self._process.returncode is None and self._process.stdin is not None:
+            with contextlib.suppress(OSError, RuntimeError):  # RuntimeError is uvloop's, once the process has died
+                self._process.stdin.write(b"\n")
 
     def stop(self, is_interrupted: bool = False) -> None:
         """Ask the worker to checkpoint and exit; kill it after the deadline.
