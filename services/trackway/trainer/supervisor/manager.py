@@ -126,6 +126,10 @@ class RunManager:
                 await self._supervise(folder, config, self.services)
         return self.registry.info(name)
 
+    def state(self, name: str) -> RunInfo | None:
+        """Return the status of a run, or None before it has started."""
+        return self.registry.info(name) if self.registry.folder(name).exists else None
+
     def wake(self, name: str) -> None:
         """Tell the process of a session that its log has grown, if this service has it."""
         if name in self.registry.active:
