@@ -1,6 +1,7 @@
 """Adapters in a real server: what it answers, what requests in flight keep, and wrong ones told by the proof."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import ModuleType
@@ -240,7 +241,17 @@ async def test_runs_share_a_server_each_with_its_own_adapter_and_versions(
     assert worst(long, merged["1"], LONG) < 1e-4
 
 
+@contextlib.asynccontextmanager
+async def in_repository() -> AsyncIterator[None]:
+    """Where the interpreter of a server that starts finds the tests' scheduler."""
+    with contextlib.chdir(Path(__file__).parents[2]):
+        yield
+
+
+@pytest.mark.parametrize("started_here", [False, True])
 async def test_policies_share_a_server_as_adapters(
+    started_here: bool,
+    server: ModuleType,
     engine: VllmEngine | SglangEngine,
     base: Path,
     versions: AdapterVersions,
@@ -249,14 +260,17 @@ async def test_policies_share_a_server_as_adapters(
 ) -> None:
     await engine._call_weights("default")
     url = str(tmp_path / "weights")
-    attached = {"engine_url": engine.http.base_url, "max_lora_rank": 8, "engine_shared": True, "engine_args": []}
-    app = create_app(engine.settings.model_copy(update={**attached, "weights_url": url}))
+    settings = server.settings_of(base, tmp_path / "server.log") if started_here else engine.settings
+    attached = {} if started_here else {"engine_url": engine.http.base_url, "engine_args": []}
+    shared = {"max_lora_rank": 8, "engine_shared": True, "weights_url": url}
+    app = create_app(settings.model_copy(update={**attached, **shared}))
     published = {"a": ("old kept", versions.before), "b": ("right", versions.proof)}
     for policy, (adapter, proof) in published.items():
         WeightStore(policy_url(url, policy)).publish(1, policy, versions.folders[adapter], proof)
     models = {"a": merged["1"], "b": merged["2"], "base": load(base), engine.settings.model_name: load(base)}
     prompt = [7, 9] * BLOCK
     async with (
+        in_repository(),
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://rollout", timeout=60.0) as client,
     ):

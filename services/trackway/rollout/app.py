@@ -16,7 +16,7 @@ from pydantic import JsonValue
 from trackway.clients.weights import WeightStore
 from trackway.rollout.classifiers import is_classifier
 from trackway.rollout.classify_routes import classifier_app
-from trackway.rollout.engines import open_engine
+from trackway.rollout.engines import beside, open_engine
 from trackway.rollout.engines.protocol import Engine, MemoryPart, PauseMode
 from trackway.rollout.metrics import InferenceMetrics, engine_gauges, store_gauges
 from trackway.rollout.model_routes import model_routes
@@ -107,7 +107,7 @@ def create_app(
 
     def opened(of_policy: RolloutSettings) -> RolloutService:
         own = WeightStore(of_policy.weights_url) if of_policy.weights_url else None
-        return _service(of_policy, open_engine(of_policy), text, own, metrics)
+        return _service(of_policy, open_engine(beside(engine, of_policy)), text, own, metrics)
 
     default = _service(settings, engine, text, store, metrics)
     policies = Policies(default, settings, store, opened)

@@ -194,7 +194,7 @@ class Policies(Collector):
         if self._settings.engine in ("vllm", "sglang") and not self._settings.engine_shared:
             raise _unknown(
                 f"expected a server for several policies, got one of {self._settings.engine} for the default one alone "
-                f"for {name!r}; set engine_url and engine_shared=true"
+                f"for {name!r}; set engine_shared=true and max_lora_rank, for runs that publish adapters"
             )
         while lacking := self._lacking():
             idle = {held: loaded for held, loaded in self._loaded.items() if not loaded.users}

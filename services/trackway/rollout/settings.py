@@ -81,7 +81,8 @@ class RolloutSettings(ServiceSettings):
     same number."""
     engine_shared: bool = False
     """Share the server at `engine_url` with services of other runs, up to `max_loras` runs: load adapters alone, and
-    leave its base weights, its memory and other requests as they are. Set it for every service that uses the server."""
+    leave its base weights, its memory and other requests as they are. Set it for every service that uses the server.
+    A server that the replica starts is shared by its policies."""
     prefix_caching: bool = True
     """Reuse the KV cache of prompts with a common prefix (vLLM, SGLang; torch always does)."""
     device: Literal["cpu", "cuda", "auto"] = "auto"
@@ -144,7 +145,6 @@ class RolloutSettings(ServiceSettings):
             return self
         wrong = {
             f"engine={self.engine}": (self.engine not in ("vllm", "sglang"), "set vllm or sglang"),
-            "no engine_url": (self.engine_url is None, "set the URL of a running server"),
             "max_lora_rank=0": (self.max_lora_rank == 0, "set the adapter's rank"),
             "enable_sleep=true": (self.enable_sleep, "set false: other runs need the memory"),
         }

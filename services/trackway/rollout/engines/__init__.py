@@ -27,6 +27,16 @@ def open_engine(settings: RolloutSettings) -> Engine:
     return cast(Engine, engine(settings))
 
 
+def beside(engine: Engine, settings: RolloutSettings) -> RolloutSettings:
+    """The settings of another policy's engine, which shares the server that this engine has started."""
+    if not settings.engine_shared or settings.engine_url is not None:
+        return settings
+    from trackway.rollout.engines.remote.engine import RemoteEngine
+
+    assert isinstance(engine, RemoteEngine)
+    return settings.model_copy(update={"engine_url": engine.http.base_url})
+
+
 def warn_of_experiments(settings: RolloutSettings) -> None:
     """Log what these settings use that never ran."""
     if settings.engine not in _ENGINES or not _on_gpu(settings):

@@ -135,7 +135,6 @@ async def test_a_server_whose_base_another_service_replaced_is_refused_and_its_a
     ("wrong", "got"),
     [
         ({"engine": "torch"}, "engine=torch"),
-        ({"engine_url": None}, "no engine_url"),
         ({"max_lora_rank": 0}, "max_lora_rank=0"),
         ({"enable_sleep": True}, "enable_sleep=true"),
     ],
