@@ -36,6 +36,7 @@ from trackway.trainer.calls.models import (
 )
 from trackway.trainer.calls.protobuf import decode, encode
 from trackway.trainer.calls.results import Result, Results
+from trackway.trainer.calls.trajectories import write_step
 from trackway.trainer.delivery import ConsoleSink, FileSink, Sink, Tracking, open_tracking
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.policy import Policy
@@ -181,7 +182,7 @@ class CallDriver:
         model.load(saved, optimizer=bool(optimizer))
 
     def _optim_step(self, model: TrainedModel, call: TrainingCall) -> Result:
-        begun = time.monotonic()
+        begun, trained = time.monotonic(), model.data
         metrics = model.optim_step(arguments_of(AdamArguments, call.arguments.get("adam_params", {}), "adam_params"))
         data = {
             "actor/loss_sum": metrics["loss_sum"],
@@ -193,6 +194,7 @@ class CallDriver:
             "timing_s/update_actor": time.monotonic() - begun,
         }
         row = MetricsRow(step=self.step + 1, timestamp=time.time_ns() // 1_000_000, data=data)
+        write_step(self._folder.path, row.step, trained)
         model.header.steps += 1
         result = self._changed(model, call, {"type": "optim_step", "metrics": dict(metrics)}, row)
         self._add_row(row)

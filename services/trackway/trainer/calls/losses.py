@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trackway.trainer.calls.protobuf import Array, ForwardBackward
+from trackway.trainer.calls.protobuf import LOSSES, Array, ForwardBackward
 from trackway.trainer.learner.algorithm import Aggregation
 from trackway.trainer.learner.batch import TrainingBatch
 from trackway.trainer.learner.config import LearnerConfig
@@ -70,6 +70,11 @@ def forward_backward(learner: Learner, request: ForwardBackward) -> LossOutput:
     return LossOutput([logprobs[row] for row in range(len(request.data))], total)
 
 
+def weights_of(loss_fn: str) -> str:
+    """Name of the input that weights the tokens of a loss."""
+    return "weights" if LOSSES[loss_fn].is_weighted else "advantages"
+
+
 def loss_config(config: LearnerConfig, request: ForwardBackward) -> LearnerConfig:
     """The configuration with the options of the request's loss. Thresholds are absolute bounds of the ratio."""
     options, unclipped = request.options, {"clip_low_threshold": 0.0, "clip_high_threshold": NEVER}
@@ -103,7 +108,7 @@ def batch_of(request: ForwardBackward, dtype: torch.dtype) -> TrainingBatch:
             tensor[(row, *(slice(0, length) for length in value.shape))] = value
         return tensor
 
-    name = "weights" if request.loss_fn == "cross_entropy" else "advantages"
+    name = weights_of(request.loss_fn)
     zeros = torch.zeros(shape, dtype=dtype)
     ids = padded(lambda row: data[row].tokens, shape, torch.int64)
     mask = torch.arange(shape[1]) < lengths.unsqueeze(-1)

@@ -23,6 +23,7 @@ from torch import Tensor
 from trackway.system import replacing, writing
 from trackway.trainer.calls.losses import LossOutput, forward_backward
 from trackway.trainer.calls.protobuf import ForwardBackward
+from trackway.trainer.calls.trajectories import TrainedDatum, trained_data
 from trackway.trainer.learner import optimizer as adamw
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner
@@ -97,6 +98,8 @@ class TrainedModel:
         self.learner = Learner(learner_config_of(config, header), policy=policy)
         self.loss, self.tokens = 0.0, 0
         """Sum of the loss, and target tokens, since the last step."""
+        self.data: list[TrainedDatum] = []
+        """Data since the last step, in the order of their requests."""
 
     def forward_backward(self, request: ForwardBackward) -> LossOutput:
         """Add the request's gradient. INVALID_REQUEST for tokens that the model lacks, NOT_FINITE for NaN."""
@@ -116,6 +119,7 @@ class TrainedModel:
         if not request.forward_only:
             self.loss += output.loss
             self.tokens += sum(len(datum.tokens) for datum in request.data)
+            self.data += trained_data(request, output)
         return output
 
     def optim_step(self, options: AdamArguments) -> dict[str, float]:
@@ -134,7 +138,7 @@ class TrainedModel:
         )
         norm, stepped = self.learner.optim_step(options.grad_clip_norm or float("inf"))
         loss, tokens = self.loss, self.tokens
-        self.loss, self.tokens = 0.0, 0
+        self.loss, self.tokens, self.data = 0.0, 0, []
         if not stepped or not all(bool(tensor.isfinite().all()) for tensor in self.learner.policy.tensors().values()):
             self._restore(before, optimizer=True)
             message = f"expected a finite gradient and finite weights, got a gradient norm of {norm}"
@@ -158,7 +162,7 @@ class TrainedModel:
             raise TrackwayError(ErrorCode.INVALID_REQUEST, f"{message}; create a model with that lora_config")
         self._restore(saved.tensors, optimizer)
         self.learner.optimizer.zero_grad(set_to_none=True)
-        self.loss, self.tokens = 0.0, 0
+        self.loss, self.tokens, self.data = 0.0, 0, []
 
     def _restore(self, tensors: Mapping[str, Tensor], optimizer: bool) -> None:
         with torch.no_grad():
