@@ -34,6 +34,7 @@ GROUPS = (
         "notebook.png",
         "The reward of each step",
     ),
+    Group("Training loops of your own", "[Tinker's API](../guides/tinker.md)", ("tinker/*.py",)),
     Group("Agents that exist already", "[Bring your agent](../guides/sessions.md)", ("agents/*.py",)),
     Group("Environments of other projects", "[Environments](../guides/environments.md)", ("environments/*.py",)),
     Group("Tools", "[Own tools](../guides/own-tools.md)", ("tools/*.py", "tools/*.yaml")),

@@ -17,6 +17,7 @@ from trackway.trainer.supervisor.checkpoint_policies import CheckpointPolicies
 from trackway.trainer.supervisor.gauges import RunGauges
 from trackway.trainer.supervisor.manager import RunManager
 from trackway.trainer.supervisor.session_intake import SessionIntake
+from trackway.trainer.tinker.api import TinkerApi
 from trackway.wire.names import RunNameInPath
 from trackway.wire.rollout import PolicyInfo
 from trackway.wire.sessions import FinishedSession, SessionRun, WaitingSessions
@@ -41,6 +42,8 @@ def create_app(settings: TrainerSettings | None = None) -> FastAPI:
         max_runs=settings.max_runs,
     )
 
+    tinker = TinkerApi(settings, runs)
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         leftovers = Leftovers(outputs, settings.tracing)
@@ -51,7 +54,8 @@ def create_app(settings: TrainerSettings | None = None) -> FastAPI:
             ),
         }
         try:
-            yield
+            async with tinker.running():
+                yield
         finally:
             leftovers.stop()
             for task in tasks:
@@ -70,6 +74,7 @@ def create_app(settings: TrainerSettings | None = None) -> FastAPI:
             _routes(runs),
             _sessions(SessionIntake(runs.registry)),
             _policies(CheckpointPolicies(runs.registry, settings.weights_url)),
+            tinker.routes,
         ],
         lifespan=lifespan,
         collectors=[gauges],

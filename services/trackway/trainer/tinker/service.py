@@ -49,7 +49,7 @@ POLL_S = 30.0
 LOOK_EVERY_S = 0.01
 """Pause between two looks for a result while a caller waits."""
 _CHECK_RUN_S = 1.0
-_PRIVATE = frozenset({"policy", "version"})
+_PRIVATE = frozenset({"policy", "version", "sampling_session_seq_id"})
 """Fields of a result that name published weights to this service."""
 
 
@@ -115,8 +115,17 @@ class TinkerService:
         call = TrainingCall(id=f"{model_id}:0", model_id=model_id, seq_id=0, op="create_model", arguments=arguments)
         async with session.lock:
             if self.sessions.runs.state(session.id) is None:
-                await self.sessions.runs.start_session(session.id, {"actor_rollout_ref.model.path": base.root})
+                await self._start(session, base.root)
             return await self._append(session, call, b"")
+
+    async def _start(self, session: TinkerSession, model_path: str) -> None:
+        """Start the session's run. OVERLOADED while as many runs are active as may be, which the SDK waits for."""
+        try:
+            await self.sessions.runs.start_session(session.id, {"actor_rollout_ref.model.path": model_path})
+        except TrackwayError as error:
+            if error.code is not ErrorCode.CONFLICT:
+                raise
+            raise TrackwayError(ErrorCode.OVERLOADED, error.message, retry_after_s=10) from error
 
     async def enqueue(
         self, model_id: str, seq_id: int, op: Op, arguments: dict[str, JsonValue], body: bytes = b""

@@ -10,7 +10,7 @@ import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -49,7 +49,7 @@ _RECORD = "session.json"
 class SessionRuns(Protocol):
     """The runs of the service, as sessions need them. Methods raise TrackwayError."""
 
-    async def start_session(self, name: str, values: dict[str, JsonValue]) -> RunInfo:
+    async def start_session(self, name: str, values: Mapping[str, JsonValue]) -> RunInfo:
         """Start a run whose process executes the log in its folder's `calls`."""
         ...
 

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tinker
 from fastapi import FastAPI
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tests.services.trainer.tinker.executor import AnsweringRuns
 from tests.serving import served_in_thread
@@ -17,6 +19,7 @@ from trackway.deploy.bundled import TINY_MODEL
 from trackway.rollout.app import create_app as rollout_app
 from trackway.rollout.settings import RolloutSettings
 from trackway.serving import service_app
+from trackway.tracing import Tracing, TracingSettings
 from trackway.trainer.settings import TrainerSettings
 from trackway.trainer.tinker.api import TinkerApi
 
@@ -30,11 +33,37 @@ def sockets_of_the_sdk() -> Iterator[None]:
         gc.collect()
 
 
+@dataclass
+class Spans:
+    """The spans of the rollout service."""
+
+    exporter: InMemorySpanExporter
+    tracing: Tracing
+
+    def chats(self) -> dict[str, tuple[str, str]]:
+        """Trace and parent of each generation, in hex, by its seed."""
+        self.tracing.flush(5)
+        return {
+            str((span.attributes or {})["gen_ai.request.seed"]): (
+                format(span.context.trace_id, "032x"),
+                format(span.parent.span_id, "016x"),
+            )
+            for span in self.exporter.get_finished_spans()
+            if span.context is not None and span.parent is not None
+        }
+
+
 @pytest.fixture(scope="session")
-def rollout_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def spans() -> Spans:
+    exporter = InMemorySpanExporter()
+    return Spans(exporter, Tracing("rollout", TracingSettings(mlflow_uri=None, weave_api_key=None), exporter))
+
+
+@pytest.fixture(scope="session")
+def rollout_url(tmp_path_factory: pytest.TempPathFactory, spans: Spans) -> Iterator[str]:
     weights = tmp_path_factory.mktemp("weights")
     settings = RolloutSettings(model_path=TINY_MODEL, weights_url=str(weights), device="cpu")
-    with served_in_thread(rollout_app(settings)) as url:
+    with served_in_thread(rollout_app(settings, tracing=spans.tracing)) as url:
         yield url
 
 
@@ -47,7 +76,7 @@ class Api:
     runs: AnsweringRuns
 
     @contextmanager
-    def served(self, port: int = 0, **changes: object) -> Iterator[str]:
+    def served(self, port: int = 0, **changes: Any) -> Iterator[str]:
         """Yield the base URL for the SDK."""
         settings = TrainerSettings(outputs_dir=str(self.outputs), rollout_url=self.rollout_url, **changes)
         with served_in_thread(app_of(settings, self.runs), port) as url:

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -20,14 +21,14 @@ class AnsweringRuns:
     def __init__(self, outputs: Path) -> None:
         self._outputs = outputs
         self._lock = threading.Lock()
-        self.started: dict[str, dict[str, JsonValue]] = {}
+        self.started: dict[str, Mapping[str, JsonValue]] = {}
         self.executed: list[str] = []
         self.ended: list[str] = []
         self.frozen = False
         """Execute nothing, as a process that is busy."""
         self.told = RunInfo(run="run", state=RunState.RUNNING)
 
-    async def start_session(self, name: str, values: dict[str, JsonValue]) -> RunInfo:
+    async def start_session(self, name: str, values: Mapping[str, JsonValue]) -> RunInfo:
         self.started[name] = values
         return self.told
 

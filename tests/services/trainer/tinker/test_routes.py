@@ -1,5 +1,6 @@
 """The routes without the SDK: refusals, order, bounds, and what a restarted service still knows."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.services.trainer.tinker.conftest import Api
+from tests.services.trainer.tinker.conftest import Api, Spans
 from tests.waiting import until
 from trackway.trainer.calls.protobuf import schema
 from trackway.trainer.tinker import routes, sampling, service, sessions
@@ -47,7 +48,7 @@ class Caller:
         body = {"session_id": session, "sampling_session_seq_id": number, "base_model": "tiny"}
         return self.post("create_sampling_session", body)["sampling_session_id"]
 
-    def asample(self, sampler: str, seq_id: int = 0, status: int = 200, **changes: object) -> Any:
+    def asample(self, sampler: str, seq_id: int = 0, status: int = 200, **changes: Any) -> Any:
         params = {"max_tokens": 6, **changes.pop("sampling_params", {})}
         body = {"sampling_session_id": sampler, "seq_id": seq_id, "prompt": PROMPT, "sampling_params": params}
         return self.post("asample", {**body, **changes}, status)
@@ -74,6 +75,10 @@ def calling(url: str, key: str = "tml-any") -> Iterator[Caller]:
 def caller(url: str) -> Iterator[Caller]:
     with calling(url) as caller:
         yield caller
+
+
+def tokens(response: Any) -> list[bytes]:
+    return [bytes(sequence.tokens) for sequence in response.sequences]
 
 
 def message(answer: Any) -> str:
@@ -199,7 +204,7 @@ def test_the_same_seed_draws_the_same_sequences_and_samples_differ(caller: Calle
         caller.asample(sampler, seq_id, num_samples=3, sampling_params={"seed": seed, "temperature": 3.0})["request_id"]
         for seq_id, seed in enumerate((7, 7, 8))
     ]
-    first, again, other = [[bytes(sequence.tokens) for sequence in caller.drawn(id).sequences] for id in ids]
+    first, again, other = [tokens(caller.drawn(id)) for id in ids]
     assert first == again != other and len(set(first)) > 1
 
 
@@ -207,12 +212,12 @@ def test_a_stop_text_ends_a_sequence_after_it_and_an_empty_list_lets_it_run(call
     sampler = caller.sampler(caller.session())
     params = {"temperature": 0.0, "max_tokens": 12}
     whole = caller.drawn(caller.asample(sampler, 0, sampling_params={**params, "stop": []})["request_id"]).sequences[0]
-    tokens = [*memoryview(whole.tokens).cast("i")]
-    by_id = caller.drawn(caller.asample(sampler, 1, sampling_params={**params, "stop": [tokens[3]]})["request_id"])
+    ids = [*memoryview(whole.tokens).cast("i")]
+    by_id = caller.drawn(caller.asample(sampler, 1, sampling_params={**params, "stop": [ids[3]]})["request_id"])
     [stopped] = by_id.sequences
-    assert (whole.stop_reason, len(tokens)) == (1, 12)
-    end = tokens.index(tokens[3]) + 1
-    assert ([*memoryview(stopped.tokens).cast("i")], stopped.stop_reason) == (tokens[:end], 0)
+    assert (whole.stop_reason, len(ids)) == (1, 12)
+    end = ids.index(ids[3]) + 1
+    assert ([*memoryview(stopped.tokens).cast("i")], stopped.stop_reason) == (ids[:end], 0)
 
 
 def test_prompt_logprobs_and_the_most_likely_tokens(caller: Caller):
@@ -239,7 +244,7 @@ def test_prompt_logprobs_and_the_most_likely_tokens(caller: Caller):
         ({"record_stability_info": True}, "record_stability_info"),
     ],
 )
-def test_samples_that_no_engine_can_draw_are_refused(caller: Caller, changes: dict[str, object], problem: str):
+def test_samples_that_no_engine_can_draw_are_refused(caller: Caller, changes: dict[str, Any], problem: str):
     assert problem in message(caller.asample(caller.sampler(caller.session()), status=400, **changes))
 
 
@@ -276,7 +281,7 @@ def test_a_restarted_service_knows_sessions_models_results_and_samples(api: Api)
         caller.post("session_heartbeat", {"session_id": session})
         assert caller.result(caller.optim_step(model_id, 3)["request_id"]) == {"metrics": {"grad_norm": 1.0}}
     assert published == {"type": "save_weights_for_sampler", "sampling_session_id": f"{session}:sample:7"}
-    assert sampled == again and before == after and len(newer.sequences) == 1
+    assert sampled == again and tokens(before) == tokens(after) and len(newer.sequences) == 1
     assert [checkpoint["tinker_path"] for checkpoint in listed] == [f"tinker://{model_id}/weights/ck1"]
 
 
@@ -299,6 +304,25 @@ def test_a_finished_session_takes_nothing_and_makes_room(api: Api):
         gone = caller.post("session_heartbeat", {"session_id": session}, status=410)
         assert caller.session() != session
     assert "(tinker_max_sessions)" in message(full) and "finished by its client: success" in message(gone)
+
+
+def test_a_sample_joins_the_callers_trace_or_else_the_sessions(caller: Caller, api: Api, spans: Spans):
+    session = caller.session()
+    sampler = caller.sampler(session)
+    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    ids = []
+    for seq_id, carried in enumerate(({"traceparent": f"00-{trace}-{parent}-01"}, {})):
+        caller.http.headers.update(carried)
+        seed = {"seed": 7_000_000 + seq_id}
+        ids.append(caller.asample(sampler, seq_id, num_samples=1, sampling_params=seed)["request_id"])
+        for name in carried:
+            del caller.http.headers[name]
+    for id in ids:
+        caller.drawn(id)
+    record = json.loads((api.outputs / session / "calls" / "session.json").read_text())
+    _, of_session, root, _ = record["traceparent"].split("-")
+    chats = until(lambda: spans.chats() if "7000001" in spans.chats() else None)
+    assert (chats["7000000"], chats["7000001"]) == ((trace, parent), (of_session, root))
 
 
 def test_only_an_operators_token_trains(api: Api):

@@ -1,5 +1,7 @@
 """The unmodified SDK against the routes: a real rollout service, and runs that answer at once."""
 
+from typing import Any
+
 import pytest
 import tinker
 from tinker import types
@@ -10,9 +12,10 @@ from trackway.deploy.bundled import TINY_MODEL
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")]
 
 PROMPT = types.ModelInput.from_ints([1, 17, 9, 40, 5])
+INPUTS: Any = {"target_tokens": [2, 3, 4], "logprobs": [0.0, -0.1, -0.2], "advantages": [0.0, 1.0, 1.0]}
 DATUM = types.Datum(
     model_input=types.ModelInput.from_ints([1, 2, 3]),
-    loss_fn_inputs={"target_tokens": [2, 3, 4], "logprobs": [0.0, -0.1, -0.2], "advantages": [0.0, 1.0, 1.0]},
+    loss_fn_inputs=INPUTS,
 )
 
 
@@ -41,8 +44,12 @@ def test_the_sdk_drives_every_route_that_it_needs(
     assert step.result().metrics == {"grad_norm": 1.0}
     assert [sequence.sequence_id for sequence in drawn.sequences] == [f"{session}:sample:0:0:{i}" for i in range(2)]
     assert all(1 <= len(sequence.tokens) <= 6 for sequence in drawn.sequences)
-    assert [len(sequence.logprobs) for sequence in drawn.sequences] == [len(s.tokens) for s in drawn.sequences]
-    assert scores[0] is None and len(scores) == PROMPT.length and all(score < 0 for score in scores[1:])
+    assert [len(sequence.logprobs or []) for sequence in drawn.sequences] == [len(s.tokens) for s in drawn.sequences]
+    assert (
+        scores[0] is None
+        and len(scores) == PROMPT.length
+        and all(score is not None and score < 0 for score in scores[1:])
+    )
     assert state.path == f"tinker://{session}:train:0/weights/ck1"
     assert published.path == f"tinker://{session}:train:0/sampler_weights/p"
     assert api.runs.started == {session: {"actor_rollout_ref.model.path": str(TINY_MODEL)}}
