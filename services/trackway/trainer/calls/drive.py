@@ -9,6 +9,7 @@ exists is kept.
 import asyncio
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,6 +54,7 @@ LOOK_AGAIN_S = 1.0
 TRACKING_DEADLINE_S = 60.0
 """Longest wait at the end for metrics that MLflow has not received."""
 STATE = "state.safetensors"
+_UNNAMED = "s"
 UNEMBED = (
     "train_unembed: the head gets no adapter here, so it is not trained; set train_unembed=False to say so, or train "
     "the whole model with a run"
@@ -228,7 +230,8 @@ class CallDriver:
         is_snapshot = call.arguments.get("kind", "snapshot") == "snapshot"
         if name is not None:
             reply["path"] = f"tinker://{call.model_id}/sampler_weights/{name}"
-        policy = f"{line}.{call.seq_id}" if is_snapshot else line
+        kind = "" if name is not None else _UNNAMED
+        policy = f"{line}.{kind}{call.seq_id}" if is_snapshot else line
         store = WeightStore(policy_url(self._folder.services().weights_url, policy))
         published = store.latest() if is_snapshot else None
         model.learner.activate()
@@ -250,6 +253,13 @@ class CallDriver:
             return publisher.publish()
         finally:
             publisher.close()
+
+    def remove_unnamed(self) -> None:
+        """Remove the policies that only samplers of this session use: snapshots without a path, and the models' own."""
+        store, own = WeightStore(self._folder.services().weights_url), re.escape(self._folder.name)
+        for policy in store.policies():
+            if re.fullmatch(rf"{own}\.\d+(\.{_UNNAMED}\d+)?", policy):
+                store.remove_policy(policy)
 
     def _unload(self, line: _Line, call: TrainingCall) -> Result:
         assert line.model is not None
@@ -303,6 +313,10 @@ async def _until_finished(folder: RunFolder, driver: CallDriver, stop: asyncio.E
         woken.clear()
         await asyncio.to_thread(driver.advance, stop.is_set)
         if may_finish and not stop.is_set():
+            try:
+                await asyncio.to_thread(driver.remove_unnamed)
+            except (OSError, TrackwayError) as error:
+                logger.warning("the weights for samplers of the session are not removed: %s", error)
             return RunState.FINISHED
         waiting = [asyncio.ensure_future(event.wait()) for event in (stop, woken)]
         await asyncio.wait(waiting, timeout=LOOK_AGAIN_S, return_when=asyncio.FIRST_COMPLETED)

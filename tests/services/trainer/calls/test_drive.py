@@ -225,12 +225,12 @@ def test_weights_for_samplers_are_policies_of_the_weight_store(tmp_path: Path, t
     session.call(8, "save_weights_for_sampler", {"sampling_session_seq_id": 4, "kind": "snapshot"})
     session.call(9, "save_weights_for_sampler", {"sampling_session_seq_id": 5, "kind": "inflight"})
     session.call(10, "save_weights_for_sampler", {"sampling_session_seq_id": 6, "kind": "inflight"})
-    session.run()
+    driver = session.run()
 
     answers = [json.loads(session.result(seq).body) for seq in (7, 8, 9, 10)]
     assert [(answer["policy"], answer["version"]) for answer in answers] == [
         ("session.0.7", 1),
-        ("session.0.8", 1),
+        ("session.0.s8", 1),
         ("session.0", 1),
         ("session.0", 2),
     ]
@@ -239,6 +239,14 @@ def test_weights_for_samplers_are_policies_of_the_weight_store(tmp_path: Path, t
     manifest = store.manifest(1)
     assert {file.name for file in manifest.files} == {"adapter_config.json", "adapter_model.safetensors"}
     assert manifest.proof is not None and manifest.proof.probes
+    other = Session(tmp_path, tiny_model, "session.0.9x")
+    train(other, [0])
+    other.call(4, "save_weights_for_sampler", {"kind": "inflight"})
+    other.run()
+
+    driver.remove_unnamed()
+
+    assert WeightStore(str(tmp_path / "weights")).policies() == ["session.0.7", "session.0.9x.0"]
 
 
 def test_an_unloaded_model_stays_unloaded_in_the_next_process(tmp_path: Path, tiny_model: Path) -> None:
