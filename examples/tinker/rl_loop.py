@@ -18,8 +18,8 @@ SEED, STEPS = int(os.environ.get("SEED", "0")), int(os.environ.get("STEPS", "30"
 PARAMS = SamplingParams(max_tokens=32, temperature=1.0)
 make_tiny(Path("outputs/tinker"), train_size=12 * STEPS, test_size=64, seed=SEED)
 train, test = (parquet.read_table(f"outputs/tinker/{name}.parquet").to_pylist() for name in ("train", "test"))
-HEADERS = {"authorization": f"Bearer {TOKEN}", "connection": "close"}
-http = httpx.AsyncClient(base_url=URL, headers=HEADERS, timeout=60)
+headers = {"authorization": f"Bearer {TOKEN}", "connection": "close"}  # as the proxy closes idle connections
+http = httpx.AsyncClient(base_url=URL, headers=headers, timeout=60)
 service = tinker.ServiceClient(base_url=f"{URL}/trainer", api_key=f"tml-{TOKEN}")
 trainer = service.create_lora_training_client("tiny", rank=32, seed=SEED, train_unembed=False).result()
 tokenizer: Any = trainer.get_tokenizer()

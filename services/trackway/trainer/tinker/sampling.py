@@ -21,8 +21,8 @@ from trackway.wire.tinker.requests import SampleRequest
 
 MAX_DRAWS = 256
 """Most samples that are drawn at once. Others are refused with 429, which the SDK waits for."""
-MAX_KEPT_BYTES = 256 * 2**20
-"""Bytes of drawn samples in memory. A sample beyond is drawn again when it is asked for."""
+MAX_KEPT, MAX_KEPT_BYTES = 4096, 256 * 2**20
+"""Drawn samples in memory, and their bytes. A sample beyond is drawn again when it is asked for."""
 DRAW_S = 900.0
 """Longest time for a sample."""
 CALL_POLICY = CallPolicy(read_s=DRAW_S, total_s=DRAW_S, outage_s=DRAW_S, max_in_flight=MAX_DRAWS)
@@ -88,7 +88,7 @@ class Draws:
         if not task.cancelled():
             self._kept_bytes += len(task.result().body)
         for id, kept in [*self._tasks.items()]:
-            if self._kept_bytes <= MAX_KEPT_BYTES:
+            if self._kept_bytes <= MAX_KEPT_BYTES and len(self._tasks) <= MAX_KEPT:
                 return
             if kept.done():
                 del self._tasks[id]

@@ -254,6 +254,15 @@ def test_too_many_samples_are_refused_until_some_have_ended(caller: Caller, monk
     assert message(caller.asample(sampler, status=429)).startswith("expected at most 0 samples in progress")
 
 
+def test_a_sample_that_is_no_longer_in_memory_is_drawn_again(caller: Caller, monkeypatch: pytest.MonkeyPatch):
+    sampler = caller.sampler(caller.session())
+    monkeypatch.setattr(sampling, "MAX_KEPT", 1)
+    hot = {"temperature": 3.0}
+    ids = [caller.asample(sampler, seq_id, sampling_params=hot)["request_id"] for seq_id in range(2)]
+    first, second = (tokens(caller.drawn(id)) for id in ids)
+    assert [tokens(caller.drawn(id)) for id in ids] == [first, second] and first != second
+
+
 def test_a_cancelled_sample_is_an_error(caller: Caller):
     sampler = caller.sampler(caller.session())
     id = caller.asample(sampler, sampling_params={"max_tokens": 900, "stop": []})["request_id"]
