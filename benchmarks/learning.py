@@ -35,7 +35,7 @@ from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.local.up import bring_up, take_down
-from trackway.deploy.runs import plot
+from trackway.deploy.runs import demo
 from trackway.deploy.runs.demo import HELD_OUT_ROWS, TRAIN_ROWS
 from trackway.deploy.runs.prepare import placed
 from trackway.deploy.runs.session import RunSession
@@ -135,7 +135,7 @@ class Learned:
     def of(cls, setting: str, seed: int, rows: Sequence[MetricsRow], error: str = "") -> "Learned":
         """From the metrics of a run."""
         accuracies = {
-            row.step: float(value) for row in rows for key, value in row.data.items() if plot.is_accuracy(key)
+            row.step: float(value) for row in rows for key, value in row.data.items() if demo.is_accuracy(key)
         }
         rewards = {row.step: float(row.data[REWARD]) for row in rows if REWARD in row.data}
         stale = [

@@ -10,6 +10,7 @@ the whole engine.
 """
 
 import asyncio
+import hashlib
 import heapq
 import itertools
 import math
@@ -25,8 +26,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from trackway.rollout.engines.admission import asleep, check_prompt, overloaded, paused
-from trackway.rollout.engines.backpressure import RetryAfterEstimator
+from trackway.rollout.engines.admission import RetryAfterEstimator, asleep, check_prompt, overloaded, paused
 from trackway.rollout.engines.protocol import (
     Capability,
     EngineStats,
@@ -37,7 +37,7 @@ from trackway.rollout.engines.protocol import (
     Piece,
     Swapping,
 )
-from trackway.rollout.engines.weight_folder import file_digests
+from trackway.rollout.engines.weight_folder import tensors
 from trackway.rollout.engines.weight_proof import Judgement, compare_digests, judge, require_accepted
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -46,6 +46,16 @@ from trackway.wire.trajectory import WeightSpan, add_span
 from trackway.wire.weights import WeightProof
 
 SIM = "benchmarks.sim_engine:SimEngine"
+
+
+def file_digests(folder: Path) -> dict[str, str]:
+    """The sha256 of each tensor's bytes by name."""
+    digests: dict[str, str] = {}
+    for name, tensor in tensors(folder).items():
+        with tensor.file.open("rb") as file:
+            file.seek(tensor.start)
+            digests[name] = hashlib.sha256(file.read(tensor.end - tensor.start)).hexdigest()
+    return digests
 
 
 def use_sim() -> str:

@@ -7,8 +7,8 @@ from typer.cli import get_docs_for_click
 from typer.main import get_command
 
 from generators.markdown import page
+from trackway import main_ppo
 from trackway.deploy import cli
-from trackway.deploy.commands import main_ppo
 
 
 def command_line() -> str:

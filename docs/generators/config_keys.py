@@ -5,8 +5,7 @@ from collections import defaultdict
 
 from generators.markdown import breakable, code, page, sentence, table
 from trackway.trainer.config import Explanation, explain
-from trackway.trainer.config.unsupported_keys import DEPLOYMENT, MOVED, NO_EFFECT, ONLY
-from trackway.trainer.config.unsupported_values import OTHERS
+from trackway.trainer.config.unsupported_keys import DEPLOYMENT, MOVED, NO_EFFECT, ONLY, OTHERS
 
 
 def configuration_keys() -> str:

@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from generators.apps import service_apps
 from generators.markdown import breakable, code, page, table
-from trackway.deploy.serve.replica_metrics import merged
+from trackway.deploy.serve.fan_out import merged
 from trackway.serving.metrics import Collectors, ServiceMetrics
 from trackway.trainer.supervisor.gauges import OF_A_STEP, RunGauges
 from trackway.wire.trainer import BackendSummary, RunInfo, RunState

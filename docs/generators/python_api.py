@@ -7,7 +7,7 @@ from generators.markdown import code, page, table
 
 RESULTS = {
     "trackway": (
-        *("trackway.evaluation.summary.RolloutSummary", "trackway.evaluation.paired.Paired"),
+        *("trackway.evaluation.summary.RolloutSummary", "trackway.evaluation.summary.Paired"),
         *("trackway.trainer.run_state.export.Export", "trackway.wire.trainer.RunInfo"),
         "trackway.trainer.run_state.trajectory_export.ExportedTrajectories",
     )

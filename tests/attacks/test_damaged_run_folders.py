@@ -10,9 +10,8 @@ from fastapi.testclient import TestClient
 
 from trackway.trainer.app import create_app
 from trackway.trainer.config import RunConfig
-from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.folder import Beat, Owner, RunFolder, this_machine
 from trackway.trainer.run_state.heartbeat import Heartbeat, LivenessMonitor, exit_if_lost
-from trackway.trainer.run_state.ownership import Beat, Owner, this_machine
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.settings import TrainerSettings
 from trackway.trainer.supervisor.manager import RunManager

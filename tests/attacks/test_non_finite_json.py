@@ -24,7 +24,7 @@ from trackway.serving.error_responses import error_response
 from trackway.trainer.config import RunConfig
 from trackway.trainer.config.compose import leaves
 from trackway.trainer.loop.schedule import Progress
-from trackway.trainer.run_state.ownership import Beat
+from trackway.trainer.run_state.folder import Beat
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.base import WireRequest
 from trackway.wire.batch import BatchRequest, BatchResult

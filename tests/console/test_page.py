@@ -23,7 +23,7 @@ from tests.console.example_run import (
     write_step,
 )
 from tests.serving import answered_by
-from trackway.console import file_results
+from trackway.console import over_steps
 from trackway.trainer.run_state.folder import Activity, RunFolder
 from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
 from trackway.wire.health import Wait
@@ -295,8 +295,8 @@ CANCEL_AT_ONCE = """new MutationObserver((_, observer) => {
 def test_failures_are_shown_as_files_are_read_and_reading_can_be_cancelled(
     browser: Browser, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_results, "BUDGET_S", 0.0)
-    monkeypatch.setattr(file_results, "TOGETHER", 1)
+    monkeypatch.setattr(over_steps, "BUDGET_S", 0.0)
+    monkeypatch.setattr(over_steps, "TOGETHER", 1)
     browser.open(f"{url}#/run?run=tidy")
     browser.evaluate(f"void {CANCEL_AT_ONCE}")
 

@@ -25,14 +25,13 @@ from tests.console.example_run import (
     write_step,
     write_values,
 )
-from trackway.console import app, export, file_results, over_steps, search, spans, trajectory_files
+from trackway.console import app, over_steps, search, spans, steps, trajectory_files
 from trackway.console.app import create_app
 from trackway.console.trajectory_files import File, ParquetReader
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.serving import AuthSettings, ServiceSettings
 from trackway.serving.tokens import Token
-from trackway.trainer.run_state.folder import Activity, RunFolder
-from trackway.trainer.run_state.ownership import Beat, Owner
+from trackway.trainer.run_state.folder import Activity, Beat, Owner, RunFolder
 from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
 from trackway.wire.health import Wait
@@ -250,7 +249,7 @@ def test_the_pages_of_a_step_have_whole_groups_and_each_rollout_once(
     assert page(4, 4) == (6, ["3/0", "3/1", "3/2"])
     assert page(8, 4) == (8, [])
     assert page(2, 2) == (2, ["1/2", "2/0"])  # groups of more than a page are cut
-    monkeypatch.setattr(export, "MOST_ROLLOUTS", 4)
+    monkeypatch.setattr(steps, "MOST_ROLLOUTS", 4)
     table = client_of(outputs).get("/api/export", params={"run": "tidy", "step": 3, "format": "csv"}).text
     assert [line.split(",")[2:4] for line in table.splitlines()[1:]] == [[sample, n] for sample in "123" for n in "012"]
 
@@ -789,8 +788,8 @@ def test_search_finds_the_rollouts_of_each_group_of_failures(outputs: Path) -> N
 def test_what_goes_over_all_steps_answers_in_parts_the_newest_first(
     outputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_results, "BUDGET_S", 0.0)
-    monkeypatch.setattr(file_results, "TOGETHER", 1)
+    monkeypatch.setattr(over_steps, "BUDGET_S", 0.0)
+    monkeypatch.setattr(over_steps, "TOGETHER", 1)
     folder = write_run(outputs, steps=3)
 
     def prompt() -> tuple[int, int, list[int]]:
@@ -814,7 +813,7 @@ def test_what_goes_over_all_steps_answers_in_parts_the_newest_first(
 def test_the_first_answer_reads_few_files_and_later_ones_more_at_once(
     outputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_results, "FIRST_TOGETHER", 2)
+    monkeypatch.setattr(over_steps, "FIRST_TOGETHER", 2)
     write_run(outputs, steps=9)  # and a validation
     read: list[int] = []
     across = ParquetReader.across
@@ -824,9 +823,9 @@ def test_the_first_answer_reads_few_files_and_later_ones_more_at_once(
         return across(self, sql, files, **values)
 
     monkeypatch.setattr(ParquetReader, "across", counted)
-    monkeypatch.setattr(file_results, "BUDGET_S", 0.0)
+    monkeypatch.setattr(over_steps, "BUDGET_S", 0.0)
     assert get(outputs, "failures", run="tidy")["files_left"] == 8
-    monkeypatch.setattr(file_results, "BUDGET_S", 60.0)
+    monkeypatch.setattr(over_steps, "BUDGET_S", 60.0)
     assert get(outputs, "failures", run="tidy")["files_left"] == 0
     assert read[::3] == [2, 2, 4, 2]  # three queries for each
 
@@ -852,7 +851,7 @@ def test_a_step_that_is_written_again_with_the_same_size_is_read_again(outputs: 
 
 def test_a_prompt_with_enough_rollouts_reads_no_older_file(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(over_steps, "MOST_ROLLOUTS", 3)
-    monkeypatch.setattr(file_results, "TOGETHER", 1)
+    monkeypatch.setattr(over_steps, "TOGETHER", 1)
     folder = write_run(outputs, steps=3)
     (folder.path / "trajectories/step_1.parquet").write_bytes(b"never read")
 

@@ -16,8 +16,8 @@ import pytest
 import typer
 from typer.main import get_command
 
+from trackway import main_ppo
 from trackway.deploy.cli import app
-from trackway.deploy.commands import main_ppo
 from trackway.deploy.terminal.entry import enter
 from trackway.trainer.config.compose import PRESETS
 

@@ -42,7 +42,7 @@ from tests.e2e.test_training import quiet
 from trackway.clients import TrainerClient, run
 from trackway.deploy.deployment import status
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.local.last_spans import spans_waiting
+from trackway.deploy.local.up import spans_waiting
 from trackway.deploy.runs.session import RunSession
 from trackway.traces import MlflowStore
 from trackway.traces.verify import waiting

@@ -9,9 +9,9 @@ import pytest
 from tests.waiting import until
 from trackway.deploy.config import serve_config
 from trackway.deploy.deployment import status
-from trackway.deploy.deployment.installation_check import check_interpreters
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.serve_api import ServeApi
+from trackway.deploy.local.up import check_interpreters
 from trackway.system.user_error import UserError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

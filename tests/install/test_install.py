@@ -28,7 +28,7 @@ SERVICES = {"tools", "reward", "agent", "rollout", "trainer"}
 MODULES = {
     "service": ["trackway.serving"],
     "serve": ["ray.serve", "trackway.deploy.http_proxy"],
-    "deploy": ["ray.serve", "trackway.deploy.runs.plot", "trackway.traces.page"],
+    "deploy": ["ray.serve", "trackway.deploy.runs.demo", "trackway.traces.page"],
     "console": ["duckdb", "trackway.console.app"],
     "mlflow": ["mlflow.tracking", "trackway.traces.mlflow_store"],
     "weave": ["weave", "trackway.traces.weave_store"],

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from trackway.agent.app import create_app as agent_app
 from trackway.agent.settings import AgentSettings
 from trackway.deploy.bundled import TINY_MODEL
-from trackway.deploy.serve.replica_metrics import merged
+from trackway.deploy.serve.fan_out import merged
 from trackway.reward.app import create_app as reward_app
 from trackway.reward.settings import RewardSettings
 from trackway.rollout.app import create_app as rollout_app

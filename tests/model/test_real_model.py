@@ -14,7 +14,7 @@ from make_rows import make_rows
 from tests.model.real_model import ALPHA, GROUPS, RANK, ROLLOUTS, TOKENS, Published, sampled
 from tests.services.rollout.planted_adapters import changed, other_prefix, scaled
 from tests.vllm.vllm_runs import Misled
-from trackway.deploy.runs import plot
+from trackway.deploy.runs import demo
 from trackway.rollout.engines.protocol import Engine
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.errors import TrackwayError
@@ -97,6 +97,6 @@ def test_held_out_accuracy_rises(seed: str, model: Path, tmp_path: Path) -> None
     subprocess.run([*command, "--outputs", str(tmp_path), "--json", *words], check=True, timeout=3600)
 
     rows = RunFolder(tmp_path / "run").rows()
-    accuracies = [(row.step, value) for row in rows for key, value in row.data.items() if plot.is_accuracy(key)]
+    accuracies = [(row.step, value) for row in rows for key, value in row.data.items() if demo.is_accuracy(key)]
     print(f"seed {seed}: {accuracies}")
     assert accuracies[-1][1] >= accuracies[0][1] + 0.15

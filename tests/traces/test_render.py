@@ -7,7 +7,7 @@ from rich.console import Console, RenderableType
 from tests.traces.example_trace import ExampleTrace, span
 from trackway.traces import render, tables
 from trackway.traces.compare import compare
-from trackway.traces.rows import row
+from trackway.traces.tables import row
 from trackway.traces.tree import SpanEvent, SpanLink
 from trackway.traces.verify import Gap, Verification, WaitingSpans
 

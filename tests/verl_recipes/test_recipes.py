@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from tests.services.trainer.loop.test_from_config_keys import KEYS, OF_VALUE_MODEL, TOGETHER
 from tests.verl_recipes.consumers import is_read, names_in_test, reads_of, unparsed
-from trackway.deploy.commands.main_ppo import app
+from trackway.main_ppo import app
 from trackway.trainer.config import explain, no_effect, resolve
 from trackway.trainer.config.compose import known_keys
 from trackway.trainer.config.unsupported_keys import MOVED, limited, without_effect

@@ -32,7 +32,8 @@ from trackway.tracing import add_incident, current_trace_stats, inject
 from trackway.wire.batch import BatchRequest, ReplyT, RequestT
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.headers import IDEMPOTENCY_KEY, REQUEST_TIMEOUT, SESSION_ID, TRACE_RECEIPT, header_text
-from trackway.wire.health import Health, ReplicaList, ServiceName
+from trackway.wire.health import Health, Ready, ReplicaInfo, ReplicaList, ServiceName
+from trackway.wire.rollout import WeightsReply
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -346,3 +347,20 @@ def _take_receipt(response: WholeResponse) -> None:
     receipt = response.headers.get(TRACE_RECEIPT)
     if stats is not None and receipt is not None:
         stats.add_receipt(receipt)
+
+
+async def replicas_of(client: ServiceClient) -> ReplicaList:
+    """Every replica of the client's service. Raises TrackwayError when it does not answer."""
+    try:
+        return await client.call("GET", "/replicas", reply=ReplicaList)
+    except TrackwayError as error:
+        if error.code is not ErrorCode.NOT_FOUND:
+            raise
+    health = await client.call("GET", "/health", reply=Health)  # a service alone, without Ray Serve
+    try:
+        ready = await client.call("GET", "/ready", reply=Ready)
+    except TrackwayError as error:
+        ready = Ready(ready=False, reason=error.message)
+    held = health.service == "rollout" and ready.ready
+    weights = await client.call("GET", "/weights", reply=WeightsReply) if held else None
+    return ReplicaList(replicas=[ReplicaInfo(health=health, ready=ready, weights=weights)])

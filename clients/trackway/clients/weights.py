@@ -36,7 +36,7 @@ from pydantic import BaseModel, ValidationError
 from trackway.clients import weight_delta
 from trackway.clients.publisher_lock import FlockPublisherLock, LeasePublisherLock, PublisherLock
 from trackway.system import atomic_write, digests, find_difference, locked, new_folder, remove_drafts
-from trackway.system.storage import FULL, NOT_WRITABLE, error_number, storage_error
+from trackway.system.files import FULL, NOT_WRITABLE, error_number, storage_error
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.weights import (
     POLICIES,

@@ -2,12 +2,21 @@
 
 from trackway.system.backoff import Backoff
 from trackway.system.digests import Difference, digests, find_difference, indexed_files
-from trackway.system.files import append_line, atomic_write, log_tail, new_folder, remove_drafts, replacing
+from trackway.system.files import (
+    StorageError,
+    append_line,
+    atomic_write,
+    log_tail,
+    new_folder,
+    remove_drafts,
+    replacing,
+    storage_problem,
+    writing,
+)
 from trackway.system.locks import LockTaken, acquire_lock, locked
 from trackway.system.logs import escape_log_records, visible
 from trackway.system.ports import free_port
 from trackway.system.secrecy import read_secret, refuse_inspection, secrets_in, without_secrets
-from trackway.system.storage import StorageError, storage_problem, writing
 
 __all__ = [
     "Backoff",

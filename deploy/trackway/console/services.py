@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, JsonValue, SecretStr
 
 from trackway.clients import CallPolicy, ServiceClient
-from trackway.clients.replicas import replicas_of
+from trackway.clients.base import replicas_of
 from trackway.console.replies import ReplicaState, ServiceState, SystemPage, TryAnswer, TryOffer
 from trackway.serving.auth import presented_key
 from trackway.wire.base import Float, Int, WireReply, WireRequest

@@ -6,6 +6,8 @@ replica. Heavy imports (torch, transformers) happen on the replica, never where 
 
 import os
 
+from ray.serve._private import constants, replica
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # Ray sets it only from num_cpus; oversubscription costs up to 50x
 
 import importlib
@@ -24,15 +26,15 @@ from trackway.deploy.autoscaling import DIRECT_REQUESTS
 from trackway.deploy.serve.direct_port import DirectPort
 from trackway.deploy.serve.fan_out import (
     Refusal,
+    ReplicaMetrics,
     ReplicaPass,
+    metrics_route,
     replicas_route,
     sleep_routes,
     to_each_replica_of,
     to_replicas_of,
 )
-from trackway.deploy.serve.grpc_port import keep_on_loopback
 from trackway.deploy.serve.probe_socket import ProbeSocket
-from trackway.deploy.serve.replica_metrics import ReplicaMetrics, metrics_route
 from trackway.deploy.sigterm import end_at_sigterm
 from trackway.serving import AuthSettings, ServiceSettings, from_inside
 from trackway.serving.tokens import TokenTable
@@ -41,6 +43,18 @@ from trackway.wire.errors import ErrorReply
 from trackway.wire.headers import REPLICA, REQUEST_TIMEOUT
 from trackway.wire.health import Health, Ready, ReplicaInfo, ServiceName
 from trackway.wire.rollout import SleepReply, WeightsReply
+
+
+def keep_on_loopback() -> None:
+    """Bind this process's server to 127.0.0.1, before Serve starts it.
+
+    Serve binds it to all interfaces, and it unpickles the requests of any client. Trackway's handles use Ray's actor
+    calls, as is Serve's default (`RAY_SERVE_USE_GRPC_BY_DEFAULT`).
+    """
+    if not constants.RAY_SERVE_USE_GRPC_BY_DEFAULT:
+        bind = replica.add_port_to_grpc_server  # pyright: ignore[reportPrivateImportUsage]
+        replica.add_port_to_grpc_server = lambda server, _: bind(server, "127.0.0.1:0")  # pyright: ignore[reportPrivateImportUsage]
+
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -7,8 +7,7 @@ from trackway.agent.context import AgentContext
 from trackway.agent.episode import Episode
 from trackway.agent.loop import AgentLoop, register
 from trackway.agent.sessions.external import ExternalAgent
-from trackway.agent.single_turn import SingleTurnAgent
-from trackway.agent.tool_agent import ToolAgent
+from trackway.agent.tool_agent import SingleTurnAgent, ToolAgent
 from trackway.agent.toolbox import Toolbox
 from trackway.chat.tool_calls import ParsedCall
 from trackway.chat.tool_format import Parsed, ToolFormat, register_tool_format

@@ -15,11 +15,10 @@ from trackway.agent.environments.loop import register_environments
 from trackway.agent.groups import Groups, checked_rollouts, stopping
 from trackway.agent.loop import agents
 from trackway.agent.sessions.external import register_external
-from trackway.agent.sessions.fast_path import add_fast_path
-from trackway.agent.sessions.passing_on import PassingOn
+from trackway.agent.sessions.fast_path import PassingOn, add_fast_path
 from trackway.agent.sessions.routes import MODEL_CALLS, guest, session_routes
 from trackway.agent.settings import AgentSettings
-from trackway.agent.verl.loading import load_loops
+from trackway.agent.verl.adapter import load_loops
 from trackway.clients import AgentClient
 from trackway.serving import ServiceRouter, service_app
 from trackway.serving.ndjson import NdjsonStream

@@ -18,10 +18,8 @@ from pydantic import JsonValue
 from pydantic_core import from_json, to_json
 
 from trackway.chat.encoding import chars_per_token, check_chars, encode_within
-from trackway.chat.offload import offload
 from trackway.chat.template_support import REJECTIONS, TemplateSupport, ids_after_answer
-from trackway.chat.templates import template_message
-from trackway.chat.tokenizer import ChatTokenizer
+from trackway.chat.tokenizer import ChatTokenizer, offload, template_message
 from trackway.chat.tool_format import ToolFormat
 from trackway.wire.chat import Message, ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError

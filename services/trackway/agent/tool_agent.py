@@ -1,4 +1,4 @@
-"""verl's tool agent: generate, run the calls, append the observations, until the model answers.
+"""verl's tool agent: generate, run the calls, append the observations, until the model answers; and without tools.
 
 States in verl's words (verl/experimental/agent_loop/tool_agent_loop.py): PENDING is `begin`, then GENERATING and
 PROCESSING_TOOLS take turns until TERMINATED.
@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import JsonValue
 
-from trackway.agent.catalog import ToolSet
 from trackway.agent.episode import Episode
 from trackway.agent.loop import AgentLoop, Stopwatch, register
 from trackway.agent.observations import Observation, truncated
-from trackway.agent.toolbox import Toolbox, rejected
+from trackway.agent.toolbox import Toolbox, ToolSet, rejected
 from trackway.chat.tool_calls import ParsedCall
 from trackway.chat.tool_format import Parsed
 from trackway.tracing import add_event, turn_span
@@ -181,3 +180,32 @@ def assistant_message(parsed: Parsed, turn: int) -> Message:
         for named, call in _with_ids(parsed, turn).items()
     ]
     return Message(role="assistant", content=parsed.content, tool_calls=calls or None)
+
+
+@register("single_turn_agent")
+class SingleTurnAgent(AgentLoop):
+    """Single-turn: answers the prompt once, without tools."""
+
+    speaks_messages = True
+
+    async def converse(self, episode: Episode, toolbox: Toolbox) -> StopReason:
+        """Generate once."""
+        await self.begin(episode)
+        with turn_span(0):
+            if self.services.chat is not None:
+                parsed, finish_reason, *_ = await self.ask(episode, self.services.chat)
+                answer = parsed.content
+            else:
+                finish_reason = await self.generate(episode)
+                answer = await self.services.tokens.turn_text(episode.response_ids)
+        episode.turns.append(
+            Turn(
+                index=0,
+                messages=[Message(role="assistant", content=answer)],
+                response_start=0,
+                response_end=len(episode.response_ids),
+                finish_reason=finish_reason,
+                generate_s=episode.timings.generate_sequences,
+            )
+        )
+        return StopReason.MAX_RESPONSE if finish_reason == "length" else StopReason.ANSWERED

@@ -1,4 +1,4 @@
-"""The tools of a trajectory: runs the calls of a turn concurrently and records each.
+"""The tools of a trajectory, chosen from the catalog: runs the calls of a turn concurrently and records each.
 
 Calls of the same stateful tool run in the order of the text. All others run concurrently.
 
@@ -19,7 +19,6 @@ from typing import Protocol, TypeVar
 
 from pydantic import JsonValue
 
-from trackway.agent.catalog import ToolSet
 from trackway.agent.observations import (
     CallFailed,
     Observation,
@@ -32,11 +31,67 @@ from trackway.agent.waits import waits_for
 from trackway.chat.tool_calls import ParsedCall
 from trackway.clients import Deadline, ToolsClient
 from trackway.tracing import add_event, add_incident, token2text
-from trackway.wire.agent import Sample
+from trackway.wire.agent import GroupRequest, Sample
+from trackway.wire.chat import ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.tools import ExecuteRequest, InstanceCreated, OneShotRequest, OneShotResult, ToolResult
+from trackway.wire.tools import ExecuteRequest, InstanceCreated, OneShotRequest, OneShotResult, ToolList, ToolResult
 from trackway.wire.tracing import Incident
 from trackway.wire.trajectory import ToolCallRecord
+
+
+@dataclass(frozen=True)
+class ToolSet:
+    """The tools that a trajectory may call."""
+
+    schemas: list[ToolSchema]
+    stateless: frozenset[str] = frozenset()
+    """Names of the stateless tools, which need no instance."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the tools, in the order of the server or of the request."""
+        return [schema.function.name for schema in self.schemas]
+
+
+class ToolCatalog:
+    """The tool server's list. Trajectories that start together share a request."""
+
+    def __init__(self, client: ToolsClient, refresh_s: float) -> None:
+        self._client = client
+        self._refresh_s = refresh_s
+        self._known_until = 0.0
+        self._listing: asyncio.Task[ToolList] | None = None
+
+    async def offered(self, request: GroupRequest) -> ToolSet:
+        """The tools of this request: its `tools`, narrowed by the row's `extra_info.tool_selection` (as verl).
+
+        Raises:
+            TrackwayError: `unknown_tool` when one of them is not on the server; the client's errors.
+        """
+        listed = await self._list()
+        known = {schema.function.name: schema for schema in listed.tools}
+        wanted = list(known) if request.tools is None else request.tools
+        selection = request.sample.extra_info.get("tool_selection")
+        if isinstance(selection, list):
+            wanted = [name for name in wanted if name in selection]
+        missing = [name for name in wanted if name not in known]
+        if missing:
+            message = f"expected tools of the server ({sorted(known)}), got {missing}; add them to its configuration"
+            raise TrackwayError(ErrorCode.UNKNOWN_TOOL, message)
+        return ToolSet([known[name] for name in wanted], frozenset(listed.stateless))
+
+    async def _list(self) -> ToolList:
+        listing = self._listing
+        if listing is None or (listing.done() and not self._fresh(listing)):
+            listing = self._listing = asyncio.create_task(self._client.offer())
+            self._known_until = time.monotonic() + self._refresh_s
+        # Cancelling one trajectory must not cancel the request for the others.
+        return await asyncio.shield(listing)
+
+    def _fresh(self, listing: asyncio.Task[ToolList]) -> bool:
+        failed = listing.cancelled() or listing.exception() is not None
+        return not failed and time.monotonic() < self._known_until
+
 
 R = TypeVar("R")
 

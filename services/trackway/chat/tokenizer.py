@@ -1,21 +1,55 @@
-"""A model's tokenizer with its chat template and its format of tool calls."""
+"""Tokenizers of models, loaded with their chat templates and formats of tool calls; slow work in threads."""
 
+import asyncio
+import contextlib
 import inspect
+import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import JsonValue
 
 from trackway.chat.template_support import TemplateSupport, template_support, written_call
 from trackway.chat.tool_format import ToolFormat, registered
 from trackway.chat.tool_formats import Hermes, tool_format
+from trackway.wire.chat import Message, ToolCall
 
 if TYPE_CHECKING:
     from jinja2 import Template
     from tokenizers import Tokenizer as RustTokenizer
     from transformers import PreTrainedTokenizerBase
+
+
+def template_message(message: Message) -> dict[str, Any]:
+    """The message with the arguments of its tool calls as objects."""
+    shown = message.model_dump(mode="json", exclude_none=True)
+    if message.tool_calls is not None:
+        shown["tool_calls"] = [template_call(call) for call in message.tool_calls]
+    return shown
+
+
+def template_call(call: ToolCall) -> dict[str, JsonValue]:
+    """The tool call with its arguments as an object, which chat templates serialize."""
+    shown = call.model_dump(mode="json")
+    with contextlib.suppress(ValueError, RecursionError):  # invalid JSON is passed to the template unchanged
+        shown["function"]["arguments"] = json.loads(call.function.arguments)
+    return shown
+
+
+T = TypeVar("T")
+
+_INLINE_SIZE = 16384
+"""Inputs up to this size (about a millisecond of work) are not worth a thread."""
+
+
+async def offload(size: int, function: Callable[..., T], *args: object) -> T:
+    """Run `function` directly when its input is small, else in a thread."""
+    if size <= _INLINE_SIZE:
+        return function(*args)
+    return await asyncio.to_thread(function, *args)
+
 
 _PYTHON = ("encode", "_encode_plus", "decode", "_decode")
 """Methods of transformers around the Rust code."""

@@ -15,8 +15,7 @@ from typing import Self
 
 from pydantic import ValidationError
 
-from trackway.evaluation.paired import Paired, paired
-from trackway.evaluation.summary import Evaluation, by_data_source, by_task, summary
+from trackway.evaluation.summary import Evaluation, Paired, by_data_source, by_task, paired, summary
 from trackway.system import append_line, atomic_write, writing
 from trackway.trainer.config import RunConfig
 from trackway.trainer.delivery.jobs import Later

@@ -1,4 +1,4 @@
-"""Summaries of an evaluation's rollouts, over all rows and for each data source."""
+"""Summaries of an evaluation's rollouts, over all rows and for each data source, and the comparison of two."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -6,8 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field
 
-from trackway.trainer.metrics.pass_rates import Mean, draws, majority_at, mean_of, pass_all, pass_at
-from trackway.trainer.metrics.validation import accuracy, best_of
+from trackway.trainer.metrics.validation import Mean, accuracy, best_of, draws, majority_at, mean_of, pass_all, pass_at
 from trackway.wire.chat import ChatModelSettings
 from trackway.wire.trajectory import StopReason, Trajectory
 
@@ -172,3 +171,57 @@ def _turns(trajectory: Trajectory) -> list:
 
 def _share(trajectories: Sequence[Trajectory], value: Callable[[Trajectory], float]) -> float:
     return math.fsum(map(value, trajectories)) / len(trajectories)
+
+
+class Paired(BaseModel):
+    """Differences of the first evaluation to the second, over the rows that both have."""
+
+    score: Estimate
+    """Difference of mean scores. The rows' difficulty cancels out, so its error is smaller than the errors of both."""
+    pass_at_1: Estimate
+    better: int
+    """Rows with a higher mean score."""
+    worse: int
+    left_out: int
+    """Rows that only one of them has, or that have another prompt there, or no rollout that ended."""
+
+
+def paired(first: Sequence[Trajectory], second: Sequence[Trajectory], pass_above: float = 0.0) -> Paired | None:
+    """Compare two evaluations. None without a common row. The interval is for the mean difference per row.
+
+    Source: Miller 2024, "Adding error bars to evals" (arXiv:2411.00640), section 4.2.
+    """
+    ours, theirs = by_task(first), by_task(second)
+    scores, passes = list[float](), list[float]()
+    for index in ours.keys() & theirs.keys():
+        pair = [_ended(tasks[index]) for tasks in (ours, theirs)]
+        if not all(pair) or len({_prompt(rollouts) for rollouts in pair}) > 1:
+            continue
+        mine, other = (_scores(rollouts) for rollouts in pair)
+        scores.append(sum(mine) / len(mine) - sum(other) / len(other))
+        passes.append(_passed(mine, pass_above) - _passed(other, pass_above))
+    if not scores:
+        return None
+    return Paired(
+        score=Estimate.over(scores),
+        pass_at_1=Estimate.over(passes),
+        better=sum(difference > 0 for difference in scores),
+        worse=sum(difference < 0 for difference in scores),
+        left_out=len(ours.keys() | theirs.keys()) - len(scores),
+    )
+
+
+def _ended(rollouts: Sequence[Trajectory]) -> list[Trajectory]:
+    return [trajectory for trajectory in rollouts if trajectory.error is None]
+
+
+def _prompt(rollouts: Sequence[Trajectory]) -> str:
+    return str([(message.role, message.content) for message in rollouts[0].prompt_messages])
+
+
+def _scores(rollouts: Sequence[Trajectory]) -> list[float]:
+    return [accuracy(trajectory) for trajectory in rollouts]
+
+
+def _passed(scores: Sequence[float], pass_above: float) -> float:
+    return pass_at(len(scores), sum(score > pass_above for score in scores), 1)

@@ -6,10 +6,8 @@ from functools import lru_cache
 from pydantic import JsonValue
 
 from trackway.chat.encoding import TooLong, chars_per_token, check_chars, encode_within
-from trackway.chat.offload import offload
 from trackway.chat.template_support import REJECTIONS
-from trackway.chat.templates import template_call
-from trackway.chat.tokenizer import ChatTokenizer
+from trackway.chat.tokenizer import ChatTokenizer, offload, template_call
 from trackway.chat.tool_format import ToolFormat
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai.classify import ClassifyRequest

@@ -5,8 +5,7 @@ from contextvars import Context
 
 from fastapi import Request, Response
 
-from trackway.model_api.choices import Job, as_they_come, while_connected, wholes
-from trackway.model_api.generator import Generates
+from trackway.model_api.choices import Generates, Job, as_they_come, while_connected, wholes
 from trackway.model_api.response_builder import Record, ResponseBuilder
 from trackway.model_api.sse import EventStream
 from trackway.model_api.stream_decoder import NOTHING, Delta

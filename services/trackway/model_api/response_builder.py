@@ -1,18 +1,80 @@
-"""Builds the response to one request, whole or as server-sent events, from the decoded choices."""
+"""Reads decoded choices, and builds from them the response to one request, whole or as server-sent events."""
 
 import os
+import secrets
+import string
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
-from trackway.model_api.message_reader import MessageReader
+from trackway.chat.call_reader import ToolCallReader
+from trackway.chat.tool_format import ToolFormat
+from trackway.model_api.prompts import forced_prefix
 from trackway.model_api.sse import comment
 from trackway.model_api.stream_decoder import NOTHING, Delta, joined
-from trackway.wire.chat import Message
+from trackway.wire.chat import FunctionCall, Message, ToolCall
 from trackway.wire.errors import TrackwayError
+from trackway.wire.openai.replies import ChoiceEnd
+from trackway.wire.openai.requests import ChatRequest
 from trackway.wire.openai.response_requests import InputItem
+
+_ALPHABET = string.ascii_letters + string.digits
+
+
+class MessageParts(NamedTuple):
+    """The next part of a message."""
+
+    in_order: list[str | ToolCall]
+    finish_reason: ChoiceEnd | None
+
+    @property
+    def content(self) -> str:
+        """The new text."""
+        return "".join(part for part in self.in_order if isinstance(part, str))
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """The new calls."""
+        return [part for part in self.in_order if isinstance(part, ToolCall)]
+
+
+class MessageReader:
+    """The state of one choice."""
+
+    def __init__(self, request: ChatRequest | None = None, tool_format: ToolFormat | None = None) -> None:
+        """Without a request, or without tools in it, all text is content."""
+        self._reader: ToolCallReader | None = None
+        if request is not None and tool_format is not None and request.offers_tools:
+            parameters = {tool.name: tool.function.get("parameters") for tool in request.tools}
+            prefix = forced_prefix(request, tool_format)
+            self._reader = ToolCallReader(tool_format, prefix, not request.parallel_tool_calls, parameters)
+        self._content: list[str] = []
+        self._calls: list[ToolCall] = []
+
+    @property
+    def message(self) -> Message:
+        """The message so far."""
+        return Message(role="assistant", content="".join(self._content), tool_calls=self._calls or None)
+
+    def read(self, delta: Delta) -> MessageParts:
+        """The parts that the delta completes."""
+        parts: list[str | FunctionCall] = [delta.text] if delta.text else []
+        if self._reader is not None:
+            parts = self._reader.push(delta.text) + (self._reader.rest() if delta.finish_reason else [])
+        in_order = [part if isinstance(part, str) else _identified(part) for part in parts]
+        self._content += [part for part in in_order if isinstance(part, str)]
+        self._calls += [part for part in in_order if isinstance(part, ToolCall)]
+        reason = "tool_calls" if self._calls and delta.finish_reason == "stop" else delta.finish_reason
+        return MessageParts(in_order, reason)
+
+
+def _identified(call: FunctionCall) -> ToolCall:
+    # Nine letters and digits, which Mistral's chat templates require.
+    named = "".join(secrets.choice(_ALPHABET) for _ in range(9))
+    return ToolCall(id=named, type="function", function=call)
+
 
 Record = Callable[[list[Delta]], None]
 """Gets each choice as one delta: once all are complete and before the client can know it. When the client has left or

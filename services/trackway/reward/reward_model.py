@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, HttpUrl, JsonValue, SecretStr
 
 from trackway.clients import CallPolicy, Deadline, ServiceClient
 from trackway.serving import ServiceSettings
-from trackway.serving.threads import in_thread
+from trackway.serving.user_code import in_thread
 from trackway.wire.base import WireRequest
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai.classify import ClassifyReply

@@ -1,20 +1,68 @@
-"""The scorers by data source."""
+"""The scorers by data source, GSM8K's and the reward function of another process among them."""
 
 import pkgutil
 from collections.abc import Iterable
 
+from trackway.clients import CallPolicy, RewardClient
 from trackway.reward.functions import scorer_of_file, scorers_of_modules
-from trackway.reward.gsm8k import Gsm8kScorer
 from trackway.reward.judge import JudgeScorer
-from trackway.reward.protocol import Scorer
-from trackway.reward.remote import RemoteScorer
 from trackway.reward.reward_model import RewardModelAccess, RewardModelScorer
 from trackway.reward.settings import RewardSettings
-from trackway.reward.weighted import combined
-from trackway.serving.own_code import FunctionServer, import_modules
+from trackway.reward.weighted import Scorer, combined
+from trackway.scoring import gsm8k
+from trackway.serving.own_code import FunctionServer, FunctionsOutage, import_modules
 from trackway.serving.user_code import importing, user_code
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.reward import ANY_DATA_SOURCE, ScorerInfo
+from trackway.wire.reward import ANY_DATA_SOURCE, ScoreRequest, ScorerInfo
+from trackway.wire.trajectory import Reward
+
+
+class RemoteScorer:
+    """Asks the reward function of another process for each score."""
+
+    def __init__(self, server: FunctionServer, timeout_s: float) -> None:
+        self.info = ScorerInfo(
+            name="function",
+            data_sources=[ANY_DATA_SOURCE],
+            methods=["default"],
+            description=f"the reward function of {server.process}",
+        )
+        self._outage = FunctionsOutage(server.process)
+        policy = CallPolicy(read_s=timeout_s, total_s=timeout_s, attempts=1)
+        self._client = RewardClient(f"{server.url}/reward", token=server.token, policy=policy)
+
+    async def score(self, request: ScoreRequest, method: str) -> Reward:
+        """Score one solution. UNAVAILABLE names the process if it does not answer."""
+        try:
+            reward = await self._client.score(request)
+        except TrackwayError as error:
+            if error.code is not ErrorCode.UNAVAILABLE:
+                raise
+            raise self._outage.error(error) from error
+        self._outage.began = None
+        return reward
+
+
+class Gsm8kScorer:
+    """Compares the final answer with the ground truth. `strict`, as verl does, is the default."""
+
+    info = ScorerInfo(
+        name="gsm8k",
+        data_sources=["openai/gsm8k", "trackway/tiny_math"],
+        methods=[method.value for method in gsm8k.Method],
+        description=(
+            "1.0 when the final answer equals the ground truth, else 0.0. strict: the last '#### <number>'; "
+            "flexible: the last number; normalized: the last '####' number compared by value."
+        ),
+    )
+
+    async def score(self, request: ScoreRequest, method: str) -> Reward:
+        """`correct` is the score. `answered` is 1.0 when the text has a final answer."""
+        chosen = gsm8k.Method(method)
+        correct = gsm8k.score(request.solution_str, request.ground_truth, chosen)
+        answer = gsm8k.extract(request.solution_str, chosen)
+        components = {"correct": correct, "answered": float(answer is not None)}
+        return Reward(score=correct, components=components, answer=answer)
 
 
 class ScorerRegistry:

@@ -1,14 +1,28 @@
-"""A weighted sum of scorers as one scorer."""
+"""The protocol of scorers, and a weighted sum of them as one scorer."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from trackway.reward.protocol import Scorer
 from trackway.wire.base import Finite
 from trackway.wire.reward import ANY_DATA_SOURCE, ScoreRequest, ScorerInfo
 from trackway.wire.trajectory import Reward
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """Scores solutions for certain data sources."""
+
+    @property
+    def info(self) -> ScorerInfo:
+        """Name, data sources and methods. The first method is the default."""
+        ...
+
+    async def score(self, request: ScoreRequest, method: str) -> Reward:
+        """Score one solution with a method. Raises TrackwayError for an invalid request."""
+        ...
 
 
 class WeightedScorers(BaseModel):

@@ -11,8 +11,7 @@ from trackway.model_api.anthropic import message_input
 from trackway.model_api.anthropic.messages import AnthropicRoute, MessagesResponseBuilder
 from trackway.model_api.choices import jobs_of
 from trackway.model_api.openai import response_input
-from trackway.model_api.openai.chat import ChatResponseBuilder
-from trackway.model_api.openai.completions import CompletionResponseBuilder
+from trackway.model_api.openai.completions import ChatResponseBuilder, CompletionResponseBuilder
 from trackway.model_api.openai.errors import OpenAIRoute
 from trackway.model_api.openai.responses import ResponsesBuilder
 from trackway.model_api.prompts import chat_prompt, completion_prompts, most_tokens

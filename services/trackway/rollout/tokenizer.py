@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trackway.chat.tokenizer import ChatTokenizer
-from trackway.serving.threads import in_thread
+from trackway.serving.user_code import in_thread
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 

@@ -1,12 +1,15 @@
-"""The FastAPI factory of all services: the shared middleware around a service's routes."""
+"""The FastAPI factory of all services: the shared middleware around a service's routes, and its health."""
 
 import asyncio
 import os
+import platform
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from importlib.metadata import version
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
+from pathlib import Path
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.openapi.docs import get_swagger_ui_html
@@ -19,7 +22,6 @@ from trackway.clients import close_shared_http
 from trackway.serving.auth import Authentication, Guests, show_tokens_in_docs
 from trackway.serving.batches import BatchLoad
 from trackway.serving.connections import bound_server
-from trackway.serving.environment_check import installation
 from trackway.serving.error_responses import documented_error, install_error_answers
 from trackway.serving.idempotency import Idempotency
 from trackway.serving.metrics import Gauge, RequestMetrics, ServiceMetrics
@@ -31,7 +33,49 @@ from trackway.serving.tokens import TokenTable
 from trackway.serving.user_code import contain_tasks
 from trackway.system import escape_log_records
 from trackway.tracing import SpanStats, Tracing
-from trackway.wire.health import Health, Ready, SpanCounts
+from trackway.wire.health import Health, Installation, Ready, SpanCounts
+
+COMPARED_PACKAGES = (
+    *("trackway", "ray", "pydantic", "fastapi", "httpx", "torch", "transformers", "tokenizers", "safetensors"),
+    *("opentelemetry-sdk", "numpy"),
+)
+"""Packages whose mismatch breaks a deployment, or silently corrupts a run."""
+
+REMEDY = (
+    "start both from one environment (no other PYTHONPATH, no runtime_env.py_executable), or install the same versions"
+)
+
+
+@cache
+def installation() -> Installation:
+    """The installation of this process."""
+    versions = {name: installed for name in COMPARED_PACKAGES if (installed := _version(name)) is not None}
+    return Installation(python=platform.python_version(), executable=sys.executable, versions=versions)
+
+
+def difference(expected: Installation, got: Installation) -> str:
+    """The differences, with both sides. Empty if there are none. Aliases of an interpreter in a folder are equal."""
+    differences = []
+    if _interpreter(expected) != _interpreter(got):
+        ours, theirs = f"{expected.executable} ({expected.python})", f"{got.executable} ({got.python})"
+        differences.append(f"Python: expected {ours}, got {theirs}")
+    for package in sorted(expected.versions.keys() | got.versions.keys()):
+        ours, theirs = expected.versions.get(package, "none"), got.versions.get(package, "none")
+        if ours != theirs:
+            differences.append(f"{package}: expected {ours}, got {theirs}")
+    return "; ".join(differences)
+
+
+def _interpreter(installation: Installation) -> tuple[Path, str]:
+    return Path(os.path.normpath(installation.executable)).parent, installation.python
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 ReadyCheck = Callable[[], Awaitable[Ready]]

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from trackway.serving.request_limits import header_of
 from trackway.serving.routes import error_answer_to
 from trackway.serving.user_code import described, failure_of
-from trackway.system.storage import FULL, error_number, storage_error
+from trackway.system.files import FULL, error_number, storage_error
 from trackway.tracing import TraceStats, Tracing, collect_trace_stats, extracted
 from trackway.tracing.active import activated
 from trackway.wire.errors import ErrorCode, TrackwayError

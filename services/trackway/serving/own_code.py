@@ -1,29 +1,140 @@
-"""User code: the settings that name it, the import of its modules and files, and functions of another process.
+"""User code: its settings, version and import, and functions of another process.
 
 An import error becomes OwnCodeError, which names the setting, the error and the line of the user's file.
+
+Stand-ins for the modules of verl that own code imports, for installations without verl.
+
+`from verl.tools.base_tool import BaseTool` then gives our class of that interface. An installed verl comes first.
 """
 
+import hashlib
 import importlib
 import importlib.util
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Generic, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_serializer
 
-from trackway.serving.code_version import version_of
 from trackway.serving.settings import ServiceSettings
-from trackway.serving.stand_ins import offer_stand_ins
 from trackway.serving.user_code import UserCodeExit, described, importing
 from trackway.system import atomic_write, read_secret
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import OwnCode
+
+_GIT_S = 5.0
+"""Longest wait for git."""
+
+
+def version_of(modules: Sequence[str], code_path: Path | None, files: Iterable[Path]) -> OwnCode | None:
+    """The version of these modules, with all of their top-level packages, and of these files. None when there are none.
+
+    A missing file is left out; loading it reports the error.
+    """
+    sources = {path: path.relative_to(root.parent) for root in roots_of(modules, code_path) for path in _python(root)}
+    sources |= {path: Path(path.name) for path in files if path.is_file()}
+    if not sources:
+        return None
+    digest = hashlib.sha256()
+    for path, name in sorted(sources.items(), key=lambda source: str(source[1])):
+        content = path.read_bytes()
+        digest.update(f"{name} {len(content)}\n".encode())
+        digest.update(content)
+    folder = code_path or next(iter(sources)).parent
+    named = sorted(str(name) for name in sources.values())
+    return OwnCode(digest=digest.hexdigest()[:16], commit=_commit(folder), modules=[*modules], files=named[:100])
+
+
+def roots_of(modules: Sequence[str], code_path: Path | None) -> list[Path]:
+    """The package folder or the file of the top-level package of each module that can be found."""
+    return [root for name in sorted({name.partition(".")[0] for name in modules}) if (root := _root(name, code_path))]
+
+
+def _root(name: str, code_path: Path | None) -> Path | None:
+    if code_path is not None:
+        for candidate in (code_path / name, code_path / f"{name}.py"):
+            if candidate.exists():
+                return candidate
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    origin = Path(spec.origin)
+    return origin.parent if origin.name == "__init__.py" else origin
+
+
+def _python(root: Path) -> list[Path]:
+    return [path for path in root.rglob("*.py") if path.is_file()] if root.is_dir() else [root]
+
+
+def _commit(folder: Path) -> str:
+    """The commit of the folder's git repository, with `+changes` when it has some. Empty without git."""
+    try:
+        commit = _git(folder, "rev-parse", "HEAD")
+        return f"{commit}+changes" if _git(folder, "status", "--porcelain", "--", ".") else commit
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _git(folder: Path, *words: str) -> str:
+    command = ["git", "-C", str(folder), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S, check=True)
+    return done.stdout.strip()
+
+
+STAND_INS = {
+    "verl.experimental.agent_loop": "trackway.agent.verl.interface",
+    "verl.experimental.agent_loop.agent_loop": "trackway.agent.verl.interface",
+    "verl.experimental.agent_loop.tool_parser": "trackway.agent.verl.interface",
+    "verl.tools.base_tool": "trackway.tools.verl.interface",
+    "verl.tools.function_tool": "trackway.tools",
+    "verl.tools.schemas": "trackway.tools.verl.interface",
+    "verl.utils.profiler": "trackway.agent.verl.interface",
+    "verl.utils.rollout_trace": "trackway.tracing",
+    "verl.workers.rollout.llm_server": "trackway.agent.verl.interface",
+    "verl.workers.rollout.replica": "trackway.agent.verl.interface",
+}
+"""Module of verl -> the module that has its names here."""
+
+_MARK = "__trackway_stand_in__"
+
+
+def offer_stand_ins() -> None:
+    """Make the stand-ins importable; idempotent."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())  # last, so that an installed verl is found first
+
+
+class _Finder(MetaPathFinder, Loader):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        parent = sys.modules.get(fullname.rpartition(".")[0])
+        is_package = any(name.startswith(f"{fullname}.") for name in STAND_INS)
+        if not (is_package or fullname in STAND_INS) or (parent is not None and not hasattr(parent, _MARK)):
+            return None
+        return ModuleSpec(fullname, self, is_package=is_package)
+
+    def exec_module(self, module: ModuleType) -> None:
+        setattr(module, _MARK, True)
+        ours = STAND_INS.get(module.__name__)
+        if ours is not None:
+            source = importlib.import_module(ours)
+            names = {name for name in vars(source) if not name.startswith("__")}
+            names |= {*getattr(source, "__all__", ())}  # a package may import its names at first use
+            vars(module).update({name: getattr(source, name) for name in names})
+
 
 P = TypeVar("P")
 

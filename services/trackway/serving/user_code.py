@@ -16,6 +16,9 @@ from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeVar, cast
 
+import anyio
+import anyio.to_thread
+
 T = TypeVar("T")
 
 Steps = Coroutine[Any, Any, T] | Generator[Any, Any, T]
@@ -169,3 +172,26 @@ def _task(loop: asyncio.AbstractEventLoop, coro: Steps[T], **options: Any) -> as
 @types.coroutine
 def _awaitable(coro: Steps[T]) -> Generator[Any, Any, T]:
     return (yield from cast("Generator[Any, Any, T]", coro))  # a coroutine allows it in here
+
+
+async def in_thread(call: Callable[[], T], limiter: anyio.CapacityLimiter | None = None) -> T:
+    """The result of `call`, which runs in a thread. UserCodeExit when it calls `sys.exit` or raises no Exception.
+
+    Waits for the thread even when cancelled: a thread cannot be stopped, and while it runs, a tool's instance must not
+    get another call.
+    """
+
+    def contained() -> T:
+        try:
+            return call()
+        except Exception:
+            raise
+        except BaseException as error:  # SystemExit would leave the event loop from the task below
+            raise failure_of(error) from error
+
+    work = asyncio.create_task(anyio.to_thread.run_sync(contained, limiter=limiter))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait({work})
+        raise

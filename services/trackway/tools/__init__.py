@@ -1,6 +1,6 @@
 """The tool server: tools with state per trajectory. A new tool derives from `BaseTool`."""
 
-from trackway.serving.threads import in_thread
+from trackway.serving.user_code import in_thread
 from trackway.tools.base import BaseTool, ToolConfig, ToolInputError
 from trackway.tools.functions.tool import function_tool
 from trackway.wire.chat import FunctionSchema, ToolSchema

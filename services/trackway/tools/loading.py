@@ -17,7 +17,7 @@ from trackway.tools.builtin.python import PythonTool
 from trackway.tools.builtin.search.tool import SearchTool
 from trackway.tools.core.registry import ToolRegistry
 from trackway.tools.functions.tool import FunctionTool, functions_of_file, functions_of_modules, is_function_tool
-from trackway.tools.mcp.servers_file import McpServer
+from trackway.tools.mcp.connection import McpServer
 from trackway.tools.mcp.source import McpSource
 from trackway.tools.settings import ToolsSettings
 from trackway.tools.verl.adapter import MCP_CLASSES, named_tool

@@ -6,7 +6,7 @@ from pydantic import Field, SecretStr
 
 from trackway.clients.token import TOKEN
 from trackway.serving import ServiceSettings
-from trackway.serving.environment_check import REMEDY, difference, installation
+from trackway.serving.app import REMEDY, difference, installation
 from trackway.system import secrets_in
 from trackway.tracing import TracingSettings
 from trackway.trainer.service_urls import ServiceUrls

@@ -22,19 +22,20 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from trackway.clients import run
 from trackway.system import StorageError, escape_log_records, refuse_inspection, remove_drafts
-from trackway.system.storage import FULL, error_number, storage_error
+from trackway.system.files import FULL, error_number, storage_error
 from trackway.system.waits import Waits
 from trackway.trainer.config import RunConfig
-from trackway.trainer.run_state.activity import reported
 from trackway.trainer.run_state.exit_status import EXIT_FAILED, EXIT_STORAGE
-from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.folder import Activity, RunFolder
 from trackway.trainer.run_state.heartbeat import Heartbeat, exit_if_lost
 from trackway.trainer.settings import check_installation
 from trackway.wire.errors import TrackwayError
@@ -43,6 +44,52 @@ from trackway.wire.trainer import RunState
 if TYPE_CHECKING:
     from trackway.trainer.delivery import Tracking
     from trackway.trainer.loop.training import Training
+
+
+REPORT_EVERY_S = 1.0
+PATIENCE_S = 2.0
+"""Shorter waits are not written."""
+
+
+@dataclass
+class ActivityReport:
+    """The sources of the file."""
+
+    waits: Waits = field(default_factory=Waits)
+    account: Callable[[], dict[str, int]] = dict
+    """The rollouts by state. Nothing until the run is built."""
+
+    def activity(self) -> Activity:
+        """Waits that last, and the rollouts as they are now."""
+        return Activity(waits=self.waits.current(PATIENCE_S), rollouts=self.account())
+
+
+@asynccontextmanager
+async def reported(folder: RunFolder) -> AsyncIterator[ActivityReport]:
+    """Keeps the run's file up to date for the duration of the block. Afterwards it has the rollouts and no wait."""
+    report = ActivityReport()
+    reporting = asyncio.create_task(_report(folder, report))
+    try:
+        yield report
+    finally:
+        reporting.cancel()
+        await asyncio.gather(reporting, return_exceptions=True)
+        with suppress(OSError):
+            await asyncio.to_thread(folder.write_activity, Activity(rollouts=report.account()))
+
+
+async def _report(folder: RunFolder, report: ActivityReport) -> None:
+    written: Activity | None = None
+    while True:
+        current = report.activity()
+        if current != written:
+            try:
+                await asyncio.to_thread(folder.write_activity, current)
+                written = current
+            except OSError as error:
+                logger.debug("the activity of the run cannot be written: %s", error)
+        await asyncio.sleep(REPORT_EVERY_S)
+
 
 Build: TypeAlias = Callable[[RunFolder, asyncio.Event, bool, Waits], Awaitable[tuple["Training", "Tracking"]]]
 ServeCalls: TypeAlias = Callable[[RunFolder, asyncio.Event, asyncio.Event, Waits], Awaitable[tuple[RunState, int]]]

@@ -20,8 +20,8 @@ from trackway.deploy.checks import doctor
 from trackway.deploy.checks.doctor import DEMO_EXTRAS, OTHER_EXTRAS, Examination, Finding, examine
 from trackway.deploy.cli import app
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.local import packages
-from trackway.deploy.local.packages import missing_packages
+from trackway.deploy.local import preflight
+from trackway.deploy.local.preflight import missing_packages
 from trackway.deploy.local.settings import UpSettings
 
 FREE = {"port": 0, "dashboard_port": 0, "ray_port": 0, "mlflow_port": 0, "min_memory_gb": 0.001}
@@ -63,14 +63,14 @@ def test_a_port_in_use_is_told_with_its_option_and_exit_status_1(monkeypatch, tm
 
 
 def test_a_package_that_is_missing_is_told_with_the_extra_that_has_it(monkeypatch, tmp_path: Path):
-    installed = packages.distribution
+    installed = preflight.distribution
 
     def without_two(name: str):
         if name in ("cachetools", "wandb"):
-            raise packages.PackageNotFoundError(name)
+            raise preflight.PackageNotFoundError(name)
         return installed(name)
 
-    monkeypatch.setattr(packages, "distribution", without_two)
+    monkeypatch.setattr(preflight, "distribution", without_two)
     examination = examined(tmp_path)
 
     agent, wandb = found(examination, "trackway[agent]"), found(examination, "trackway[wandb]")

@@ -13,10 +13,10 @@ from tests.services.trainer.learner.test_gpu_memory import QWEN3_8B
 from trackway.deploy.bundled import CPU_CONFIG, TINY_MODEL
 from trackway.deploy.checks.doctor import examine
 from trackway.deploy.checks.gpu_memory import GpuMemory, gpu_memory
-from trackway.deploy.commands.main_ppo import app
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.services_for_run import services_for
 from trackway.deploy.local.settings import UpSettings
+from trackway.main_ppo import app
 from trackway.trainer.config import compose
 
 pytestmark = pytest.mark.slow

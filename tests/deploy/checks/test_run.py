@@ -17,12 +17,12 @@ from tests.services.chat.families import FAMILIES
 from trackway.agent import loop
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.checks.run import check_run
-from trackway.deploy.commands.main_ppo import app as main_ppo
 from trackway.deploy.commands.training import app as training
 from trackway.deploy.deployment.processes import ProcessRecord
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs.prepare import prepare
+from trackway.main_ppo import app as main_ppo
 from trackway.system.user_error import UserError
 from trackway.trainer.config import RunConfig
 from trackway.trainer.data.parquet import write_rows

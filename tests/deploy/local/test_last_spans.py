@@ -12,7 +12,7 @@ import pytest
 from tests.clients.tracing.otlp_sink import Sink, running_sink
 from trackway.deploy.deployment.processes import ProcessRecord
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.local import last_spans
+from trackway.deploy.local import up
 from trackway.deploy.local.up import take_down
 from trackway.system import free_port
 
@@ -98,7 +98,7 @@ def test_services_stop_once_a_slow_backend_has_their_spans(replica: Deployment, 
 def test_a_backend_that_does_not_answer_keeps_no_service_running_and_its_spans_are_on_disk(
     replica: Deployment, sink: Sink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(last_spans, "STALLED_S", 5.0)
+    monkeypatch.setattr(up, "STALLED_S", 5.0)
     reported: Reported = []
 
     began = time.monotonic()

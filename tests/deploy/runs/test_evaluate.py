@@ -22,7 +22,7 @@ from trackway.deploy.runs.evaluate import EvaluationRun, Options
 from trackway.deploy.runs.prepare import configured, prepare
 from trackway.evaluation.store import EvaluationStore
 from trackway.evaluation.summary import Evaluation
-from trackway.system.storage import StorageError
+from trackway.system.files import StorageError
 from trackway.system.user_error import UserError
 from trackway.trainer.config import resolve
 from trackway.trainer.learner.learner import Learner

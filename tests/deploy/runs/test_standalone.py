@@ -11,11 +11,11 @@ from typer.testing import CliRunner, Result
 
 from trackway.deploy.bundled import CPU_CONFIG, TINY_MODEL
 from trackway.deploy.checks.run import Subject, check_run
-from trackway.deploy.commands.main_ppo import app
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.services_for_run import services_for
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs.prepare import prepare, with_models
+from trackway.main_ppo import app
 from trackway.system.user_error import UserError
 from trackway.trainer.config import compose
 from trackway.trainer.data.parquet import write_rows

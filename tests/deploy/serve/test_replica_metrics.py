@@ -6,7 +6,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from trackway.deploy.serve.replica_metrics import ReplicaMetrics, merged, metrics_route
+from trackway.deploy.serve.fan_out import ReplicaMetrics, merged, metrics_route
 from trackway.serving import ServiceSettings, service_app
 from trackway.wire.errors import ErrorBody
 

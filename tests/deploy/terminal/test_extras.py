@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trackway.deploy.terminal.extras import missing_extra
+from trackway.deploy.terminal.entry import missing_extra
 
 pytestmark = pytest.mark.slow
 

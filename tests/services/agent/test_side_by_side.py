@@ -10,8 +10,7 @@ from tests.services.agent.agent_services import AgentServices, call, group
 from tests.services.agent.scripted_model import END
 from tests.time_limits import ENDS_SOON
 from tests.waiting import async_until
-from trackway.agent.catalog import ToolSet
-from trackway.agent.toolbox import Toolbox
+from trackway.agent.toolbox import Toolbox, ToolSet
 from trackway.chat.tool_calls import ParsedCall
 from trackway.clients import Deadline, ToolsClient
 from trackway.tools.base import ToolInputError

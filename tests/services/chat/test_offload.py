@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from trackway.chat.offload import offload
+from trackway.chat.tokenizer import offload
 
 
 @pytest.mark.anyio

@@ -1,7 +1,7 @@
 import pytest
 from pydantic import JsonValue
 
-from trackway.chat.templates import template_call
+from trackway.chat.tokenizer import template_call
 from trackway.wire.chat import FunctionCall, ToolCall
 
 DEEP = "[" * 100_000 + "]" * 100_000

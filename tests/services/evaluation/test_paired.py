@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tests.services.evaluation.rollouts import rollout
-from trackway.evaluation.paired import paired
+from trackway.evaluation.summary import paired
 from trackway.wire.trajectory import Trajectory
 
 

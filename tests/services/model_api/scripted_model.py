@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
-from trackway.model_api.generator import FinishReason
+from trackway.model_api.choices import FinishReason
 from trackway.wire.rollout import (
     ChoiceLogprobs,
     GenerateChoice,

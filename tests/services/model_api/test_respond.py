@@ -14,7 +14,7 @@ from trackway.chat.tokenizer import ChatTokenizer
 from trackway.model_api.anthropic import message_input
 from trackway.model_api.anthropic.messages import MessagesResponseBuilder
 from trackway.model_api.choices import jobs_of
-from trackway.model_api.openai.chat import ChatResponseBuilder
+from trackway.model_api.openai.completions import ChatResponseBuilder
 from trackway.model_api.respond import respond, respond_again
 from trackway.model_api.response_builder import ResponseBuilder
 from trackway.model_api.stream_decoder import Delta

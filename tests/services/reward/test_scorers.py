@@ -1,8 +1,7 @@
 import pytest
 
 from tests.services.reward.shouting_scorer import ShoutingScorer
-from trackway.reward.gsm8k import Gsm8kScorer
-from trackway.reward.scorers import ScorerRegistry, method_of, scorers_of
+from trackway.reward.scorers import Gsm8kScorer, ScorerRegistry, method_of, scorers_of
 from trackway.reward.settings import RewardSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.reward import ScoreRequest

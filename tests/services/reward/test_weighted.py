@@ -4,8 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from trackway.reward.functions import FunctionScorer
-from trackway.reward.gsm8k import Gsm8kScorer
-from trackway.reward.scorers import Scorer, scorers_of
+from trackway.reward.scorers import Gsm8kScorer, Scorer, scorers_of
 from trackway.reward.settings import RewardSettings
 from trackway.reward.weighted import WeightedScorers, combined
 from trackway.wire.reward import ScoreRequest

@@ -5,10 +5,10 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from trackway.serving.environment_check import difference, installation
+from trackway.serving.app import difference, installation
 from trackway.wire.health import Installation
 
-SAY = "from trackway.serving.environment_check import installation; print(installation().model_dump_json())"
+SAY = "from trackway.serving.app import installation; print(installation().model_dump_json())"
 
 
 def said_by(python: Path) -> Installation:

@@ -6,9 +6,8 @@ from pathlib import Path
 from tests.waiting import async_until
 from trackway.trainer.config import compose
 from trackway.trainer.data.parquet import write_rows
-from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.folder import RunFolder, this_machine
 from trackway.trainer.run_state.heartbeat import LivenessMonitor
-from trackway.trainer.run_state.ownership import this_machine
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.supervisor.manager import RunManager
 from trackway.wire.agent import Sample

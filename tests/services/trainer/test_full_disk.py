@@ -13,9 +13,8 @@ import pytest
 from tests.services.trainer.real_runs import Pod, ended, held_at, on_disk, pid_of, run_request, urls
 from tests.waiting import async_until
 from trackway.system import StorageError
-from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.folder import Owner, RunFolder, this_machine
 from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S
-from trackway.trainer.run_state.ownership import Owner, this_machine
 from trackway.trainer.supervisor.manager import RunManager
 from trackway.wire.errors import ErrorCode
 from trackway.wire.trainer import RunInfo, RunRequest, RunState

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from trackway.deploy.runs.evaluation_report import evaluation_report
-from trackway.evaluation.paired import Paired
 from trackway.evaluation.store import EvaluationStore
-from trackway.evaluation.summary import Evaluation, RolloutSummary
+from trackway.evaluation.summary import Evaluation, Paired, RolloutSummary
 from trackway.trainer.run_state.trajectory_record import to_record
 from trackway.wire.trajectory import Trajectory
 

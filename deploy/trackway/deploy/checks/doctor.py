@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local import preflight
-from trackway.deploy.local.packages import missing_packages
+from trackway.deploy.local.preflight import missing_packages
 from trackway.deploy.local.settings import UpSettings
 from trackway.system.user_error import UserError
 

@@ -18,7 +18,7 @@ from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.terminal.progress import print_json, stderr, stdout
 from trackway.system.experimental import Experimental, warn_experimental
 from trackway.system.user_error import UserError
-from trackway.traces import refs, render, rows, tables
+from trackway.traces import refs, render, tables
 from trackway.traces.compare import compare
 from trackway.traces.mlflow_store import MlflowStore
 from trackway.traces.store import Steps, TraceFilter, TraceKind, TraceStore
@@ -161,7 +161,7 @@ def traces_list(
     steps = None if step is None else Steps.parse(step)
     wanted = TraceFilter(kind, {**tags, **tags_of(tag or [])}, steps, reward_min, reward_max, span)
     store = open_store(backend, outputs, project, mlflow_uri)
-    matches = [rows.row(tree) for tree in islice(store.search(wanted), limit + 1)]
+    matches = [tables.row(tree) for tree in islice(store.search(wanted), limit + 1)]
     if not matches and experiment_name is not None:
         raise UserError(_no_experiment(store, kind, experiment_name))
     if as_json:

@@ -10,8 +10,7 @@ from pydantic import ValidationError
 from trackway.agent.settings import AgentSettings
 from trackway.deploy.config import serve_config
 from trackway.reward.settings import RewardSettings
-from trackway.serving.code_version import roots_of
-from trackway.serving.own_code import OwnCodeSettings
+from trackway.serving.own_code import OwnCodeSettings, roots_of
 from trackway.tools.settings import ToolsSettings
 from trackway.wire.health import OwnCode
 

@@ -5,7 +5,7 @@ import time
 from pydantic import BaseModel
 
 from trackway.clients import CallPolicy, ServiceClient, run
-from trackway.clients.replicas import replicas_of
+from trackway.clients.base import replicas_of
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.serve_config import Replicas
 from trackway.deploy.deployment.record import Deployment

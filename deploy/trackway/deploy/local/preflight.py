@@ -1,16 +1,40 @@
 """Preconditions of a start. Each failure is one line with its remedy."""
 
+import re
 import socket
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import PackageNotFoundError, distribution, requires
 from pathlib import Path
 
 import psutil
 
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.local.packages import missing_packages
 from trackway.deploy.local.settings import UpSettings
 from trackway.system.user_error import UserError
+
+_REQUIREMENT = re.compile(r"(?P<name>[\w.-]+).*;.*\bextra == ['\"](?P<extra>[\w-]+)['\"]")
+"""`jinja2>=3.1; extra == 'agent'`. The build has replaced extras inside extras by their packages."""
+
+
+def missing_packages(extra: str) -> list[str]:
+    """The packages that `trackway[extra]` names and that are not installed, sorted. Versions are not compared.
+
+    Raises ValueError for an extra that does not exist.
+    """
+    lines = [match for line in requires("trackway") or [] if (match := _REQUIREMENT.match(line))]
+    named = {line["name"] for line in lines if line["extra"] == extra}
+    if not named:
+        raise ValueError(f"expected an extra of trackway, got {extra!r}")
+    return sorted(name for name in named if not _installed(name))
+
+
+def _installed(name: str) -> bool:
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def check(settings: UpSettings) -> None:

@@ -3,6 +3,7 @@
 `bring_up` returns once every service answers `/ready`. If the start fails, everything it started is stopped.
 """
 
+import asyncio
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,24 +13,39 @@ from typing import Any
 
 import httpx
 
+from trackway.clients import CallPolicy, ServiceClient, run
 from trackway.clients.token import authorization, resolve_token
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.code_versions import with_versions
 from trackway.deploy.config.engine_python import check_engine_python
 from trackway.deploy.deployment import processes
 from trackway.deploy.deployment.http_poll import answers
-from trackway.deploy.deployment.installation_check import check_interpreters
 from trackway.deploy.deployment.processes import ProcessRecord
 from trackway.deploy.deployment.progress import Report
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.serve_api import ApplicationState, ServeApi
+from trackway.deploy.deployment.status import replicas_at
 from trackway.deploy.local import mlflow_server, preflight, ray_cluster
 from trackway.deploy.local.access import address_of, check_access, host_of
-from trackway.deploy.local.last_spans import deliver_spans
 from trackway.deploy.local.settings import UpSettings
+from trackway.serving.app import REMEDY, difference, installation
 from trackway.system import LockTaken, acquire_lock, free_port
 from trackway.system.user_error import UserError
 from trackway.tracing.settings import SPOOL_FOLDER
+from trackway.wire.errors import TrackwayError
+from trackway.wire.health import ReplicaList
+
+
+def check_interpreters(deployment: Deployment) -> None:
+    """Compare the installation of every replica with this process. Raises UserError or TrackwayError."""
+    here = installation()
+    for service in deployment.services:
+        for replica in replicas_at(deployment.url(service)):
+            different = difference(here, replica.health)
+            if different:
+                name = replica.health.replica
+                raise UserError(f"{service} replica {name} runs on a different installation: {different}; {REMEDY}")
+
 
 _POLL_S = 0.3
 
@@ -233,3 +249,43 @@ def _pause(deadline: float, waiting_for: str, outputs: Path) -> None:
             f"{waiting_for} did not answer in time; see the logs in {logs} and /tmp/ray/session_latest/logs"
         )
     time.sleep(_POLL_S)
+
+
+STALLED_S = 30.0
+"""The wait ends after so long without a delivered span. A request to a backend may take as long."""
+LONGEST_S = 120.0
+_SPANS_POLL_S = 0.3
+_ASK = CallPolicy.question(5.0)
+
+
+def deliver_spans(deployment: Deployment, report: Report) -> int:
+    """Wait until every replica's spans are delivered, while any are. The number that are left."""
+    began = since = time.monotonic()
+    fewest = left = spans_waiting(deployment)
+    if not left:
+        return 0
+    while left and time.monotonic() < min(since + STALLED_S, began + LONGEST_S):
+        report("spans", f"sending {left}")
+        time.sleep(_SPANS_POLL_S)
+        left = spans_waiting(deployment)
+        if left < fewest:
+            fewest, since = left, time.monotonic()
+    report("spans", "left on disk" if left else "sent")
+    return left
+
+
+def spans_waiting(deployment: Deployment) -> int:
+    """The spans that the replicas still have to deliver. A service that does not answer counts as 0."""
+
+    async def ask() -> int:
+        return sum(await asyncio.gather(*(_waiting(deployment.url(name)) for name in deployment.services)))
+
+    return run(ask())
+
+
+async def _waiting(url: str) -> int:
+    try:
+        listed = await ServiceClient(url, policy=_ASK).call("GET", "/replicas", reply=ReplicaList)
+    except TrackwayError:
+        return 0
+    return sum(replica.health.spans.waiting for replica in listed.replicas)

@@ -12,10 +12,9 @@ from pydantic import BaseModel, ConfigDict
 
 import trackway.traces as traces
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.runs import plot
 from trackway.deploy.runs.losses import trace_losses, tracking_losses
 from trackway.deploy.runs.prepare import typed
-from trackway.system import atomic_write
+from trackway.system import atomic_write, replacing
 from trackway.system.user_error import UserError
 from trackway.traces import rules
 from trackway.traces.verify import Rule, settle
@@ -26,6 +25,34 @@ from trackway.wire.base import NON_FINITE
 from trackway.wire.tracing import TraceBackend
 from trackway.wire.trainer import MetricsRow, RunInfo, RunState
 from trackway.wire.trajectory import Trajectory
+
+
+def reward_curve(rows: Sequence[MetricsRow], image: Path, title: str) -> None:
+    """Plot the mean reward of each step, and the validation accuracy at the steps that measured it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rewards = [(row.step, row.data["critic/score/mean"]) for row in rows if "critic/score/mean" in row.data]
+    accuracies = [(row.step, value) for row in rows for key, value in row.data.items() if is_accuracy(key)]
+    figure, axes = pyplot.subplots(figsize=(7, 3.6), dpi=130)
+    axes.plot(*zip(*rewards, strict=True), color="#1f6feb", marker="o", markersize=3, label="training reward (mean)")
+    if accuracies:
+        axes.plot(*zip(*accuracies, strict=True), "D", color="#d1242f", label="held-out accuracy (sampled, T=1)")
+    axes.set(xlabel="GRPO step", ylabel="share of correct answers", title=title, ylim=(0, 1.02))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right", frameon=False)
+    figure.tight_layout()
+    with replacing(image) as draft:
+        figure.savefig(draft, format="png")
+    pyplot.close(figure)
+
+
+def is_accuracy(metric: str) -> bool:
+    """Return whether a metric is a validation accuracy in verl's naming."""
+    return metric.startswith("val-core/") and "/acc/" in metric
+
 
 TRAIN_ROWS, HELD_OUT_ROWS = 2000, 256
 REWARD_CURVE = "reward.png"
@@ -92,7 +119,7 @@ class RunOutput:
             ("critic/score/mean" in row.data, value)
             for row in self.rows
             for key, value in row.data.items()
-            if plot.is_accuracy(key)
+            if is_accuracy(key)
         ]
         return Summary(
             accuracy_before=next((value for is_trained, value in accuracies if not is_trained), None),
@@ -182,7 +209,7 @@ def summarise(deployment: Deployment, folder: RunFolder, info: RunInfo, clock: P
     summary = output.summary(info, clock, mlflow_uri, complete)
     atomic_write(deployment.outputs / "summary.json", summary.model_dump_json(indent=2))
     if importlib.util.find_spec("matplotlib") is not None:
-        plot.reward_curve(output.rows, deployment.outputs / REWARD_CURVE, f"GRPO on tiny word problems, {info.run}")
+        reward_curve(output.rows, deployment.outputs / REWARD_CURVE, f"GRPO on tiny word problems, {info.run}")
     return summary, notes
 
 

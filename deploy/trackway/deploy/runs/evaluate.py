@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from trackway.agent.chat_model import ChatModel
 from trackway.agent.loop import agent_loop, agents
 from trackway.agent.tokens import ChatTokens
+from trackway.agent.toolbox import tool_facts
 from trackway.clients import CallPolicy, Deadline, RewardClient, run
 from trackway.clients.failures import ForeignServerError
 from trackway.deploy.checks.findings import Findings
@@ -29,11 +30,9 @@ from trackway.deploy.config.services_for_run import gpus_here, services_for
 from trackway.deploy.deployment.progress import Report
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.running import recorded
-from trackway.deploy.local.in_process import reward_here
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs.prepare import configured
-from trackway.deploy.runs.trial import agent_of
-from trackway.evaluation.rescore import score_request
+from trackway.deploy.runs.trial import agent_of, reward_here
 from trackway.evaluation.store import EvaluationStore
 from trackway.evaluation.summary import Evaluation
 from trackway.system.user_error import UserError
@@ -48,13 +47,48 @@ from trackway.trainer.loop.rollout_client import GroupTemplate, Rollouts
 from trackway.trainer.run_state.checkpoint import PREFIX, find_all, find_latest
 from trackway.trainer.run_state.export import export_checkpoint
 from trackway.trainer.run_state.folder import RunFolder, outputs_folders, run_folders
-from trackway.trainer.traces.budget import DailyTraceBytes, TraceBudget
+from trackway.trainer.traces.run import DailyTraceBytes, TraceBudget
 from trackway.wire.agent import Sample
 from trackway.wire.chat import ChatModelSettings, Message
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.names import checked_run_name
+from trackway.wire.reward import ScoreRequest
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.trajectory import Trajectory
+
+TextOf = Callable[[list[int]], Awaitable[str]]
+
+
+async def score_request(trajectory: Trajectory, sample: Sample, text_of: TextOf | None) -> ScoreRequest:
+    """The request that the agent service sent for a rollout of this row. `text_of` leaves special tokens out.
+
+    It may be None for a model that returned no token ids.
+    """
+    rows = trajectory.rows
+    written = [row.response_ids[turn.response_start : turn.response_end] for row in rows for turn in row.turns]
+    if text_of is None:
+        turns = [turn.messages[0].content for turn in trajectory.turns]
+    else:
+        turns = [await text_of(ids) for ids in written]
+    components = {} if trajectory.reward is None else trajectory.reward.components
+    tool_rewards = {name.removeprefix("tool/"): value for name, value in components.items() if name.startswith("tool/")}
+    records = [call for row in rows for turn in row.turns for call in turn.calls]
+    said = [message for turn in trajectory.turns for message in turn.messages]
+    return ScoreRequest(
+        data_source=sample.data_source,
+        solution_str="".join(turns),
+        ground_truth=sample.reward_model.ground_truth,
+        trajectory_id=trajectory.id,
+        messages=[*trajectory.prompt_messages, *said],
+        extra_info={
+            **sample.extra_info,
+            "tool_rewards": list(trajectory.tool_rewards),
+            **tool_facts(records, tool_rewards),
+            "num_turns": trajectory.num_turns,
+            "turns": [*turns],
+        },
+    )
+
 
 RUNNING = "running"
 """The model that the running services have."""

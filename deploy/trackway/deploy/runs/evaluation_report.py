@@ -6,8 +6,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from trackway.evaluation.paired import Paired
-from trackway.evaluation.summary import Estimate, Evaluation, RolloutSummary
+from trackway.evaluation.summary import Estimate, Evaluation, Paired, RolloutSummary
 from trackway.system import visible
 
 

@@ -21,7 +21,7 @@ from trackway.deploy.deployment.progress import Report
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.running import load_running
 from trackway.deploy.local import up
-from trackway.deploy.local.last_spans import spans_waiting
+from trackway.deploy.local.up import spans_waiting
 from trackway.deploy.runs.losses import Unsent
 from trackway.deploy.runs.prepare import goes_on, to_start
 from trackway.system.user_error import UserError

@@ -5,7 +5,6 @@ from typing import ClassVar
 
 from pydantic import JsonValue
 
-from trackway.agent.catalog import ToolSet
 from trackway.agent.environments.base import Environment
 from trackway.agent.environments.nemo_gym import NemoGym
 from trackway.agent.environments.openenv import OpenEnv
@@ -13,7 +12,7 @@ from trackway.agent.episode import Episode
 from trackway.agent.loop import Stopwatch, register
 from trackway.agent.settings import AgentSettings, EnvironmentSettings
 from trackway.agent.tool_agent import ToolAgent
-from trackway.agent.toolbox import Toolbox
+from trackway.agent.toolbox import Toolbox, ToolSet
 from trackway.agent.waits import waits_for
 from trackway.clients import Deadline
 from trackway.tracing import add_event, tool_span

@@ -10,17 +10,16 @@ from fastapi import APIRouter, Body, Depends, HTTPException, Request, Response
 
 from trackway.agent.context import AgentContext
 from trackway.agent.groups import Groups
-from trackway.agent.sessions.fast_path import B, ModelCall
+from trackway.agent.sessions.fast_path import B, ModelCall, PassedOnRoute, session_of_request
 from trackway.agent.sessions.loop import OpenSession, opened
 from trackway.agent.sessions.messages import canonical
-from trackway.agent.sessions.passing_on import PassedOnRoute, session_of_request
 from trackway.agent.sessions.session import Session
 from trackway.agent.sessions.store import Sessions, session_of
 from trackway.chat.tokenizer import ChatTokenizer
 from trackway.model_api.anthropic import message_input
 from trackway.model_api.anthropic.messages import AnthropicRoute, MessagesResponseBuilder
 from trackway.model_api.openai import response_input
-from trackway.model_api.openai.chat import ChatResponseBuilder
+from trackway.model_api.openai.completions import ChatResponseBuilder
 from trackway.model_api.openai.errors import OpenAIRoute
 from trackway.model_api.openai.responses import ResponsesBuilder
 from trackway.serving import ServiceRouter

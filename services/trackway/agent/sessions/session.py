@@ -20,11 +20,9 @@ from fastapi import Request, Response
 from opentelemetry import trace
 
 from trackway.agent.episode import Episode, TurnEpisode
-from trackway.agent.sessions.chat_reader import ChatReader
 from trackway.agent.sessions.delivery import CallAnswer, DeliveredResponse, Recorded, WaitingStream
-from trackway.agent.sessions.graph import Conversation, Conversations, Place, Sampled, TokenGraph
+from trackway.agent.sessions.graph import ChatReader, Conversation, Conversations, Place, Sampled, TokenGraph
 from trackway.agent.sessions.messages import is_auxiliary, joined_turns, meaning, text_of
-from trackway.agent.sessions.token_budget import TokenBudget
 from trackway.agent.tokens import ChatTokens
 from trackway.chat.encoding import TooLong
 from trackway.chat.tokenizer import ChatTokenizer
@@ -53,6 +51,48 @@ from trackway.wire.rollout import (
 )
 from trackway.wire.sessions import FormatUse, GraphNode, NodeKind, SessionBounds, SessionResponse
 from trackway.wire.trajectory import StopReason, TokenRow, Trajectory
+
+
+class TokenBudget:
+    """`most` tokens, or any number for None."""
+
+    def __init__(self, most: int | None) -> None:
+        self._left = most
+        self._reserved = 0
+        self._changed = asyncio.Event()
+
+    def must_wait(self, wanted: int, choices: int) -> bool:
+        """Return whether other calls hold some of what a call wants: `wanted` tokens for each of its choices."""
+        return self._left is not None and self._reserved > 0 and (self._left - self._reserved) // choices < wanted
+
+    async def freed(self, wanted: int, choices: int, ended: asyncio.Event) -> None:
+        """Wait until a call need not wait for others, at most until the session has ended."""
+        while self.must_wait(wanted, choices) and not ended.is_set():
+            self._changed.clear()
+            await self._changed.wait()
+
+    def reserve(self, wanted: int, choices: int) -> int:
+        """Tokens for each choice of a call: `wanted`, or what is left if that is fewer; 0 when none is left."""
+        if self._left is None:
+            return wanted
+        room = min(wanted, max(0, self._left - self._reserved) // choices)
+        self._reserved += room * choices
+        return room
+
+    def written(self, tokens: int) -> None:
+        """Take off what a call wrote."""
+        if self._left is not None:
+            self._left -= tokens
+
+    def release(self, tokens: int) -> None:
+        """Give back what a call reserved, once it has ended."""
+        self._reserved -= tokens
+        self._changed.set()
+
+    def wake(self) -> None:
+        """Let waiting calls see that the session has ended."""
+        self._changed.set()
+
 
 Generate = Callable[[Episode, Callable[[GeneratePiece], None] | None], Awaitable[str]]
 """AgentLoop.generate."""

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pydantic import JsonValue
 
 from trackway.chat.tokenizer import ChatTokenizer
-from trackway.model_api.message_reader import MessageReader
-from trackway.model_api.response_builder import ResponseBuilder
+from trackway.model_api.response_builder import MessageReader, ResponseBuilder
 from trackway.model_api.sse import event
 from trackway.model_api.stream_decoder import Delta, joined
 from trackway.serving.routes import ErrorFormatRoute, status_of

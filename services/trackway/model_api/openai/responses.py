@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pydantic import JsonValue
 
 from trackway.chat.tokenizer import ChatTokenizer
-from trackway.model_api.message_reader import MessageReader
+from trackway.model_api.openai.completions import LogprobWriter
 from trackway.model_api.openai.errors import openai_body
-from trackway.model_api.openai.logprobs import LogprobWriter
-from trackway.model_api.response_builder import ResponseBuilder
+from trackway.model_api.response_builder import MessageReader, ResponseBuilder
 from trackway.model_api.sse import event
 from trackway.model_api.stream_decoder import Delta, by_token, joined
 from trackway.wire.chat import ToolCall

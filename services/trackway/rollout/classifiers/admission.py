@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from trackway.rollout.classifiers.model_info import ClassifierInfo
-from trackway.rollout.engines.admission import check_prompt, overloaded
-from trackway.rollout.engines.backpressure import RetryAfterEstimator
+from trackway.rollout.engines.admission import RetryAfterEstimator, check_prompt, overloaded
 from trackway.rollout.settings import DEFAULT_MAX_LEN, RolloutSettings
 
 _FIRST_GUESS_S = 1.0

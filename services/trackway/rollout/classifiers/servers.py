@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from trackway.rollout.classifiers.admission import Admission
 from trackway.rollout.classifiers.model_info import ClassifierInfo
 from trackway.rollout.engines.protocol import EngineStats
-from trackway.rollout.engines.remote.connect import check_server, found, healthy, prepared
+from trackway.rollout.engines.remote.engine import check_server, found, healthy, prepared
 from trackway.rollout.engines.remote.http import EngineHttp, Json
 from trackway.rollout.engines.remote.server_process import SideProcess
 from trackway.rollout.engines.remote.sglang import UNUSED_POSITIONS, on_loopback

@@ -1,8 +1,25 @@
-"""Joins the parts of a generation: pieces of a stream, or the tokens before and after an update."""
+"""Joins the parts of a generation: pieces of a stream, or the tokens before and after an update; top logprobs."""
+
+import math
+from collections.abc import Iterable
 
 from trackway.rollout.engines.protocol import FinishReason, Generation, Piece
 from trackway.wire.rollout import PromptLogprobs, TopLogprobs
 from trackway.wire.trajectory import WeightSpan, add_span, settle_spans
+
+
+def top_logprobs(candidates: Iterable[tuple[int, float]], token: int, logprob: float, count: int) -> TopLogprobs:
+    """The sampled token and the `count - 1` most likely others, highest first, as vLLM selects them.
+
+    Without a candidate of probability 0, so there may be fewer.
+    """
+    others = [(other, value) for other, value in candidates if other != token and value > -math.inf]
+    others = sorted(others, key=_by_value)[: count - 1]
+    return sorted([*others, (token, logprob)], key=_by_value)
+
+
+def _by_value(pair: tuple[int, float]) -> float:
+    return -pair[1]
 
 
 class Collector:

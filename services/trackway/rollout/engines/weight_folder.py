@@ -3,7 +3,6 @@
 A file has the header's length in 8 bytes, the JSON header (name: dtype, shape, offsets), and the tensors' bytes.
 """
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,16 +54,6 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     if not by_name:
         raise TrackwayError(ErrorCode.WEIGHTS_CORRUPT, f"expected safetensors in {folder}, got none; was it pruned?")
     return by_name
-
-
-def file_digests(folder: Path) -> dict[str, str]:
-    """The sha256 of each tensor's bytes by name."""
-    digests: dict[str, str] = {}
-    for name, tensor in tensors(folder).items():
-        with tensor.file.open("rb") as file:
-            file.seek(tensor.start)
-            digests[name] = hashlib.sha256(file.read(tensor.end - tensor.start)).hexdigest()
-    return digests
 
 
 def check_same_model(folder: Path, base: Path) -> None:

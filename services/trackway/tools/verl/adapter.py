@@ -11,7 +11,7 @@ from typing import Protocol, cast
 
 from pydantic import BaseModel, JsonValue
 
-from trackway.serving.stand_ins import offer_stand_ins
+from trackway.serving.own_code import offer_stand_ins
 from trackway.serving.user_code import importing
 from trackway.tools.base import BaseTool, ToolConfig
 from trackway.tools.functions.tool import numbers_of, text_of

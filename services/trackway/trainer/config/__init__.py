@@ -12,8 +12,7 @@ of verl that Trackway lacks (UnsupportedKey) is refused for a run, and listed by
 from trackway.trainer.config.compose import compose, given_to_deployment, resolve
 from trackway.trainer.config.explain import Explanation, explain
 from trackway.trainer.config.models import RunConfig
-from trackway.trainer.config.unsupported_keys import no_effect
-from trackway.trainer.config.unsupported_values import UnsupportedKey
+from trackway.trainer.config.unsupported_keys import UnsupportedKey, no_effect
 
 __all__ = [
     "Explanation",

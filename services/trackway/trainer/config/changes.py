@@ -33,9 +33,3 @@ def changed(config: RunConfig, changes: Mapping[str, JsonValue]) -> RunConfig:
             "resume_path and trainer.resume_from_path",
         )
     return resolve({**leaves(config.model_dump(mode="json")), **changes}) if changes else config
-
-
-def changes_between(began: RunConfig, now: RunConfig) -> dict[str, JsonValue]:
-    """The values that `now` has of the CHANGEABLE keys that differ."""
-    old, new = (leaves(config.model_dump(mode="json")) for config in (began, now))
-    return {key: new[key] for key in CHANGEABLE if old[key] != new[key]}

@@ -39,10 +39,13 @@ from trackway.trainer.config.unsupported_keys import (
     ONLY,
     OTHER_LOGGERS,
     REPEATED,
+    UnsupportedError,
+    UnsupportedKey,
     limited,
+    other_value,
+    shown,
     without_effect,
 )
-from trackway.trainer.config.unsupported_values import UnsupportedError, UnsupportedKey, other_value, shown
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 PRESETS = Path(__file__).parent / "presets"

@@ -8,8 +8,16 @@ from trackway.trainer.config.algorithm import ESTIMATORS
 from trackway.trainer.config.compose import free_key, known_keys, leaves, unknown_key
 from trackway.trainer.config.models import RunConfig
 from trackway.trainer.config.policy import LOSSES
-from trackway.trainer.config.unsupported_keys import DEPLOYMENT, MOVED, NO_EFFECT, ONLY, Only, limited, without_effect
-from trackway.trainer.config.unsupported_values import OTHERS
+from trackway.trainer.config.unsupported_keys import (
+    DEPLOYMENT,
+    MOVED,
+    NO_EFFECT,
+    ONLY,
+    OTHERS,
+    Only,
+    limited,
+    without_effect,
+)
 
 NAMES = {"algorithm.adv_estimator": ESTIMATORS, "actor_rollout_ref.actor.policy_loss.loss_mode": LOSSES}
 """Names that a key accepts, other than a user's own function."""

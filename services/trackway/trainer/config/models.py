@@ -16,8 +16,7 @@ from trackway.trainer.config.placement import Placement
 from trackway.trainer.config.policy import ActorRolloutRefConfig
 from trackway.trainer.config.rollout_correction import RolloutCorrectionConfig
 from trackway.trainer.config.section import Section, Seed
-from trackway.trainer.config.unsupported_keys import LOGGERS, OTHER_LOGGERS
-from trackway.trainer.config.unsupported_values import UnsupportedError, UnsupportedKey
+from trackway.trainer.config.unsupported_keys import LOGGERS, OTHER_LOGGERS, UnsupportedError, UnsupportedKey
 from trackway.wire.names import Label, RunName
 from trackway.wire.weights import TransportName
 

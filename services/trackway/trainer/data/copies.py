@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import fsspec
 
-from trackway.system.storage import StorageError
+from trackway.system.files import StorageError
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from pydantic import JsonValue
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from trackway.chat.templates import template_message
+from trackway.chat.tokenizer import template_message
 from trackway.clients import ToolsClient
 from trackway.trainer.config import RunConfig
 from trackway.trainer.data.progress import counted

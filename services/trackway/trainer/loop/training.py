@@ -46,8 +46,7 @@ from trackway.trainer.run_state.folder import TOKEN_VALUES, RunFolder
 from trackway.trainer.run_state.generations import Generations
 from trackway.trainer.run_state.token_values import write_token_values
 from trackway.trainer.run_state.trajectory_dump import write_trajectories
-from trackway.trainer.traces.run import RunTraces
-from trackway.trainer.traces.step import shown_metrics
+from trackway.trainer.traces.run import RunTraces, shown_metrics
 from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow

@@ -16,8 +16,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from trackway.trainer.run_state.exit_status import EXIT_LOST
-from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.ownership import Beat, Machine, Owner, this_machine
+from trackway.trainer.run_state.folder import Beat, Machine, Owner, RunFolder, this_machine
 
 BEAT_S = 3.0
 """Interval between beats."""

@@ -25,9 +25,8 @@ from trackway.trainer.config.changes import changed
 from trackway.trainer.data.own_code import health_of, loaded_code, not_loaded
 from trackway.trainer.delivery import check_loggers
 from trackway.trainer.run_state.checkpoint import check_storage
-from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.folder import Owner, RunFolder
 from trackway.trainer.run_state.heartbeat import LivenessMonitor
-from trackway.trainer.run_state.ownership import Owner
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.settings import handed_over
 from trackway.trainer.supervisor.process import Supervised

@@ -21,8 +21,7 @@ from typing import TypeVar
 from trackway.system import StorageError, writing
 from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.exit_status import EXIT_FAILED, EXIT_STORAGE
-from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.ownership import Owner
+from trackway.trainer.run_state.folder import Owner, RunFolder
 from trackway.trainer.supervisor.launch import launch
 from trackway.wire.trainer import RunState
 

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from trackway.system import StorageError, storage_problem
 from trackway.trainer.delivery import with_tracking
-from trackway.trainer.run_state.folder import STATE, RunFolder
+from trackway.trainer.run_state.folder import STATE, OutputsLock, RunFolder
 from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S, LivenessMonitor
-from trackway.trainer.run_state.ownership import OutputsLock
 from trackway.trainer.supervisor.process import Supervised
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.names import RESERVED_NAMES, checked_run_name

@@ -7,8 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.services.agent.sessions.conversations import CALCULATOR, result, said, system, user
-from trackway.agent.sessions.chat_reader import ChatReader
-from trackway.agent.sessions.graph import Conversation, Conversations
+from trackway.agent.sessions.graph import ChatReader, Conversation, Conversations
 from trackway.wire.sessions import SessionChat
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"minimum": 1}}}

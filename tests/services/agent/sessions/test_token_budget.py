@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from trackway.agent.sessions.token_budget import TokenBudget
+from trackway.agent.sessions.session import TokenBudget
 
 pytestmark = pytest.mark.anyio
 

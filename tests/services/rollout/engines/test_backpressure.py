@@ -2,7 +2,7 @@
 
 import pytest
 
-from trackway.rollout.engines.backpressure import RetryAfterEstimator
+from trackway.rollout.engines.admission import RetryAfterEstimator
 
 
 def test_each_is_told_one_pace_later_than_the_one_before() -> None:

@@ -24,8 +24,7 @@ from trackway.serving import AuthSettings
 from trackway.tools.app import create_app
 from trackway.tools.builtin.calculator import CalculatorTool
 from trackway.tools.builtin.gsm8k import Gsm8kTool
-from trackway.tools.mcp.connection import ConnectionLost, McpConnection
-from trackway.tools.mcp.servers_file import McpServer
+from trackway.tools.mcp.connection import ConnectionLost, McpConnection, McpServer
 from trackway.tools.settings import ToolsSettings
 from trackway.tracing import Tracing, TracingSettings
 from trackway.wire.errors import ErrorCode, TrackwayError

@@ -11,7 +11,7 @@ import pytest
 
 from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.delivery import QueuedSink, open_tracking
-from trackway.trainer.delivery.wandb_run import WandbRun
+from trackway.trainer.delivery.opening import WandbRun
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.health import OwnCode
@@ -155,7 +155,7 @@ def test_a_server_that_does_not_answer_leaves_the_metrics_in_the_runs_folder(
 ):
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr("trackway.trainer.delivery.wandb_run.INIT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("trackway.trainer.delivery.opening.INIT_TIMEOUT_S", 1.0)
     sink = QueuedSink("wandb", WandbRun(folder, config()))
     sink.log(ROWS[1])
     sink.close("FINISHED", 120.0)

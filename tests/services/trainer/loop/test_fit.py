@@ -48,10 +48,7 @@ from trackway.trainer.run_state.generations import Generations
 from trackway.trainer.run_state.session_inbox import SessionInbox
 from trackway.trainer.run_state.trajectory_dump import read_trajectories
 from trackway.trainer.service_urls import ServiceUrls
-from trackway.trainer.traces.budget import DailyTraceBytes, TraceBudget
-from trackway.trainer.traces.run import RunTraces
-from trackway.trainer.traces.span_counts import SpanAccounts
-from trackway.trainer.traces.step import StepTrace
+from trackway.trainer.traces.run import DailyTraceBytes, RunTraces, SpanAccounts, StepTrace, TraceBudget
 from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
 from trackway.wire.health import SpanCounts

@@ -34,11 +34,8 @@ from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.metrics.clock import ActiveTime, Clock
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.service_urls import ServiceUrls
-from trackway.trainer.traces.budget import STEP_SHARE, DailyTraceBytes, TraceBudget
 from trackway.trainer.traces.feedback import Assessment
-from trackway.trainer.traces.run import RunTraces
-from trackway.trainer.traces.span_counts import SpanAccounts
-from trackway.trainer.traces.step import StepTrace
+from trackway.trainer.traces.run import STEP_SHARE, DailyTraceBytes, RunTraces, SpanAccounts, StepTrace, TraceBudget
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
 from trackway.wire.health import SpanCounts
 from trackway.wire.tracing import TraceTarget

@@ -4,9 +4,9 @@ import pytest
 
 from tests.waiting import async_until
 from trackway.system.waits import MOST, Waits
-from trackway.trainer.run_state import activity as module
-from trackway.trainer.run_state.activity import reported
+from trackway.trainer import worker as module
 from trackway.trainer.run_state.folder import Activity, RunFolder
+from trackway.trainer.worker import reported
 from trackway.wire.health import Wait
 
 pytestmark = pytest.mark.anyio

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from trackway.trainer.config import RunConfig, resolve
-from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.ownership import Owner
+from trackway.trainer.run_state.folder import Owner, RunFolder
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import ENDED, RUN_TRANSITIONS, MetricsRow, RunState

@@ -11,9 +11,8 @@ import pytest
 
 from tests.services.trainer.real_runs import beat_of
 from tests.waiting import until
-from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.folder import Beat, Machine, OutputsLock, Owner, RunFolder, this_machine
 from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S, EXIT_LOST, Heartbeat, LivenessMonitor
-from trackway.trainer.run_state.ownership import Beat, Machine, OutputsLock, Owner, this_machine
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from trackway.trainer.run_state import ownership
-from trackway.trainer.run_state.ownership import Owner, this_machine
+from trackway.trainer.run_state import folder
+from trackway.trainer.run_state.folder import Owner, this_machine
 
 
 @pytest.fixture(params=["linux", "macos"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     """This machine, or one without /proc, as macOS is."""
     if request.param == "macos":
-        monkeypatch.setattr(ownership, "_PROC", tmp_path / "no-proc")
+        monkeypatch.setattr(folder, "_PROC", tmp_path / "no-proc")
     this_machine.cache_clear()
     yield request.param
     this_machine.cache_clear()

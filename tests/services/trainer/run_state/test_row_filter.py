@@ -1,6 +1,6 @@
 import pytest
 
-from trackway.trainer.run_state.row_filter import MAX_CHARS, RowFilter
+from trackway.trainer.run_state.trajectory_export import MAX_CHARS, RowFilter
 from trackway.wire.errors import TrackwayError
 
 COLUMNS = {"score": float, "failed": bool, "agent": str, "sample_index": object}

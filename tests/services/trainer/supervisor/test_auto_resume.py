@@ -15,9 +15,8 @@ import pytest
 from tests.services.trainer.real_runs import Pod, beat_of, held_at, on_disk, pid_of, run_request
 from tests.waiting import async_until
 from trackway.clients import TrainerClient
-from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.folder import RunFolder, this_machine
 from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S
-from trackway.trainer.run_state.ownership import this_machine
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.supervisor.auto_resume import resume_interrupted
 from trackway.trainer.supervisor.manager import RunManager

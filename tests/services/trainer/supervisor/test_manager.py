@@ -24,8 +24,7 @@ from trackway.rollout.settings import RolloutSettings
 from trackway.tracing import Tracing, TracingSettings
 from trackway.trainer.config import compose
 from trackway.trainer.run_state.checkpoint import LATEST
-from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.ownership import Owner
+from trackway.trainer.run_state.folder import Owner, RunFolder
 from trackway.trainer.run_state.trajectory_dump import read_trajectories
 from trackway.trainer.supervisor.manager import RunManager
 from trackway.wire.errors import ErrorCode, TrackwayError

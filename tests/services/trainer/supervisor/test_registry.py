@@ -15,9 +15,8 @@ from fastapi import FastAPI
 from tests.services.trainer.real_runs import Pod, beat_of, ended, held_at, on_disk, pid_of, run_request
 from tests.waiting import async_until
 from trackway.clients.weights import WeightStore
-from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.folder import Owner, RunFolder, this_machine
 from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S
-from trackway.trainer.run_state.ownership import Owner, this_machine
 from trackway.trainer.run_state.trajectory_dump import read_trajectories
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.supervisor.auto_resume import resume_interrupted

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trackway.trainer.traces import budget as budget_module
-from trackway.trainer.traces.budget import DailyTraceBytes, TraceBudget, affordable
+from trackway.trainer.traces import run as budget_module
+from trackway.trainer.traces.run import DailyTraceBytes, TraceBudget, affordable
 
 pytestmark = pytest.mark.slow
 

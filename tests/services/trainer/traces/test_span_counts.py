@@ -8,8 +8,8 @@ from fastapi import FastAPI
 from trackway.serving import ServiceSettings, service_app
 from trackway.tracing import Tracing, TracingSettings, trajectory_span
 from trackway.tracing.active import activated
-from trackway.trainer.traces import span_counts
-from trackway.trainer.traces.span_counts import SpanAccounts
+from trackway.trainer.traces import run
+from trackway.trainer.traces.run import SpanAccounts
 from trackway.wire.health import Health, Ready, ReplicaInfo, ReplicaList, SpanCounts
 from trackway.wire.tracing import TraceBackend, TraceTarget
 from trackway.wire.trainer import TraceSummary
@@ -110,7 +110,7 @@ async def test_looks_during_a_run_are_rare_and_nobody_waits_for_them(serving, mo
             made.refresh()
         await made.settle(0)
         often = service.asked
-        monkeypatch.setattr(span_counts, "QUERY_INTERVAL_S", 0.0)
+        monkeypatch.setattr(run, "QUERY_INTERVAL_S", 0.0)
         service.counts["a"] = SpanCounts(dropped=1)
         made.refresh()
         before = made.summary().spans_dropped

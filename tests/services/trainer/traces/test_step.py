@@ -12,7 +12,7 @@ from trackway.clients import AgentClient
 from trackway.tracing import Tracing, TracingSettings
 from trackway.tracing.active import activated
 from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy, Rollouts
-from trackway.trainer.traces.step import SHOWN_TRAJECTORIES, StepTrace
+from trackway.trainer.traces.run import SHOWN_TRAJECTORIES, StepTrace
 from trackway.wire.agent import Limits
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.tracing import TraceTarget

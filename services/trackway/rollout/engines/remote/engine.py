@@ -2,17 +2,24 @@
 
 A backend is a subclass with the abstract methods of `RemoteEngine` and its `capabilities`. Pauses, weight updates,
 sleep and wake-up are in `control.py`, admission in `requests.py`.
+
+A server that the rollout services of several runs share, each with its own weight store and adapters.
+
+A name on the server begins with a digest of the store, so that `/v1/models` shows how many runs use it. Nobody loads
+whole weights, pauses the server or releases its memory. Its weights keep the version `default`, which every answer
+confirms.
 """
 
 import asyncio
 import contextlib
+import hashlib
 import math
 import shutil
 import tempfile
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, nullcontext
 from http import HTTPStatus
 from pathlib import Path
@@ -32,21 +39,136 @@ from trackway.rollout.engines.protocol import (
     Piece,
     Swapping,
 )
-from trackway.rollout.engines.remote.connect import check_server, found, healthy, prepared
 from trackway.rollout.engines.remote.control import ServerControl
 from trackway.rollout.engines.remote.digests import Checksums, ServerDigests
 from trackway.rollout.engines.remote.http import EngineHttp, Json
 from trackway.rollout.engines.remote.model_info import ModelFacts
 from trackway.rollout.engines.remote.requests import Call, Calls, TokenChunk, runs, until_stop
 from trackway.rollout.engines.remote.server_process import SideProcess
-from trackway.rollout.engines.remote.shared import SharedAdapters, require_alone, require_untouched, whole_weights
 from trackway.rollout.engines.weight_folder import check_finite, tensors
 from trackway.rollout.engines.weight_proof import HeldDigests, Judgement
 from trackway.rollout.settings import DEFAULT_MAX_LEN, RolloutSettings
+from trackway.system import free_port
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.trajectory import WeightSpan, add_span
 from trackway.wire.weights import WeightProof
+
+_HEALTH_S = 0.25
+
+
+def check_server(settings: RolloutSettings) -> None:
+    """Raises INVALID_REQUEST for settings with neither a running server nor an interpreter to start one with."""
+    if settings.engine_url is None and settings.engine_python is None:
+        message = f"expected engine_python or engine_url for engine={settings.engine}, got neither; set one of them"
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
+
+
+def prepared(
+    settings: RolloutSettings, command: Callable[[int], Sequence[str]], environment: Callable[[Path], Mapping[str, str]]
+) -> tuple[SideProcess, EngineHttp]:
+    """A server process that is not started yet, and its client.
+
+    `command` takes the server's port, and `environment` a folder for the server alone.
+    """
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    log = Path(tempfile.gettempdir()) / f"trackway-{settings.engine}-{settings.replica}.log"
+    folder = Path(tempfile.mkdtemp(prefix=f"trackway-{settings.engine}-"))
+    process = SideProcess(command(port), environment(folder), settings.engine_log or log, url, folder)
+    return process, EngineHttp(url, process.settle)
+
+
+async def healthy(http: EngineHttp) -> bool:
+    """True once the server responds. Raises TrackwayError before."""
+    await http.get("/health", timeout_s=5.0)
+    return True
+
+
+async def found(http: EngineHttp, within_s: float) -> None:
+    """Wait for a running server to respond. Raises UNAVAILABLE."""
+    try:
+        async with asyncio.timeout(within_s):
+            while not await _answers(http):
+                await asyncio.sleep(_HEALTH_S)
+    except TimeoutError:
+        message = f"expected a server at {http.base_url}, got no healthy one; start it, or fix engine_url"
+        raise TrackwayError(ErrorCode.UNAVAILABLE, message) from None
+
+
+async def _answers(http: EngineHttp) -> bool:
+    try:
+        return await healthy(http)
+    except TrackwayError:
+        return False
+
+
+UNTOUCHED = "default"
+"""vLLM's and SGLang's version of weights that no client has loaded."""
+KEPT = 2
+"""Adapters that a replica keeps there: the one that serves, and the one that is being verified. Requests that run keep
+theirs."""
+_PREFIX = "trackway-shared"
+
+
+class SharedAdapters:
+    """The adapters of one replica on a server that other runs use too."""
+
+    def __init__(self, settings: RolloutSettings) -> None:
+        store = settings.weights_url or settings.replica
+        self._run = f"{_PREFIX}-{hashlib.sha256(store.encode()).hexdigest()[:8]}"
+        self._replica = uuid.uuid4().hex[:8]
+        self._most = settings.max_loras
+
+    def name(self, version: str) -> str:
+        """Return a name for an adapter that no other replica uses."""
+        return f"{self._run}-{self._replica}-{version}"
+
+    async def admit(self, http: EngineHttp) -> None:
+        """Raises CONFLICT while as many other runs as the server has places for have adapters on it."""
+        others = {name.rsplit("-", 2)[0] for name in await shared_adapters(http)} - {self._run}
+        if len(others) >= self._most:
+            raise TrackwayError(
+                ErrorCode.CONFLICT,
+                f"expected at most {self._most} runs on {http.base_url} (max_loras), got {len(others)} others; wait "
+                "until one ends, or raise max_loras and the server's --max-loras (SGLang: --max-loras-per-batch)",
+            )
+
+
+async def shared_adapters(http: EngineHttp) -> list[str]:
+    """Names of the adapters of services that share the server."""
+    cards = (await http.get("/v1/models")).get("data") or []
+    return [card["id"] for card in cards if str(card["id"]).startswith(f"{_PREFIX}-")]
+
+
+async def require_alone(http: EngineHttp) -> None:
+    """Raises CONFLICT if runs share the server: whole weights and pauses of another service would reach them."""
+    if adapters := await shared_adapters(http):
+        raise TrackwayError(
+            ErrorCode.CONFLICT,
+            f"expected {http.base_url} for this service alone, got {len(adapters)} adapters of runs that share it; "
+            "give this service a server of its own, or set engine_shared=true and max_lora_rank for an adapter run",
+        )
+
+
+def require_untouched(http: EngineHttp, version: object) -> None:
+    """Raises CONFLICT unless the server's whole weights are those that it started with."""
+    if version not in (None, UNTOUCHED):
+        raise TrackwayError(
+            ErrorCode.CONFLICT,
+            f"expected {http.base_url} with the weights that it started with, got version {version!r} of a service "
+            "that does not share it; restart the server, and set engine_shared=true for every service that uses it",
+        )
+
+
+def whole_weights(folder: object) -> TrackwayError:
+    """The error for weights that would replace the base of all runs."""
+    return TrackwayError(
+        ErrorCode.WEIGHTS_CORRUPT,
+        f"expected an adapter for a server that runs share, got whole weights in {folder}; set "
+        "actor_rollout_ref.model.lora_rank and lora.merge=false, or give the run a server of its own",
+    )
+
 
 _GOODBYE_S = 2.0
 _CHECKSUMS_S = 60.0

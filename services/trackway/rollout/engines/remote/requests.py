@@ -9,8 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from trackway.rollout.engines.admission import check_prompt, overloaded
-from trackway.rollout.engines.backpressure import RetryAfterEstimator
+from trackway.rollout.engines.admission import RetryAfterEstimator, check_prompt, overloaded
 from trackway.rollout.engines.protocol import FinishReason, Piece
 from trackway.rollout.engines.remote.model_info import ModelFacts
 from trackway.rollout.settings import RolloutSettings

@@ -18,13 +18,12 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, Field, ValidationError
 
 from trackway.rollout.engines.adapter_folder import is_adapter
+from trackway.rollout.engines.generation_builder import top_logprobs
 from trackway.rollout.engines.protocol import Capability, FinishReason, MemoryPart
 from trackway.rollout.engines.remote.digests import Checksums, DigestChanges
-from trackway.rollout.engines.remote.engine import RemoteEngine
+from trackway.rollout.engines.remote.engine import KEPT, UNTOUCHED, RemoteEngine, require_untouched
 from trackway.rollout.engines.remote.http import Json
 from trackway.rollout.engines.remote.requests import Call, TokenChunk
-from trackway.rollout.engines.remote.shared import KEPT, UNTOUCHED, require_untouched
-from trackway.rollout.engines.top_logprobs import top_logprobs
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import PromptLogprobs, TopLogprobs

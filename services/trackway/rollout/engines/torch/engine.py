@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 
 from trackway.rollout.engines.adapter_folder import is_adapter
-from trackway.rollout.engines.admission import asleep, check_prompt, overloaded, paused, too_long
-from trackway.rollout.engines.backpressure import RetryAfterEstimator
+from trackway.rollout.engines.admission import RetryAfterEstimator, asleep, check_prompt, overloaded, paused, too_long
 from trackway.rollout.engines.protocol import (
     Capability,
     EngineStats,
