@@ -72,7 +72,6 @@ ATTACKS = [
     Attack("reward", "/score", {**SCORE, "solution_str": HERE}, (*TEXTS, "many lists")),
     Attack("reward", "/score", {**SCORE, "method": "normalized", "ground_truth": HERE}, TEXTS),
     Attack("reward", "/score", {**SCORE, "data_source": HERE}, ("words", "escapes")),
-    Attack("reward", "/score/batch", {"requests": HERE}, ("objects", *MANY)),
     Attack("trainer", "/runs", {"config": HERE}, ("names", "words", *MANY)),
     Attack("trainer", "/runs", {"config": {"data": {"train_files": HERE}}}, (*MANY, "words")),
     Attack("agent", "/trajectories", HERE, ("names", *MANY)),

@@ -1,12 +1,11 @@
 """Client of the reward service."""
 
-from collections.abc import Sequence
 from functools import cached_property
 
 from trackway.clients.base import ServiceClient
 from trackway.clients.batches import Batches
 from trackway.clients.deadline import Deadline
-from trackway.wire.reward import BatchScore, BatchScoreRequest, ScoreRequest, ScorerInfo, ScorerList
+from trackway.wire.reward import ScoreRequest, ScorerInfo, ScorerList
 from trackway.wire.trajectory import Reward
 
 
@@ -29,11 +28,6 @@ class RewardClient(ServiceClient):
             if reward is not None:
                 return reward
         return await self.call("POST", "/score", reply=Reward, body=request, session_id=session_id, deadline=deadline)
-
-    async def score_batch(self, requests: Sequence[ScoreRequest], deadline: Deadline | None = None) -> list[Reward]:
-        """Score several solutions. The rewards keep the order of the requests."""
-        body = BatchScoreRequest(requests=list(requests))
-        return (await self.call("POST", "/score/batch", reply=BatchScore, body=body, deadline=deadline)).rewards
 
     async def scorers(self) -> list[ScorerInfo]:
         """Every scorer, its data sources and methods."""

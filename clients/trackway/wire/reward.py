@@ -4,7 +4,6 @@ from pydantic import Field, JsonValue
 
 from trackway.wire.base import WireReply, WireRequest
 from trackway.wire.chat import MAX_MESSAGES, Message
-from trackway.wire.trajectory import Reward
 
 ANY_DATA_SOURCE = "*"
 """Wildcard among a scorer's data sources: every source without a scorer of its own."""
@@ -26,18 +25,6 @@ class ScoreRequest(WireRequest):
     `turn_scores` of the answer follow. `tool_rewards`, a step reward per call (verl's).
     `tool_calls`, a ToolCallRecord per call that was sent. `tool_metrics`, sums over the calls by tool and metric;
     `tool_calc_rewards`, the reward of the instance by tool."""
-
-
-class BatchScoreRequest(WireRequest):
-    """Several solutions. The answers keep the order."""
-
-    requests: list[ScoreRequest] = Field(min_length=1, max_length=4096, fail_fast=True)
-
-
-class BatchScore(WireReply):
-    """One reward for each request, in order."""
-
-    rewards: list[Reward]
 
 
 class ScorerInfo(WireReply):

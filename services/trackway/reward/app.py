@@ -15,7 +15,7 @@ from trackway.serving.batches import run_batch
 from trackway.serving.ndjson import NdjsonStream
 from trackway.tracing import Tracing
 from trackway.wire.batch import BatchRequest
-from trackway.wire.reward import BatchScore, BatchScoreRequest, ScoreRequest, ScorerList
+from trackway.wire.reward import ScoreRequest, ScorerList
 from trackway.wire.trajectory import Reward
 
 ONE: dict[str, JsonValue] = {
@@ -41,7 +41,7 @@ def create_app(
     settings = settings or RewardSettings()
     if scorers is None:
         scorers = scorers_of(settings)
-    service = RewardService(scorers, settings.score_timeout_s, settings.batch_concurrency)
+    service = RewardService(scorers, settings.score_timeout_s)
     return service_app("reward", settings, routers=[routes(service)], tracing=tracing)
 
 
@@ -61,13 +61,6 @@ def routes(service: RewardService) -> ServiceRouter:
         """Score solutions at the same time. Streams one BatchResult per line of NDJSON, each as it ends. Each equals
         the same request to `/score`, and has its own trace and its own error."""
         return NdjsonStream(run_batch(service.score, body.entries, request.app.state.batch_load))
-
-    @router.post("/score/batch", responses=_answer({"rewards": [REWARD]}))
-    async def score_batch(
-        request: Annotated[BatchScoreRequest, Body(examples=[{"requests": [ONE]}])],
-    ) -> BatchScore:
-        """Score several solutions. Rewards keep the order, and one invalid request rejects the batch."""
-        return BatchScore(rewards=await service.score_batch(request.requests))
 
     @router.get("/scorers", responses=_answer({"scorers": [SCORER]}))
     async def scorers() -> ScorerList:

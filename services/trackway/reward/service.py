@@ -25,13 +25,12 @@ SHOWN_CHARS = 300
 class RewardService:
     """Scores solutions. Every method raises TrackwayError.
 
-    timeout_s: limit of one score in seconds. batch_concurrency: concurrent scores of a batch.
+    timeout_s: limit of one score in seconds.
     """
 
-    def __init__(self, scorers: Sequence[Scorer], timeout_s: float, batch_concurrency: int) -> None:
+    def __init__(self, scorers: Sequence[Scorer], timeout_s: float) -> None:
         self._registry = ScorerRegistry(scorers)
         self._timeout_s = timeout_s
-        self._batch_concurrency = batch_concurrency
 
     def infos(self) -> list[ScorerInfo]:
         """Every scorer."""
@@ -39,31 +38,8 @@ class RewardService:
 
     async def score(self, request: ScoreRequest) -> Reward:
         """Score one solution, in a span of its own."""
-        scorer, method = self._chosen(request)
-        return await self._scored(scorer, method, request)
-
-    async def score_batch(self, requests: Sequence[ScoreRequest]) -> list[Reward]:
-        """Score several solutions, in order; an unknown source or method rejects the whole batch."""
-        chosen = [self._chosen(request) for request in requests]
-        places = asyncio.Semaphore(self._batch_concurrency)
-
-        async def in_turn(scorer: Scorer, method: str, request: ScoreRequest) -> Reward:
-            async with places:
-                return await self._scored(scorer, method, request)
-
-        pairs = zip(chosen, requests, strict=True)
-        try:
-            async with asyncio.TaskGroup() as group:
-                scores = [group.create_task(in_turn(*choice, request)) for choice, request in pairs]
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        return [score.result() for score in scores]
-
-    def _chosen(self, request: ScoreRequest) -> tuple[Scorer, str]:
         scorer = self._registry.get(request.data_source)
-        return scorer, method_of(scorer, request.method)
-
-    async def _scored(self, scorer: Scorer, method: str, request: ScoreRequest) -> Reward:
+        method = method_of(scorer, request.method)
         with reward_span(scorer.info.name) as span:
             _show_inputs(span, method, request)
             reward = await self._within_deadline(scorer, method, request)

@@ -31,8 +31,6 @@ class RewardSettings(OwnCodeSettings):
     through its sums only."""
     score_timeout_s: float = Field(default=60.0, gt=0)
     """Time limit of one score in seconds. A slower one is answered 504."""
-    batch_concurrency: int = Field(default=64, ge=1)
-    """Concurrent scores of a batch."""
 
     @property
     def own_files(self) -> list[Path]:

@@ -57,12 +57,6 @@ WORKS = {
         {"data_source": "openai/gsm8k", "solution_str": "#### 1", "ground_truth": "1"},
         ("reward",),
     ),
-    "score a batch": Work(
-        "reward",
-        "/score/batch",
-        {"requests": [{"data_source": "openai/gsm8k", "solution_str": "#### 1", "ground_truth": "1"}] * 2},
-        ("reward", "reward"),
-    ),
     "a trajectory": Work(
         "agent", "/trajectories", group(n=1).model_dump(mode="json", exclude_none=True), ("trajectory",)
     ),

@@ -17,7 +17,6 @@ from trackway.reward.settings import RewardSettings
 from trackway.tracing import Tracing, TracingSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.reward import ScoreRequest
-from trackway.wire.trajectory import Reward
 
 pytestmark = pytest.mark.anyio
 
@@ -44,20 +43,6 @@ async def test_a_solution_is_scored_strictly_unless_asked_otherwise(running: Run
     assert scores == [0.0, 0.0, 1.0]
 
 
-async def test_a_batch_keeps_the_order(running: Run) -> None:
-    requests = [asked(f"#### {number}") for number in (17, 18, 19)] + [asked("ABcd", source="test/shouting")]
-    async with running(app_of()) as http:
-        rewards = await RewardClient("http://reward", http).score_batch(requests)
-
-    right, wrong = {"correct": 1.0, "answered": 1.0}, {"correct": 0.0, "answered": 1.0}
-    assert rewards == [
-        Reward(score=0.0, components=wrong, answer="17"),
-        Reward(score=1.0, components=right, answer="18"),
-        Reward(score=0.0, components=wrong, answer="19"),
-        Reward(score=0.5),
-    ]
-
-
 @ENDS_SOON
 @pytest.mark.parametrize(
     ("request_", "code", "message"),
@@ -70,19 +55,14 @@ async def test_a_batch_keeps_the_order(running: Run) -> None:
         (asked("a", "many", "test/shouting"), ErrorCode.INTERNAL, "expected at most 128 components, got 129"),
     ],
 )
-async def test_an_error_says_what_to_do_alone_and_in_a_batch(
-    running: Run, request_: ScoreRequest, code: ErrorCode, message: str
-) -> None:
+async def test_an_error_says_what_to_do(running: Run, request_: ScoreRequest, code: ErrorCode, message: str) -> None:
     async with running(app_of()) as http:
         client = RewardClient("http://reward", http)
         with pytest.raises(TrackwayError) as alone:
             await client.score(request_)
-        with pytest.raises(TrackwayError) as batched:
-            await client.score_batch([asked("#### 18"), request_])
 
-    assert (alone.value.code, batched.value.code) == (code, code)
+    assert alone.value.code == code
     assert message in alone.value.message
-    assert message in batched.value.message
 
 
 async def test_scorers_are_listed_with_the_default_method_first(running: Run) -> None:
@@ -144,7 +124,7 @@ async def test_every_route_has_an_example_in_the_api_document(running: Run) -> N
     async with running(app_of()) as http:
         paths = (await http.get("/openapi.json")).json()["paths"]
 
-    for path, method in (("/score", "post"), ("/score/batch", "post"), ("/scorers", "get")):
+    for path, method in (("/score", "post"), ("/scorers", "get")):
         operation = paths[path][method]
         assert "example" in operation["responses"]["200"]["content"]["application/json"]
         assert method == "get" or "examples" in json.dumps(operation["requestBody"])

@@ -38,7 +38,7 @@ def of_file(tmp_path: Path, text: str, **options: object) -> RewardSettings:
 
 
 async def score(settings: RewardSettings, request: ScoreRequest = REQUEST) -> Reward:
-    return await RewardService(scorers_of(settings), timeout_s=5.0, batch_concurrency=1).score(request)
+    return await RewardService(scorers_of(settings), timeout_s=5.0).score(request)
 
 
 @pytest.mark.anyio
