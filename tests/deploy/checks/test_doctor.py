@@ -1,25 +1,18 @@
 """`trackway doctor`: it lists what a machine lacks, each with its remedy, and sets the exit status."""
 
 import json
-import re
 import socket
 import subprocess
 import sys
-import time
-from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from tests.services.chat.families import FAMILIES
-from tests.serving import answered_by
 from trackway.deploy.checks import doctor
 from trackway.deploy.checks.doctor import DEMO_EXTRAS, OTHER_EXTRAS, Examination, Finding, examine
 from trackway.deploy.cli import app
-from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local import preflight
 from trackway.deploy.local.preflight import missing_packages
 from trackway.deploy.local.settings import UpSettings
@@ -118,20 +111,6 @@ def test_another_system_than_linux_lacks_the_sandbox_only(platform: str, said: s
 
 
 @pytest.mark.parametrize(
-    ("told", "ok", "says"),
-    [("yes", True, "synchronized"), ("no", False, "not synchronized"), ("", True, "not known whether")],
-)
-def test_the_clock_is_what_timedatectl_says(told: str, ok: bool, says: str, monkeypatch, tmp_path: Path):
-    program = tmp_path / "timedatectl"
-    program.write_text(f"#!/bin/sh\necho {told}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-
-    clock = found(examined(tmp_path), "clock")
-    assert (clock.ok, clock.found.startswith(says)) == (ok, True)
-
-
-@pytest.mark.parametrize(
     ("family", "says"),
     [
         ("qwen", ""),
@@ -168,42 +147,6 @@ def test_without_the_packages_that_read_a_template_none_is_read(monkeypatch, tmp
     monkeypatch.setattr(doctor, "missing_packages", lambda extra: ["transformers"])
 
     assert found(examined(tmp_path), "chat template").found == "not read: needs trackway[trainer]"
-
-
-class Answers(BaseHTTPRequestHandler):
-    """Dates its answers by a clock that differs by `AHEAD_S` for the service in the path."""
-
-    AHEAD_S: ClassVar = {"tools": 0, "reward": 3600, "agent": -60, "rollout": 2, "trainer": None}
-
-    def do_GET(self) -> None:
-        ahead_s = self.AHEAD_S[self.path.split("/")[1]]
-        self.send_response_only(200)
-        if ahead_s is not None:
-            self.send_header("Date", formatdate(time.time() + ahead_s, usegmt=True))
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None: ...
-
-
-def test_clocks_of_attached_services_are_compared_with_this_machines(tmp_path: Path):
-    outputs = tmp_path / "out"
-    assert not any(finding.name.startswith("clock of") for finding in examined(tmp_path).findings)
-
-    with answered_by(ThreadingHTTPServer(("127.0.0.1", 0), Answers)) as url:
-        Deployment(base_url=url, dashboard_url="", mlflow_uri="", outputs=outputs, attached=True).save()
-        examination = examined(tmp_path)
-
-    clocks = {finding.name: finding for finding in examination.findings if finding.name.startswith("clock of")}
-    assert {name: finding.ok for name, finding in clocks.items()} == {
-        "clock of tools": True,
-        "clock of reward": False,
-        "clock of agent": False,
-        "clock of rollout": True,
-        "clock of trainer": True,
-    }
-    assert re.fullmatch(r"(3599|3600) s ahead of this machine's", clocks["clock of reward"].found)
-    assert re.fullmatch(r"(60|61) s behind this machine's", clocks["clock of agent"].found)
-    assert clocks["clock of trainer"].found == f"not known: KeyError at {url}/trainer"
 
 
 def test_without_torch_nothing_imports_it(tmp_path: Path):

@@ -3,19 +3,14 @@
 import asyncio
 import os
 import shutil
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from email.utils import parsedate_to_datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import httpx
 import psutil
 from pydantic import BaseModel
 
-from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local import preflight
 from trackway.deploy.local.preflight import missing_packages
 from trackway.deploy.local.settings import UpSettings
@@ -27,9 +22,6 @@ PYTHONS = ((3, 11), (3, 14))
 """The first version that works, and the first that does not."""
 DISK_GB = 2.0
 SHARED_MEMORY_GB = 0.2
-_TIMEOUT_S = 10.0
-_SKEW_S = 5.0
-"""Clock differences up to this many seconds are ignored: `Date` is rounded, and an answer takes time."""
 
 
 class Finding(BaseModel):
@@ -64,8 +56,6 @@ def examine(settings: UpSettings) -> Examination:
         _memory(settings),
         _disk(settings.outputs),
         *_shared_memory(),
-        _clock(),
-        *_clocks_of_services(settings.outputs.resolve()),
     ]
     return Examination(demo=all(finding.ok or not finding.demo for finding in findings), findings=findings)
 
@@ -206,36 +196,3 @@ def _shared_memory() -> Iterator[Finding]:
         ok = free >= SHARED_MEMORY_GB
         remedy = "" if ok else f"make room until {SHARED_MEMORY_GB:.1f} GB are free; in a container, --shm-size=1g"
         yield Finding(name="shared memory", ok=ok, found=f"{free:.1f} GB free in {folder}", remedy=remedy)
-
-
-def _clock() -> Finding:
-    """Spans of several machines are ordered by their clocks. On one machine it does not matter."""
-    command = ["timedatectl", "show", "--property=NTPSynchronized", "--value"]
-    try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        told = ""
-    if told != "no":
-        found = "synchronized" if told == "yes" else "not known whether it is synchronized (no timedatectl here)"
-        return Finding(name="clock", ok=True, found=found)
-    remedy = "timedatectl set-ntp true (spans of several machines are ordered by their clocks)"
-    return Finding(name="clock", ok=False, found="not synchronized", remedy=remedy)
-
-
-def _clocks_of_services(outputs: Path) -> Iterator[Finding]:
-    """How far the clocks of attached services are from this machine's, by the `Date` of their answers."""
-    deployment = Deployment.load(outputs)
-    if deployment is None or not deployment.attached:
-        return
-    for service in deployment.services:
-        name = f"clock of {service}"
-        try:
-            answer = httpx.get(f"{deployment.url(service)}/health", timeout=_TIMEOUT_S)
-            ahead_s = parsedate_to_datetime(answer.headers["date"]).timestamp() - time.time()
-        except (httpx.HTTPError, KeyError, ValueError) as error:
-            yield Finding(name=name, ok=True, found=f"not known: {type(error).__name__} at {deployment.url(service)}")
-            continue
-        ok = abs(ahead_s) <= _SKEW_S
-        found = f"{abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} this machine's"
-        remedy = "" if ok else "synchronize the clocks of both machines (spans are ordered by them)"
-        yield Finding(name=name, ok=ok, found="as this machine's" if ok else found, remedy=remedy)
