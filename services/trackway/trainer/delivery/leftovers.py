@@ -113,7 +113,7 @@ def left_by(folder: RunFolder, info: RunInfo, settings: TracingSettings) -> Iter
         return
     state = read_state(folder)
     status = STATUS[info.state]
-    if (queues / f"{MLFLOW}.json").is_file() and (mlflow_summary(folder, status).waiting or state.doubtful_creates):
+    if (queues / f"{MLFLOW}.json").is_file() and mlflow_summary(folder, status).waiting:
         config = folder.config()
         run = MlflowRun(folder, config, config.trackway.mlflow_uri or settings.mlflow_uri or state.uri)
         run.end(status, int((folder.path / "state.json").stat().st_mtime * 1000))

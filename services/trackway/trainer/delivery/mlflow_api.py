@@ -25,10 +25,6 @@ UID_TAG = "trackway.run_uid"
 """Tag of an MLflow run with the uid of its Trackway run."""
 
 
-class Unreachable(Later):
-    """The request has not reached the server."""
-
-
 class NotThere(Refused):
     """MLflow has no such run or trace."""
 
@@ -93,10 +89,6 @@ class MlflowApi:
         """Set the run's status; `end_time` in milliseconds since 1970."""
         body: dict[str, JsonValue] = {"run_id": run_id, "status": status}
         self._call("POST", "runs/update", json=body | ({} if end_time is None else {"end_time": end_time}))
-
-    def delete_run(self, run_id: str) -> None:
-        """Mark the run as deleted. MLflow can restore it."""
-        self._call("POST", "runs/delete", json={"run_id": run_id})
 
     def log_params(self, run_id: str, params: Mapping[str, str]) -> None:
         """Record up to 100 params."""
@@ -164,11 +156,11 @@ class MlflowApi:
         try:
             url = f"{local_mlflow.server_uri(self.uri)}{path}"
         except (ValueError, OSError, local_mlflow.LocalMlflowError) as error:
-            raise Unreachable(f"MLflow at {self.uri}: {error}") from error
+            raise Later(f"MLflow at {self.uri}: {error}") from error
         try:
             return self._http.request(method, url, **content)  # pyright: ignore[reportArgumentType]
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol) as error:
-            raise Unreachable(f"MLflow at {self.uri} cannot be reached: {error or type(error).__name__}") from error
+            raise Later(f"MLflow at {self.uri} cannot be reached: {error or type(error).__name__}") from error
         except httpx.TransportError as error:
             reason = f"MLflow at {self.uri} does not answer: {type(error).__name__} {error}"
             raise Later(reason.rstrip()) from error

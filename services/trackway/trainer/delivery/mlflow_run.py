@@ -8,8 +8,7 @@ The unsent data is determined by the run's folder, so any process can send it at
     tracking/mlflow.lock           held while a part is sent
 
 MLflow stores a metric with the same name, step, timestamp and value once, an assessment with the same id once, and a
-link once. Runs have no such key: a run is found again by its tag, and a duplicate, created when the answer to the first
-request was lost, is deleted.
+link once. Runs have no such key: a run is found again by its tag.
 
 Feedback becomes assessments of traces. Each value is an assessment of its own, because MLflow's search does not look
 inside a value: `feedback.fate = 'used'` and `feedback.reward > 0.5` find their traces. The server of a local database
@@ -36,7 +35,7 @@ from trackway.trainer.config import RunConfig
 from trackway.trainer.config.compose import leaves
 from trackway.trainer.delivery.feedback_queue import GROUND_TRUTH, Assessment, FeedbackQueue, Sent, Value
 from trackway.trainer.delivery.jobs import Later, Refused, only_sender
-from trackway.trainer.delivery.mlflow_api import Metric, MlflowApi, NotThere, Unreachable
+from trackway.trainer.delivery.mlflow_api import Metric, MlflowApi, NotThere
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.health import OwnCode
 from trackway.wire.trainer import BackendSummary, MetricsRow, RunState
@@ -214,9 +213,6 @@ METRICS_PER_CALL = 1000
 """MLflow's limit on metrics per batch."""
 MAX_PARAM_CHARS = 6000
 MAX_NAME_CHARS = 250
-DUPLICATE_SEARCH_S = 600.0
-"""How long to look for a duplicate run created by a request that got no answer."""
-DUPLICATE_SEARCH_INTERVAL_S = 20.0
 
 STATUS = {RunState.FINISHED: "FINISHED", RunState.FAILED: "FAILED", RunState.STOPPED: "KILLED"}
 """MLflow's status of an ended run. Any other run is RUNNING."""
@@ -241,10 +237,6 @@ class MlflowState(BaseModel):
     """MLflow has the rows up to this step."""
     metrics_lost: int = 0
     feedback_lost: int = 0
-    doubtful_creates: int = 0
-    """Requests to create a run that got no answer, whose run has not been found yet."""
-    doubted_at: float = 0.0
-    """Time of the last such request, in seconds since 1970."""
     waits_for: str = ""
     """Why data cannot be sent. Empty when it can."""
     lost_because: str = ""
@@ -272,7 +264,6 @@ class MlflowRun:
         self._rows = RowReader(folder.metrics_file)
         self._rewound_to: int | None = None
         self._is_known = False
-        self._next_duplicate_search = 0.0
 
     @property
     def experiment_id(self) -> str | None:
@@ -335,7 +326,6 @@ class MlflowRun:
         try:
             return (
                 self._send_status(state, run_id)
-                or self._delete_duplicates(state, run_id)
                 or self._send_params(state, run_id)
                 or self._send_tags(state, run_id)
                 or self._send_rows(state, run_id)
@@ -353,7 +343,7 @@ class MlflowRun:
             except NotThere:  # the address now serves another database
                 logger.warning("MLflow at %s has no run %s; the run is sent from its start", self.uri, state.run_id)
                 state.experiment_id = state.run_id = None
-                state.step, state.has_params, state.tags, state.doubtful_creates = -1, False, {}, 0
+                state.step, state.has_params, state.tags = -1, False, {}
             else:
                 state.status, state.is_deleted = stored.status, stored.is_deleted
         if state.run_id is None:
@@ -367,16 +357,12 @@ class MlflowRun:
         if run_ids:
             state.run_id, state.status = run_ids[0], self._api.run(run_ids[0]).status
             return
-        state.doubtful_creates, state.doubted_at = state.doubtful_creates + 1, time.time()
-        write_state(self._folder, state)  # this process may be killed before the answer arrives
         try:
             state.run_id = self._api.create_run(
                 state.experiment_id, trainer.experiment_name, uid, _created_at(self._folder)
             )
-        except (Unreachable, Refused) as error:
-            state.doubtful_creates -= 1
+        except Refused as error:
             raise Later(str(error)) from error
-        state.doubtful_creates -= 1
         state.status = "RUNNING"
 
     def _send_status(self, state: MlflowState, run_id: str) -> bool:
@@ -384,22 +370,6 @@ class MlflowRun:
             return False
         self._api.update_run(run_id, self.status, self.ended_at)
         state.status = self.status
-        self._next_duplicate_search = 0.0
-        return True
-
-    def _delete_duplicates(self, state: MlflowState, run_id: str) -> bool:
-        """Delete duplicate runs, created by requests whose answer was lost."""
-        if not state.doubtful_creates or time.monotonic() < self._next_duplicate_search:
-            return False
-        assert state.experiment_id is not None
-        for other in self._api.runs_of(state.experiment_id, self._folder.info().uid):
-            if other != run_id:
-                logger.warning("MLflow created a duplicate run, %s, of run %s; it is deleted", other, run_id)
-                self._api.delete_run(other)
-        # The run itself may come from a request without an answer, so a deletion does not lower the count.
-        self._next_duplicate_search = time.monotonic() + DUPLICATE_SEARCH_INTERVAL_S
-        if time.time() - state.doubted_at > DUPLICATE_SEARCH_S:
-            state.doubtful_creates = 0
         return True
 
     def _send_params(self, state: MlflowState, run_id: str) -> bool:

@@ -177,25 +177,6 @@ def test_a_run_whose_making_got_no_answer_is_found_again_and_made_once(
     assert (summary.waiting, summary.lost, proxy.count("runs/create")) == (False, 0, 1)
 
 
-def test_a_run_that_mlflow_makes_long_after_the_request_was_given_up_is_deleted(
-    folder: RunFolder, config: RunConfig, client: MlflowClient, mlflow_server: str, serving, monkeypatch
-):
-    monkeypatch.setattr(mlflow_api, "CREATE_TIMEOUT_S", 0.5)
-    proxy = Proxy(mlflow_server, held=["runs/create"])
-    with serving(proxy.app()) as uri:
-        tracking = open_tracking(folder, config, uri)
-        log(folder, tracking, row(0))
-        until(lambda: tracking.run is not None and tracking.run.run_id is not None)
-        proxy.released.set()
-        until(proxy.passed_on.is_set)
-        until(lambda: len(runs_of(client, config)) == 2)
-        end(folder, tracking, "FINISHED")
-
-    run = the_run(client, config)
-    assert (run.info.status, [step for step, *_ in history(client, run.info.run_id)]) == ("FINISHED", [0])
-    assert proxy.count("runs/create") == 2
-
-
 def traces(services, count: int) -> list[Assessment]:
     """Trajectories that are traced now, with what is recorded of each."""
     made = [services.trajectory(1, n) for n in range(count)]
