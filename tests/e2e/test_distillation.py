@@ -33,6 +33,8 @@ def test_a_teacher_that_is_the_student_leaves_it_as_it_is(deployment: Deployment
         assert abs(row["distillation/loss"]) < 1e-8 and row["actor/grad_norm"] < 1e-4
         for trajectory in trajectories:
             assert trajectory.teacher is not None
-            own = [p for p, is_own in zip(trajectory.response_logprobs, trajectory.response_mask, strict=True) if is_own]
+            own = [
+                p for p, is_own in zip(trajectory.response_logprobs, trajectory.response_mask, strict=True) if is_own
+            ]
             assert trajectory.teacher.logprobs == pytest.approx(own, abs=1e-4)
     assert rollouts_of(runs[0]) == rollouts_of(runs[1])

@@ -423,8 +423,8 @@ class ModelCard(WireReply):
     created: int
     owned_by: str = "trackway"
     max_model_len: int
-    root: str = ""
-    """Path of the model's folder at the service."""
+    root: str | None = Field(default=None, exclude_if=_is_none)
+    """Path of the model's folder at the service. None for a session's model."""
 
 
 class ModelList(WireReply):

@@ -200,9 +200,13 @@ class TeacherScores(WireReply):
     teacher: str
     """Its name in the run's configuration."""
     logprobs: list[float] = Field(fail_fast=True)
-    top_ids: list[list[int]] = Field(default_factory=list[list[int]], exclude_if=_is_empty, fail_fast=True)
+    top_ids: list[Annotated[list[int], Field(fail_fast=True)]] = Field(
+        default_factory=list[list[int]], exclude_if=_is_empty, fail_fast=True
+    )
     """[tokens, k]: its most likely tokens, highest first. Empty unless the loss needs them."""
-    top_logprobs: list[list[float]] = Field(default_factory=list[list[float]], exclude_if=_is_empty, fail_fast=True)
+    top_logprobs: list[Annotated[list[float], Field(fail_fast=True)]] = Field(
+        default_factory=list[list[float]], exclude_if=_is_empty, fail_fast=True
+    )
     """[tokens, k]: their logprobs."""
 
 

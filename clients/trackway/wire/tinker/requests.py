@@ -53,7 +53,7 @@ class ClientConfigRequest(WireRequest):
 class CreateSessionRequest(WireRequest):
     """Open a session."""
 
-    tags: Annotated[list[str], Field(max_length=64), AfterValidator(_small)]
+    tags: Annotated[list[str], Field(max_length=64, fail_fast=True), AfterValidator(_small)]
     user_metadata: Metadata | None = None
     sdk_version: str = Field(max_length=64)
     project_id: str | None = Field(default=None, max_length=256)

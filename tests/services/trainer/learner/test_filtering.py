@@ -134,7 +134,7 @@ def test_each_error_is_of_the_infrastructure_or_the_rollouts_own(rollout: Rollou
     assert {code.value for code in ErrorCode if status(code) is TrainStatus.ERROR} == {
         *("invalid_request", "unauthorized", "forbidden", "not_found", "model_not_found", "conflict"),
         *("unknown_tool", "unknown_agent", "unknown_data_source", "instance_not_found", "payload_too_large"),
-        *("tool_failed", "tool_timeout", "agent_failed", "checkpoint_corrupt", "not_finite", "internal"),
+        *("tool_failed", "tool_timeout", "agent_failed", "checkpoint_corrupt", "not_finite", "gone", "internal"),
     }
     assert all(status(code) is TrainStatus.INFRASTRUCTURE for code in ErrorCode if ERRORS[code].retryable)
 
