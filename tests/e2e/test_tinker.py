@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -47,3 +48,12 @@ def test_the_sdk_trains_and_samples_while_the_service_is_killed(deployment: Depl
     assert scores[0] is None and scores[1:] == pytest.approx(named[1:], abs=1e-6) and scores[1:] != base[1:]
     info = run_of(deployment, session)
     assert (info.state, info.step) == (RunState.FINISHED, 1)
+
+
+@pytest.mark.extended  # 80 s; the test before it goes the same way
+def test_ten_steps_of_the_example_raise_the_reward(deployment: Deployment, tmp_path: Path) -> None:
+    environment = {**os.environ, "TRACKWAY_BASE_URL": deployment.base_url, "TRACKWAY_TOKEN": OPERATOR, "STEPS": "10"}
+    command = [sys.executable, "-W", "ignore", str(ROOT / "examples/tinker/rl_loop.py")]
+    output = subprocess.check_output(command, env=environment, cwd=tmp_path, text=True, timeout=300)
+    accuracies = [float(found) for found in re.findall(r"accuracy ([0-9.]+)", output)]
+    assert len(accuracies) == 12 and accuracies[-1] > accuracies[0] + 0.2, output

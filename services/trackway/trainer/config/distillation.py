@@ -73,7 +73,7 @@ class TeacherConfig(Section):
 class TeachersConfig(Section, extra="allow"):
     """Teachers by name: `+distillation.teacher_models.math.model_path=...`."""
 
-    __pydantic_extra__: dict[str, TeacherConfig] = Field(init=False)
+    __pydantic_extra__: dict[str, TeacherConfig] = Field(init=False)  # pyright: ignore[reportIncompatibleVariableOverride]
     teacher_model: TeacherConfig = Field(default_factory=TeacherConfig)
     """The only teacher."""
 
