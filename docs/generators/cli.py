@@ -7,8 +7,8 @@ from typer.cli import get_docs_for_click
 from typer.main import get_command
 
 from generators.markdown import page
-from trackway import main_ppo
 from trackway.deploy import cli
+from trackway.main_ppo import app as main_ppo
 
 
 def command_line() -> str:
@@ -17,7 +17,7 @@ def command_line() -> str:
         "Command line",
         "`trackway COMMAND --help` prints the same.",
         _documented(cli.app, "trackway"),
-        _documented(main_ppo.app, "python -m trackway.main_ppo"),
+        _documented(main_ppo, "python -m trackway.main_ppo"),
     )
 
 

@@ -16,9 +16,9 @@ import pytest
 import typer
 from typer.main import get_command
 
-from trackway import main_ppo
 from trackway.deploy.cli import app
 from trackway.deploy.terminal.entry import enter
+from trackway.main_ppo import app as main_ppo
 from trackway.trainer.config.compose import PRESETS
 
 
@@ -107,7 +107,7 @@ def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
 def test_every_command_has_json_and_says_what_is_in_it() -> None:
     options = {
         words: [parameter.help for parameter in command.params if "--json" in parameter.opts]
-        for words, command in [*commands(get_command(app)), *commands(get_command(main_ppo.app))]
+        for words, command in [*commands(get_command(app)), *commands(get_command(main_ppo))]
     }
 
     assert len(options) >= 24 and ("runs", "logs") in options
