@@ -80,8 +80,8 @@ test-pods: $(VENV)/.dev ## Start the quick start's pods and agents' containers w
 	@$(MAKE) --no-print-directory image
 	$(PYTEST) -m pods tests/k8s/test_pods.py tests/services/agent/sessions/test_podman.py $(ARGS)
 
-test-agents: $(VENV)/.dev ## Run each agent of examples/agents with its framework, as it is (needs Node.js and Python 3.12; installs 2 GB, once; minutes).
-	PATH="$(abspath $(BIN)):$$PATH" $(PYTEST) -m agents tests/services/agent tests/e2e/test_framework_spans.py $(ARGS)
+test-agents: $(VENV)/.dev ## Run each agent of examples/agents with its framework, and the recipes of Tinker's cookbook, as they are (needs Node.js and Python 3.12; installs 2 GB, once; minutes).
+	PATH="$(abspath $(BIN)):$$PATH" $(PYTEST) -m agents tests/services/agent tests/services/trainer/tinker tests/e2e/test_framework_spans.py $(ARGS)
 
 test-model: $(VENV)/.dev ## Check SmolLM2-135M in engines and learners (downloads 93 MB, once; minutes); SEEDS='0 1 2' also trains it.
 	SEEDS="$(SEEDS)" $(PYTEST) -s -m model tests/model $(ARGS)

@@ -195,7 +195,7 @@ class TokenUsage(WireReply):
 
 
 class TeacherScores(WireReply):
-    """What a teacher makes of the tokens that the model wrote, one entry for each, at temperature 1."""
+    """A teacher's logprobs of the tokens that the model wrote, one entry for each, at temperature 1."""
 
     teacher: str
     """Its name in the run's configuration."""

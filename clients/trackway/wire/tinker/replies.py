@@ -15,7 +15,7 @@ class TinkerReply(WireReply):
 
 
 class ClientConfig(TinkerReply):
-    """What an SDK of this server does."""
+    """Settings of an SDK of this server."""
 
     sample_max_concurrent_requests: int
     custom_loss_server_side: bool = False
@@ -24,7 +24,7 @@ class ClientConfig(TinkerReply):
 
 
 class DynamicConfig(TinkerReply):
-    """What an SDK asks for again now and then."""
+    """Settings that an SDK asks for again now and then."""
 
     sample_cancel_enabled: bool = True
 

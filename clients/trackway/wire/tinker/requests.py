@@ -40,7 +40,7 @@ BaseModelName = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 Place = Annotated[Int, Field(ge=0, lt=10**9)]
 """Number of a model or a sampler in its session."""
 SeqId = Annotated[Int, Field(ge=1, lt=MAX_SEQ_ID)]
-"""Place of a request among those of its model."""
+"""Place of a request among its model's."""
 Seconds = Annotated[Int, Field(ge=1)]
 
 

@@ -99,7 +99,7 @@ async def _until_ready(http: httpx.AsyncClient, start_s: float) -> None:
 
 
 async def _ready(http: httpx.AsyncClient) -> Ready:
-    """Whether the rollout service has loaded the model. The other services are ready once they have started."""
+    """True if the rollout service has loaded the model. The other services are ready once they have started."""
     answer = await http.get("http://rollout/ready", headers=authorization(resolve_token()))
     return Ready.model_validate_json(answer.content)
 

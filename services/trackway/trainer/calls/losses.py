@@ -40,7 +40,7 @@ class LossOutput(NamedTuple):
 
 
 def forward_backward(learner: Learner, request: ForwardBackward) -> LossOutput:
-    """Add the gradient of the request's loss to that of the learner's policy, unless it is forward only."""
+    """Add the gradient of the request's loss to the policy's, unless it is forward only."""
     batch = batch_of(request, learner.policy.master_dtype)
     columns = 1 if batch.target_ids.dim() == 2 else batch.target_ids.shape[2]
     measures = [token_logprobs] if batch.target_ids.dim() == 2 else [_logprobs_of(column) for column in range(columns)]

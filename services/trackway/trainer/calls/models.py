@@ -67,7 +67,7 @@ class AdamArguments(BaseModel):
 
 
 class AdapterHeader(BaseModel):
-    """What a file of an adapter belongs to."""
+    """The model and the request that a file of an adapter belongs to."""
 
     model_id: str
     seq_id: int

@@ -38,7 +38,7 @@ class LossSpec(NamedTuple):
     options: Mapping[str, float] = {}
     """Options of `loss_fn_config` and their defaults."""
     is_weighted: bool = False
-    """Whether it takes `weights`, which default to 1, and several targets for each token."""
+    """True if it takes `weights`, which default to 1, and several targets for each token."""
 
 
 _CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
@@ -75,7 +75,7 @@ class ForwardBackward(NamedTuple):
     options: dict[str, float]
     """Every option of the loss."""
     forward_only: bool
-    """Whether no gradient is wanted."""
+    """True if no gradient is wanted."""
 
 
 @cache

@@ -17,7 +17,7 @@ from trackway.trainer.run_state.trajectory_dump import write_trajectories
 from trackway.wire.trajectory import StopReason, Tags, Trajectory, trajectory_id
 
 AGENT = "tinker"
-"""Name of the agent of these trajectories, since the caller's own loop has none."""
+"""Name of the agent of these trajectories. The caller's own loop has no name."""
 
 
 class TrainedDatum(NamedTuple):

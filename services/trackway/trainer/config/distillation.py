@@ -37,7 +37,7 @@ class DistillationLossConfig(Section):
 
     @property
     def uses_topk(self) -> bool:
-        """Whether the loss needs the teacher's most likely tokens."""
+        """True if the loss needs the teacher's most likely tokens."""
         return self.loss_mode == "forward_kl_topk"
 
     @model_validator(mode="after")

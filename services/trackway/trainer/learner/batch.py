@@ -134,7 +134,7 @@ class TrainingBatch:
 
 
 def _teacher_columns(trajectories: Sequence[Trajectory], mask: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What a teacher said of these trajectories, in the columns of the response mask; empty unless all have it."""
+    """A teacher's scores of these trajectories, in the columns of the response mask; empty unless all have them."""
     scores = [trajectory.teacher for trajectory in trajectories]
     given = [score for score in scores if score is not None]
     if len(given) < len(scores):

@@ -54,7 +54,7 @@ def distillation_loss(
 
 
 def distillation_metrics(mini: TrainingBatch, measured: Sequence[Tensor]) -> Metrics:
-    """Metrics of a mini-batch from what was measured of its tokens, [b, T] each: the losses, then those of topk.
+    """Metrics of a mini-batch from its tokens, [b, T] each: their losses, then the other measures of topk.
 
     Empty without any. verl takes the mean over micro-batches of their means. Here it is the mean over tokens.
     """
@@ -74,7 +74,7 @@ def distillation_metrics(mini: TrainingBatch, measured: Sequence[Tensor]) -> Met
 
 
 class TopkMeasures:
-    """What `forward_kl_topk` measures of the student's logits at the teacher's k most likely tokens."""
+    """Measures of `forward_kl_topk`: the student's logits at the teacher's k most likely tokens."""
 
     def __init__(self, config: DistillationLossConfig) -> None:
         self._least = config.log_prob_min_clamp

@@ -320,7 +320,7 @@ class Learner:
     def forward_backward(
         self, batch: TrainingBatch, measures: Sequence[Measure], loss: RowsLoss
     ) -> tuple[list[MicroBatch], list[MicroLoss]]:
-        """Add the gradient of a batch to that of the policy. Returns its micro-batches and the loss of each.
+        """Add the gradient of a batch to the policy's. Returns its micro-batches and the loss of each.
 
         `loss` gets what the measures make of the policy's logits at the response mask. Under `torch.no_grad` the losses
         are computed alone.

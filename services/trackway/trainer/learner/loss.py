@@ -30,7 +30,7 @@ class MicroLoss(NamedTuple):
     entropies: Tensor
     """[N]: entropies there, in nats, without a gradient."""
     distillation: tuple[Tensor, ...] = ()
-    """[N] each: the distillation losses there, then those of the other measures of topk, without a gradient."""
+    """[N] each: the distillation losses there, then the other measures of topk, without a gradient."""
 
 
 def measures_of(config: LearnerConfig, entropy: Callable[[Tensor], Tensor] = entropy_from_logits) -> list[Measure]:

@@ -221,12 +221,12 @@ class RunFolder:
 
     @property
     def is_called(self) -> bool:
-        """Whether calls drive the run instead of the fit loop."""
+        """True if calls drive the run instead of the fit loop."""
         return self.calls.is_dir()
 
     @property
     def may_finish(self) -> bool:
-        """Whether a run that is driven by calls ends after those that it has."""
+        """True if a run that is driven by calls ends after the ones that it has."""
         return (self.calls / _FINISHED).exists()
 
     def let_finish(self) -> None:

@@ -93,12 +93,12 @@ def _client_routes(router: ServiceRouter, service: TinkerService) -> None:
 
     @router.post("/client/config")
     async def client_config(request: ClientConfigRequest) -> ClientConfig:
-        """What the SDK leaves to the client, and its limits."""
+        """The SDK's switches and limits."""
         return ClientConfig(sample_max_concurrent_requests=MAX_DRAWS)
 
     @router.post("/client/dynamic_config")
     async def dynamic_config(request: ClientConfigRequest) -> DynamicConfig:
-        """Whether abandoned samples are cancelled."""
+        """True if abandoned samples are cancelled."""
         return DynamicConfig()
 
     @router.get("/healthz")

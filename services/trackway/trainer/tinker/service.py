@@ -1,4 +1,4 @@
-"""What the routes of Tinker's API do: acknowledge requests once they are on disk, and return their results."""
+"""The work behind the routes of Tinker's API: acknowledge requests once they are on disk, and return their results."""
 
 import asyncio
 import json

@@ -76,7 +76,7 @@ class Sampler(BaseModel):
 
 
 class SessionRecord(BaseModel):
-    """What a session was opened with, and its sampling sessions that no request of a model opened."""
+    """The request that opened a session, and the sampling sessions that no request of a model opened."""
 
     model_config = {"ser_json_inf_nan": NON_FINITE}
 
