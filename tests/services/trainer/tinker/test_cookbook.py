@@ -33,6 +33,13 @@ MODEL = "Qwen/Qwen3-8B"
 DIGITS = "1234"
 RIGHT = "3"
 """Answer of every row."""
+SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
+EXAMPLE = (
+    f"<|im_start|>user\nHow many r's are in strawberry?{SUFFIX}<|im_end|>\n<|im_start|>assistant\n"
+    "Let's spell the word out and number all the letters: 1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r 9) r 10) y. We have "
+    "r's at positions 3, 8, and 9. \\boxed{3}<|im_end|>\n"
+)
+"""Beginning of each prompt of the RL recipe."""
 
 
 def teach(folder: Path) -> None:
@@ -42,8 +49,8 @@ def teach(folder: Path) -> None:
     for _ in range(150):
         loss = torch.zeros(())
         for row in rows(draw, 8):
-            start = f"<|im_start|>user\n{row['question']}<|im_end|>\n<|im_start|>assistant\n"
-            prompt = tokenizer.encode(start)
+            question = f"<|im_start|>user\n{row['question']}{SUFFIX}<|im_end|>\n<|im_start|>assistant\n"
+            prompt = tokenizer.encode(EXAMPLE + question)
             answer = tokenizer.encode(f"\\boxed{{{draw.choice(DIGITS)}}}<|im_end|>")
             ids = torch.tensor([prompt + answer])
             labels = torch.tensor([[-100] * len(prompt) + answer])
@@ -57,8 +64,7 @@ def teach(folder: Path) -> None:
 
 def rows(draw: random.Random, count: int) -> list[dict[str, Any]]:
     questions = [f"{draw.randint(2, 9)}+{draw.randint(2, 9)}?" for _ in range(count)]
-    suffix = " Provide a numerical answer without units, written inside \\boxed{}."
-    return [{"question": f"{question}{suffix}", "answer": f"#### {RIGHT}"} for question in questions]
+    return [{"question": question, "answer": f"#### {RIGHT}"} for question in questions]
 
 
 def write_dataset(folder: Path, config: str, records: list[dict[str, Any]]) -> None:
@@ -135,7 +141,7 @@ def test_the_supervised_recipe_lowers_its_loss(url: str, folder: Path, packages:
 
 
 def test_the_rl_recipe_raises_its_reward(url: str, folder: Path, packages: Path) -> None:
-    sizes = {"batch_size": 8, "group_size": 8, "max_tokens": 12, "max_steps": 10}
+    sizes = {"batch_size": 8, "group_size": 8, "max_tokens": 24, "max_steps": 10}
     found = metrics_of("rl_loop", url, folder, packages, loss_fn="importance_sampling", learning_rate=5e-3, **sizes)
 
     rewards = [row["reward/total"] for row in found]
