@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Sequence
 
 import httpx
+from pydantic import SecretStr
 
 from trackway.agent.settings import AgentSettings
 from trackway.clients import Deadline, RolloutClient
@@ -22,8 +23,9 @@ class Teachers:
 
     def __init__(self, settings: AgentSettings, rollout: RolloutClient, http: httpx.AsyncClient | None = None) -> None:
         self._rollout = rollout
+        no_token = SecretStr("")  # the deployment's own is for no other host
         self._own = {
-            name: RolloutClient(url, http, settings.rollout_policy, batches=http is None)
+            name: RolloutClient(url, http, settings.rollout_policy, no_token, batches=http is None)
             for name, url in settings.teachers.items()
         }
 

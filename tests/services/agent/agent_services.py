@@ -177,6 +177,7 @@ async def open_services(
     tracing: TracingSettings | None = None,
     weight_wait_s: float = 5.0,
     trainer: FastAPI | None = None,
+    teacher: httpx.AsyncBaseTransport | None = None,
 ) -> AsyncIterator[AgentServices]:
     """The services over ASGI, each with its own tracing into one exporter."""
     exporter = InMemorySpanExporter()
@@ -203,6 +204,8 @@ async def open_services(
             "http://tools": tools,
             "http://reward": reward,
         }
+        if teacher is not None:
+            mounts["http://teacher"] = teacher
         if trainer is not None:
             mounts["http://trainer"] = httpx.ASGITransport(trainer)
         # No TLS here: reading the certificates takes 40 ms.

@@ -1,5 +1,8 @@
 """A teacher scores what the student wrote: exact places, a span of its own, and its failure."""
 
+import json
+
+import httpx
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -7,6 +10,7 @@ from tests.services.agent.agent_services import AgentServices, call, open_servic
 from tests.services.agent.scripted_model import END
 from tests.services.agent.test_tool_agent import ANSWER, FIRST, OBSERVATION
 from trackway.agent.settings import AgentSettings
+from trackway.clients.token import TOKEN
 from trackway.wire.errors import ErrorCode
 from trackway.wire.trajectory import StopReason, TeacherScores
 
@@ -57,14 +61,26 @@ async def test_a_teacher_that_no_service_has_fails_the_trajectory_by_name(servic
 
 
 @pytest.mark.anyio
-async def test_a_rollout_service_of_its_own_is_asked_by_its_name(
-    settings: AgentSettings, tokenizer: PreTrainedTokenizerFast
+async def test_a_rollout_service_of_its_own_is_asked_by_its_name_and_without_our_token(
+    settings: AgentSettings, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = settings.model_copy(update={"teachers": {"elsewhere": "http://rollout"}})
-    async with open_services(settings, tokenizer) as services:
+    monkeypatch.setenv(TOKEN, "the-deployments-own")
+    settings = settings.model_copy(update={"teachers": {"elsewhere": "http://teacher"}})
+    asked: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        tokens = json.loads(request.content)["token_ids"]
+        reply = {"request_id": "r", "model": "m", "created": 0, "choices": []}
+        usage = {"prompt_tokens": len(tokens), "completion_tokens": 0, "total_tokens": len(tokens)}
+        scores = {"logprobs": [-1.0] * (len(tokens) - 1), "top_ids": [], "top_logprobs": []}
+        return httpx.Response(200, json={**reply, "usage": usage, "prompt_logprobs": scores})
+
+    async with open_services(settings, tokenizer, teacher=httpx.MockTransport(answer)) as services:
         trajectory = await services.say(call("counter") + END, ANSWER, teacher={"name": "t", "model": "elsewhere"})
         agents = (await services.client.get("/agents")).json()
 
     assert trajectory.error is None and trajectory.teacher is not None
-    assert len(trajectory.teacher.logprobs) == sum(trajectory.response_mask)
-    assert agents["teachers"] == {"elsewhere": "http://rollout"}
+    assert trajectory.teacher.logprobs == [-1.0] * sum(trajectory.response_mask)
+    assert [request.headers.get("authorization") for request in asked] == [None]
+    assert agents["teachers"] == {"elsewhere": "http://teacher"}

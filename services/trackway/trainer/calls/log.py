@@ -40,7 +40,7 @@ Op = Literal[
 
 
 class TrainingCall(WireReply):
-    """A request for a model, as it was acknowledged. A forward_backward has a body beside it in the record."""
+    """An acknowledged request for a model. The record of a forward_backward also has a body."""
 
     id: str
     """`<model_id>:<seq_id>`. A repeated request has the same id."""

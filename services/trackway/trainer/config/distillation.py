@@ -1,6 +1,6 @@
 """The section `distillation.*`: teachers that score the student's own tokens, and the loss made of their logprobs.
 
-Keys are those of verl 0.9.1 (verl/workers/config/distillation.py).
+The keys are verl 0.9.1's (verl/workers/config/distillation.py).
 """
 
 from collections.abc import Mapping
@@ -88,8 +88,8 @@ class TeachersConfig(Section, extra="allow"):
         others = ", ".join(sorted(self.__pydantic_extra__ or {}))
         if others and self.teacher_model.model_path:
             raise ValueError(
-                f"expected teacher_model as the only teacher, got {others} beside it, for which verl drops it; give it "
-                "another name"
+                f"expected teacher_model as the only teacher, got {others} too; give it another name, "
+                "since verl ignores it then"
             )
         return self
 

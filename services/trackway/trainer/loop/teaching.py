@@ -118,7 +118,7 @@ def _published(key: str, given: str, student: str, tokenizer: PreTrainedTokenize
         )
         raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
     digests = tensor_digests(folder)
-    digest = hashlib.sha256("".join(sorted(next(iter(d.sha256.values())) for d in digests)).encode()).hexdigest()
+    digest = hashlib.sha256("".join(f"{d.name} {next(iter(d.sha256.values()))}" for d in digests).encode()).hexdigest()
     name = f"teacher-{digest[:16]}"
     store = WeightStore(policy_url(weights_url, name))
     if store.latest() is None:

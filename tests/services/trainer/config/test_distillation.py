@@ -62,7 +62,7 @@ def test_verls_command_line_is_read():
         ([*ON, f"{LOSS}.policy_loss_mode=gspo"], "policy_loss_mode: expected vanilla, got gspo"),
         (
             [*ON, f"+{D}.teacher_models.other.model_path=m", f"+{D}.teacher_models.other.key=x"],
-            "expected teacher_model as the only teacher, got other beside it, for which verl drops it",
+            "expected teacher_model as the only teacher, got other too; give it another name",
         ),
         (
             [f"{D}.enabled=true", *(f"+{D}.teacher_models.{name}.model_path=m" for name in "ab")],
