@@ -53,7 +53,7 @@ class ChatReader:
                 call = before.model_copy(update={"messages": [*known, *new]})
             else:
                 call = SessionChat.model_validate({**fields, "messages": messages})
-        except ValueError:  # the errors of JSON name other types than those of Python's values
+        except ValueError:  # JSON's errors name other types than Python's
             return SessionChat.model_validate_json(body)
         if before is not None and self._digested[0] is before:
             self._digested = call, self._digested[1]

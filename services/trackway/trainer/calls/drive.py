@@ -52,7 +52,7 @@ from trackway.wire.weights import policy_url
 LOOK_AGAIN_S = 1.0
 """Longest pause between looks at the log."""
 TRACKING_DEADLINE_S = 60.0
-"""Longest wait at the end for metrics that MLflow has not received."""
+"""Longest wait at the end for the last metrics to reach MLflow."""
 STATE = "state.safetensors"
 _UNNAMED = "s"
 UNEMBED = (

@@ -156,9 +156,7 @@ class TrainedModel:
         own = self.learner.policy.tensors()
         found = {name.removeprefix(_MODEL): t.shape for name, t in saved.tensors.items() if name.startswith(_MODEL)}
         if found != {name: tensor.shape for name, tensor in own.items()}:
-            message = (
-                f"expected weights of the same rank and layers ({self.header.lora}), got those of {saved.header.lora}"
-            )
+            message = f"expected weights saved with {self.header.lora}, got weights saved with {saved.header.lora}"
             raise TrackwayError(ErrorCode.INVALID_REQUEST, f"{message}; create a model with that lora_config")
         self._restore(saved.tensors, optimizer)
         self.learner.optimizer.zero_grad(set_to_none=True)

@@ -46,8 +46,8 @@ class TrainingBatch:
     have the rest of. None to take `old_logprobs` as they are."""
 
     selected: Tensor | None = None
-    """[B, T - 1] bool: tokens that `clip_cov` or `kl_cov` treats apart, or those of `gspo`'s mean ratio where a call
-    names them. None otherwise."""
+    """[B, T - 1] bool: tokens that `clip_cov` or `kl_cov` treats apart, or tokens of `gspo`'s mean ratio where a
+    call names them. None otherwise."""
     owners: Tensor | None = None
     """[B] int64: number of each row's trajectory, or None where each row is a whole one."""
     values: Tensor | None = None

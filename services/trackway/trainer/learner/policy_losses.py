@@ -58,7 +58,7 @@ class LossInputs(NamedTuple):
         return (values.detach() * self.mask).sum() / self.agg.tokens
 
     def over_tokens(self, values: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[B, 1]: the mean of values [B, T] or [B, 1] over the tokens of each sequence, or over those of `mask`."""
+        """[B, 1]: the mean of values [B, T] or [B, 1] over the tokens of each sequence, or of `mask`."""
         mask = self.mask if mask is None else mask
         return (values * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
 

@@ -213,7 +213,7 @@ def test_saved_weights_continue_in_another_session_with_and_without_the_optimize
 
     assert second.state(0) == first.state(0)
     assert second.state(1) != first.state(0)
-    assert "expected weights of the same rank and layers" in error_of(second, 0, n=2)
+    assert "expected weights saved with rank" in error_of(second, 0, n=2)
     assert "which was not created" in error_of(second, 1, n=2)
     assert "which were not saved" in error_of(second, 0, n=3)
 

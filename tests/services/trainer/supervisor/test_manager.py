@@ -296,7 +296,7 @@ async def test_two_runs_at_once_learn_what_each_learns_alone_though_one_is_kille
     assert second.policy == "second"
     assert rows == [learned(baseline.rows)] * 2
     assert {(request.run, request.policy) for request in agent.requests} == {("first", None), ("second", "second")}
-    published = [each.latest() for each in (store, own)]
+    published = [weight_store.latest() for weight_store in (store, own)]
     assert [(found.run, found.version) for found in published if found] == [("first", 5), ("second", 6)]
     assert store.policies() == ["second"]
 
