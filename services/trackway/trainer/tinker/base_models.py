@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from trackway.clients import Deadline, RolloutClient
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.rollout import ModelList
+from trackway.wire.rollout import ModelCard, ModelList
 
 ANSWER_S = 10.0
 """Longest wait for the rollout service's answer."""
@@ -47,8 +47,7 @@ class BaseModels:
     async def facts(self) -> BaseModelFacts:
         """Return the model. Raises TrackwayError when the rollout service does not answer."""
         if self._facts is None or time.monotonic() - self._asked_at > _FRESH_S:
-            deadline = Deadline.after(ANSWER_S)
-            card = (await self._rollout.call("GET", "/v1/models", reply=ModelList, deadline=deadline)).data[0]
+            card, *_ = await self._cards()
             self._facts = BaseModelFacts(card.root or card.id, card.id, card.max_model_len)
             self._asked_at = time.monotonic()
         return self._facts
@@ -57,7 +56,22 @@ class BaseModels:
         """Return the model. Raises INVALID_REQUEST unless the client names it."""
         facts = await self.facts()
         if not facts.is_named(name):
-            expected = " or ".join(facts.names)
-            message = f"base_model: expected {expected}, the model of the rollout service, got {name}; name that"
-            raise TrackwayError(ErrorCode.INVALID_REQUEST, f"{message}, or serve another (model_path)")
+            raise _unknown(name, facts, "name that, or serve another (model_path)")
         return facts
+
+    async def require_sampled(self, name: str) -> None:
+        """Raise INVALID_REQUEST unless the client names the model or a policy that the rollout service lists."""
+        facts = await self.facts()
+        if not facts.is_named(name) and name not in (policies := [card.id for card in await self._cards()]):
+            raise _unknown(name, facts, f"name that or a policy ({', '.join(policies)})")
+
+    async def _cards(self) -> list[ModelCard]:
+        """Ask the rollout service for its model, which comes first, and its policies."""
+        deadline = Deadline.after(ANSWER_S)
+        return (await self._rollout.call("GET", "/v1/models", reply=ModelList, deadline=deadline)).data
+
+
+def _unknown(name: str, facts: BaseModelFacts, remedy: str) -> TrackwayError:
+    expected = " or ".join(facts.names)
+    message = f"base_model: expected {expected}, the model of the rollout service, got {name}; {remedy}"
+    return TrackwayError(ErrorCode.INVALID_REQUEST, message)

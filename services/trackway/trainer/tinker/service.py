@@ -175,7 +175,7 @@ class TinkerService:
             model, saved_by = self.sessions.checkpoint(request.model_path, "sampler_weights")
             sampler = Sampler(base_model=model.base_model, model_path=request.model_path, saved_by=saved_by)
         elif request.base_model is not None:
-            await self.bases.required(request.base_model)
+            await self.bases.require_sampled(request.base_model)
             sampler = Sampler(base_model=request.base_model)
         else:
             message = "expected base_model or model_path, got neither; name one"
@@ -231,7 +231,8 @@ class TinkerService:
     async def _weights_of(self, id: str) -> Weights:
         sampler, base = self._sampler(id), await self.bases.facts()
         if sampler.saved_by is None:
-            return Weights(BASE_POLICY, 0, base.max_len)
+            name = sampler.base_model
+            return Weights(BASE_POLICY if base.is_named(name) else name, 0, base.max_len)
         result = self.sessions.result(sampler.saved_by)
         if result is None:
             message = f"expected published weights, got request {sampler.saved_by} without a result; wait for it"

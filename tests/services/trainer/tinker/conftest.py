@@ -60,8 +60,13 @@ def spans() -> Spans:
 
 
 @pytest.fixture(scope="session")
-def rollout_url(tmp_path_factory: pytest.TempPathFactory, spans: Spans) -> Iterator[str]:
-    weights = tmp_path_factory.mktemp("weights")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The rollout service's weight store."""
+    return tmp_path_factory.mktemp("weights")
+
+
+@pytest.fixture(scope="session")
+def rollout_url(weights: Path, spans: Spans) -> Iterator[str]:
     settings = RolloutSettings(model_path=TINY_MODEL, weights_url=str(weights), device="cpu")
     with served_in_thread(rollout_app(settings, tracing=spans.tracing)) as url:
         yield url

@@ -21,15 +21,18 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.serving import served_in_thread
+from tests.weight_proofs import ANY_PROOF
+from trackway.clients.weights import WeightStore
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.rollout.app import create_app as rollout_app
 from trackway.rollout.settings import RolloutSettings
 from trackway.trainer.app import create_app as trainer_app
 from trackway.trainer.settings import TrainerSettings
+from trackway.wire.weights import policy_url
 
 pytestmark = [pytest.mark.agents, pytest.mark.timeout(900)]
 
-MODEL = "Qwen/Qwen3-8B"
+MODEL, TEACHER = "Qwen/Qwen3-8B", "teacher"
 DIGITS = "1234"
 RIGHT = "3"
 """Answer of every row."""
@@ -42,16 +45,16 @@ EXAMPLE = (
 """Beginning of each prompt of the RL recipe."""
 
 
-def teach(folder: Path) -> None:
-    """Write the tiny model, whose answers are boxed digits."""
+def teach(folder: Path, before: str, digits: str) -> None:
+    """Write the tiny model, taught to answer a question after `before` with one of the digits, boxed."""
     tokenizer, model = AutoTokenizer.from_pretrained(TINY_MODEL), AutoModelForCausalLM.from_pretrained(TINY_MODEL)
     draw, optimizer = random.Random(0), torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(150):
         loss = torch.zeros(())
         for row in rows(draw, 8):
             question = f"<|im_start|>user\n{row['question']}{SUFFIX}<|im_end|>\n<|im_start|>assistant\n"
-            prompt = tokenizer.encode(EXAMPLE + question)
-            answer = tokenizer.encode(f"\\boxed{{{draw.choice(DIGITS)}}}<|im_end|>")
+            prompt = tokenizer.encode(before + question)
+            answer = tokenizer.encode(f"\\boxed{{{draw.choice(digits)}}}<|im_end|>")
             ids = torch.tensor([prompt + answer])
             labels = torch.tensor([[-100] * len(prompt) + answer])
             loss = loss + model(input_ids=ids, labels=labels).loss / 8
@@ -90,7 +93,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working directory with the model and the datasets under their names on the hub."""
     folder, draw = tmp_path_factory.mktemp("work"), random.Random(1)
     torch.manual_seed(0)
-    teach(folder / MODEL)
+    teach(folder / MODEL, EXAMPLE, DIGITS)
+    teach(folder / TEACHER, "", RIGHT)
     problems = rows(draw, 512)
     write_dataset(folder / "openai/gsm8k", "main", problems)
     chats = [
@@ -102,7 +106,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         }
         for row in problems
     ]
-    write_dataset(folder / "HuggingFaceH4/no_robots", "default", chats)
+    for name in ("HuggingFaceH4/no_robots", "allenai/tulu-3-sft-mixture"):
+        write_dataset(folder / name, "default", chats)
     return folder
 
 
@@ -110,6 +115,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     outputs = tmp_path_factory.mktemp("outputs")
     store = str(outputs / "weights")
+    WeightStore(policy_url(store, TEACHER)).publish(1, TEACHER, folder / TEACHER, ANY_PROOF)
     rollout = rollout_app(RolloutSettings(model_path=folder / MODEL, weights_url=store, device="cpu"))
     with served_in_thread(rollout) as rollout_url:
         settings = TrainerSettings(outputs_dir=str(outputs), weights_url=store, rollout_url=rollout_url)
@@ -146,3 +152,12 @@ def test_the_rl_recipe_raises_its_reward(url: str, folder: Path, packages: Path)
 
     rewards = [row["reward/total"] for row in found]
     assert len(rewards) == 10 and sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.3
+
+
+def test_the_distillation_recipe_comes_near_its_teacher(url: str, folder: Path, packages: Path) -> None:
+    sizes = {"groups_per_batch": 8, "group_size": 4, "max_tokens": 24, "max_steps": 10, "lora_rank": 32}
+    words = {"teacher_model": TEACHER, "dataset": "tulu3", "learning_rate": 5e-3, "eval_every": 0, **sizes}
+    found = metrics_of("distillation.on_policy_distillation", url, folder, packages, **words)
+
+    distances = [row["teacher_kl"] for row in found]
+    assert len(distances) == 10 and distances[-1] < distances[0] / 2

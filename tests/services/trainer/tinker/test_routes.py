@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,9 +11,13 @@ import pytest
 
 from tests.services.trainer.tinker.conftest import Api, Spans
 from tests.waiting import until
+from tests.weight_proofs import ANY_PROOF
+from trackway.clients.weights import WeightStore
+from trackway.deploy.bundled import TINY_MODEL
 from trackway.trainer.calls.protobuf import schema
 from trackway.trainer.tinker import routes, sampling, service, sessions
 from trackway.wire.trainer import RunInfo, RunState
+from trackway.wire.weights import policy_url
 
 pytestmark = pytest.mark.slow
 
@@ -44,8 +49,8 @@ class Caller:
     def optim_step(self, model_id: str, seq_id: int, status: int = 200, **params: float) -> Any:
         return self.post("optim_step", {"model_id": model_id, "seq_id": seq_id, "adam_params": params}, status)
 
-    def sampler(self, session: str, number: int = 0) -> str:
-        body = {"session_id": session, "sampling_session_seq_id": number, "base_model": "tiny"}
+    def sampler(self, session: str, number: int = 0, base_model: str = "tiny") -> str:
+        body = {"session_id": session, "sampling_session_seq_id": number, "base_model": base_model}
         return self.post("create_sampling_session", body)["sampling_session_id"]
 
     def asample(self, sampler: str, seq_id: int = 0, status: int = 200, **changes: Any) -> Any:
@@ -90,6 +95,21 @@ def test_an_unknown_base_model_is_refused_with_the_one_that_is_served(caller: Ca
     refused = message(caller.post("create_model", body, status=400))
     assert refused.startswith("base_model: expected ") and " or tiny, the model of the rollout service" in refused
     assert refused.endswith("got Qwen/Qwen3-8B; name that, or serve another (model_path)")
+
+
+def test_samples_of_a_base_model_may_come_from_a_policy_of_the_rollout_service(
+    caller: Caller, rollout_url: str, weights: Path
+):
+    WeightStore(policy_url(str(weights), "teacher")).publish(1, "teacher", TINY_MODEL, ANY_PROOF)
+    sampler = caller.sampler(caller.session(), base_model="teacher")
+    [sequence] = caller.drawn(caller.asample(sampler)["request_id"]).sequences
+    assert len(sequence.tokens) > 0
+
+    policies = httpx.get(f"{rollout_url}/policies").json()["policies"]
+    assert [policy["loaded"] for policy in policies if policy["name"] == "teacher"] == [True]
+    body = {"session_id": caller.session(), "sampling_session_seq_id": 0, "base_model": "elsewhere"}
+    refused = message(caller.post("create_sampling_session", body, status=400))
+    assert refused.endswith(f"got elsewhere; name that or a policy ({policies[0]['name']}, teacher)")
 
 
 def test_a_path_that_ends_with_the_name_of_a_hub_is_that_model(caller: Caller):
