@@ -55,7 +55,7 @@ from trackway.wire.health import SpanCounts
 from trackway.wire.sessions import FinishedSession
 from trackway.wire.tracing import TraceTarget
 from trackway.wire.trainer import RunState
-from trackway.wire.trajectory import Reward, Trajectory
+from trackway.wire.trajectory import Reward, TeacherScores, Trajectory
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.usefixtures("shared_http")]
 
@@ -490,16 +490,34 @@ async def test_samples_and_profiles_are_written_for_their_steps(new_run: NewRun,
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["step_2.json.gz"]
 
 
-async def test_a_run_killed_ahead_trains_what_was_finished_and_requests_only_the_rest(new_run: NewRun, agent):
-    whole = new_run("whole", *AHEAD)
+def taught(trajectory: Trajectory) -> Trajectory:
+    """The teacher's logprobs differ from token to token and from rollout to rollout."""
+    scores = [-0.1 * (i + 1 + trajectory.tags.rollout_n) for i in range(sum(trajectory.response_mask))]
+    return trajectory.model_copy(update={"teacher": TeacherScores(teacher="teacher_model", logprobs=scores)})
+
+
+TAUGHT = (
+    "distillation.enabled=true",
+    "distillation.teacher_models.teacher_model.model_path=base",
+    "distillation.distillation_loss.use_task_rewards=false",
+)
+
+
+@pytest.mark.parametrize("keys", [(), TAUGHT], ids=["rewarded", "taught"])
+async def test_a_run_killed_ahead_trains_what_was_finished_and_requests_only_the_rest(
+    new_run: NewRun, agent, keys: tuple[str, ...]
+):
+    agent.change = taught
+    keys = (*AHEAD, *keys)
+    whole = new_run("whole", *keys)
     await fit(whole)
-    first = new_run("run", *AHEAD)
+    first = new_run("run", *keys)
     await fit(first)
     for step in (2, 3, 4):
         shutil.rmtree(first.folder.checkpoints / f"global_step_{step}")
     agent.requests.clear()
 
-    again = new_run("run", *AHEAD)
+    again = new_run("run", *keys)
     assert again.step == 1
     await fit(again)
 
