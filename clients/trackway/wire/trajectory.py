@@ -254,6 +254,8 @@ class Trajectory(WireReply):
     """A greedy rollout whose score is the baseline of its group (ReMax). No update trains it."""
     usage: TokenUsage | None = Field(default=None, exclude_if=_is_none)
     """Token counts of a model that returns no token ids (`chat_model`); such a trajectory cannot be trained on."""
+    offered_tools: list[str] = Field(default_factory=list[str], fail_fast=True)
+    """Names of the tools that its prompt describes, in this order."""
     tool_rewards: list[float] = Field(default_factory=list[float], fail_fast=True)
     num_turns: int = 0
     """verl's count: user turns + assistant turns + 1 (a plain answer is 2, one tool round is 4)."""

@@ -237,6 +237,7 @@ class Episode:
             reward=self.reward,
             ground_truth=self.sample.reward_model.ground_truth,
             usage=self.usage,
+            offered_tools=[schema.function.name for schema in self.tools],
             tool_rewards=self.tool_rewards,
             num_turns=self.num_turns,
             stop_reason=self.stop_reason,

@@ -36,6 +36,7 @@ _SCHEMA = pa.schema(
         ("response_mask", pa.list_(pa.int64())),
         ("response_logprobs", pa.list_(pa.float64())),
         ("is_baseline", pa.bool_()),
+        ("offered_tools", pa.list_(pa.string())),
         ("tool_rewards", pa.list_(pa.float64())),
         *((name, pa.string()) for name in NESTED if name != "teacher"),
     ]

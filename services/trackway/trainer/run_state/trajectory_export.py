@@ -296,7 +296,7 @@ def _write_atif(folder: Path, trajectories: Iterator[list[Trajectory]], source: 
     for number, row in enumerate(itertools.chain.from_iterable(trajectories)):
         part = folder / f"{'val_' if row.tags.validation else ''}step_{row.tags.step}"
         part.mkdir(exist_ok=True)
-        document = to_atif(row, source.model, source.tools)
+        document = to_atif(row, source.model, _offered(row, source.tools))
         (part / f"{number:06d}.json").write_bytes(to_json(document, inf_nan_mode=NON_FINITE))
 
 
@@ -330,9 +330,16 @@ def _write_dataset(folder: Path, trajectories: Iterator[list[Trajectory]], sourc
 
 def _chat_line(trajectory: Trajectory, tools: Sequence[ToolSchema]) -> bytes:
     columns = _texts(trajectory)
-    offered = {"tools": [tool.model_dump(mode="json") for tool in tools]} if tools else {}
-    line = {"messages": _messages(trajectory), **offered, "reward": columns.pop("score"), **columns}
+    offered = _offered(trajectory, tools)
+    shown = {"tools": [tool.model_dump(mode="json") for tool in offered]} if offered else {}
+    line = {"messages": _messages(trajectory), **shown, "reward": columns.pop("score"), **columns}
     return to_json(line, inf_nan_mode="null") + b"\n"
+
+
+def _offered(trajectory: Trajectory, tools: Sequence[ToolSchema]) -> list[ToolSchema]:
+    """The tools that the trajectory's prompt describes, in its order."""
+    known = {tool.function.name: tool for tool in tools}
+    return [known[name] for name in trajectory.offered_tools if name in known]
 
 
 def _messages(trajectory: Trajectory) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from trackway.wire.chat import FunctionSchema, Message, ToolSchema
 from trackway.wire.errors import TrackwayError
 from trackway.wire.trajectory import Tags, Turn
 
-TOOLS = [ToolSchema(function=FunctionSchema(name="add"))]
+TOOLS = [ToolSchema(function=FunctionSchema(name=name)) for name in ("subtract", "add")]
 MESSAGES = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
 
 
@@ -26,7 +26,7 @@ def run(folder, rollout):
     """A run of steps 2 and 10 with a row each, of which rollout 1 scored 1.0, and a validation."""
     said = Message(role="assistant", content="2")
     turn = Turn(index=0, messages=[said], response_start=0, response_end=6, finish_reason="stop")
-    texts = {"prompt_messages": [Message(role="user", content="1 + 1?")], "turns": [turn]}
+    texts = {"prompt_messages": [Message(role="user", content="1 + 1?")], "turns": [turn], "offered_tools": ["add"]}
     row = {
         "prompt_ids": [1],
         "response_ids": [2],
