@@ -8,8 +8,8 @@ from trackway.agent.chat_model import ChatModel
 from trackway.agent.sessions.store import Sessions
 from trackway.agent.settings import AgentSettings
 from trackway.agent.teachers import Teachers
-from trackway.agent.tokens import ChatTokens
 from trackway.agent.toolbox import ToolCatalog
+from trackway.chat.tokens import ChatTokens
 from trackway.clients import RewardClient, RolloutClient, ToolsClient, TrainerClient
 from trackway.wire.errors import ErrorCode, TrackwayError
 

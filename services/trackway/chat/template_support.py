@@ -87,22 +87,58 @@ class WrittenCall(NamedTuple):
 def written_call(tokenizer: Renders, variables: Mapping[str, JsonValue] | None = None) -> WrittenCall | None:
     """The text of an assistant turn that is one call, or None when the template writes none."""
 
-    def render(messages: Sequence[Mapping[str, Any]], *, ends_open: bool) -> str:
-        options = {"add_generation_prompt": ends_open, "tokenize": False, **(variables or {})}
-        return str(tokenizer.apply_chat_template([*messages], None, **options))
-
     arguments: dict[str, JsonValue] = {"text": _RESULT}
     call = {"id": "call00000", "type": "function", "function": {"name": _TOOL, "arguments": arguments}}
     try:
-        before = render([_QUESTION], ends_open=True)
-        answered = render([_QUESTION, {"role": "assistant", "content": _ANSWER}], ends_open=False)
-        called = render([_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}], ends_open=False)
+        before, called, end = _turn(tokenizer, {"role": "assistant", "content": "", "tool_calls": [call]}, variables)
     except REJECTIONS:
         return None
-    end = answered.partition(_ANSWER)[2]
     shared = next((place for place, (a, b) in enumerate(zip(before, called, strict=False)) if a != b), len(before))
     text = called[shared:].removesuffix(end)
     return WrittenCall(text, _TOOL, arguments) if _TOOL in text else None
+
+
+def written_text(
+    tokenizer: Renders, message: Mapping[str, Any], variables: Mapping[str, JsonValue] | None = None
+) -> str:
+    """The text that a model writes for an assistant's message, without what ends the turn.
+
+    The message is rendered behind a stand-in question, as `ids_after_answer` renders what follows it.
+
+    Raises:
+        ValueError: the template shows the message elsewhere than behind its generation prompt.
+        TemplateError, TypeError: the template rejects the message.
+    """
+    before, written, end = _turn(tokenizer, message, variables)
+    if not (written.startswith(before) and written.endswith(end) and end):
+        raise ValueError(
+            "expected a chat template that shows the assistant's message behind its generation prompt, got "
+            f"{written[-80:]!r} and the prompt {before[-40:]!r}; set the template's variables, or use another"
+        )
+    return written[len(before) : len(written) - len(end)]
+
+
+def _turn(
+    tokenizer: Renders, message: Mapping[str, Any], variables: Mapping[str, JsonValue] | None
+) -> tuple[str, str, str]:
+    """The generation prompt behind a question, the question with the message, and what ends an assistant's turn."""
+
+    def render(messages: list[Mapping[str, Any]], *, ends_open: bool) -> str:
+        options = {"add_generation_prompt": ends_open, "tokenize": False, **(variables or {})}
+        return str(tokenizer.apply_chat_template(messages, None, **options))
+
+    answered = render([_QUESTION, {"role": "assistant", "content": _ANSWER}], ends_open=False)
+    end = answered.partition(_ANSWER)[2]
+    return render([_QUESTION], ends_open=True), render([_QUESTION, message], ends_open=False), end
+
+
+def encoded_behind(mark: str, text: str, encode: Callable[[str], Sequence[int]]) -> list[int]:
+    """The ids of a text behind a mark, since some tokenizers put one of their own before the first word of a text.
+
+    Where mark and text share a token, the ids of the text alone.
+    """
+    before, ids = [*encode(mark)], [*encode(mark + text)]
+    return ids[len(before) :] if ids[: len(before)] == before else [*encode(text)]
 
 
 def ids_after_answer(
@@ -110,21 +146,16 @@ def ids_after_answer(
 ) -> list[int]:
     """The ids that follow an assistant turn: its end, the messages, and the next generation prompt.
 
-    The text is encoded behind a letter: some tokenizers put a mark before the first word of a text.
-
     Raises:
         ValueError: the template does not show the assistant's content, or puts nothing behind it.
         TemplateError, TypeError: the template rejects the messages.
     """
     conversation = [_QUESTION, {"role": "assistant", "content": _ANSWER}, *map(dict, messages)]
     _, answer, behind = render(conversation, None).partition(_ANSWER)
-    letter = _ANSWER[-1]
-    before, ids = [*encode(letter)], [*encode(letter + behind)]
-    if ids[: len(before)] != before:  # the letter and the text behind it share a token
-        before, ids = [], [*encode(behind)]
-    if not answer or len(ids) == len(before):
+    ids = encoded_behind(_ANSWER[-1], behind, encode)
+    if not answer or not ids:
         raise ValueError("the chat template does not show the assistant's content; use one that does")
-    return ids[len(before) :]
+    return ids
 
 
 def _reason(what: str, sentinel: str, render: Callable[[], str]) -> str:

@@ -10,7 +10,7 @@ from tests.services.agent.agent_services import AgentServices, open_services
 from tests.services.agent.scripted_model import CHATML, QWEN, byte_tokenizer
 from tests.serving import served
 from trackway.agent.settings import AgentSettings
-from trackway.agent.tokens import ChatTokens
+from trackway.chat.tokens import ChatTokens
 from trackway.clients import AgentClient, CallPolicy, shared_http
 
 

@@ -4,7 +4,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.services.chat.families import FAMILIES
-from trackway.agent.tokens import ChatTokens
+from trackway.chat.tokens import ChatTokens
 from trackway.wire.chat import FunctionSchema, Message, ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
 
@@ -120,3 +120,17 @@ async def test_a_tools_result_is_never_dropped_without_a_word(family: str) -> No
         await ChatTokens(FAMILIES[family].tokenizer()).following([{"role": "tool", "content": "18"}], [])
 
     assert (caught.value.code, caught.value.detail) == (ErrorCode.INVALID_REQUEST, {"param": "messages"})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_an_answer_written_for_training_equals_its_part_of_the_whole_conversation(family: str) -> None:
+    tokens = ChatTokens(FAMILIES[family].tokenizer())
+    answer, later = Message(role="assistant", content="Let me see."), [MORE]
+    whole = await tokens.prompt([QUESTION, answer, *later], [], 4096)
+
+    prompt, written = await tokens.prompt([QUESTION], [], 4096), await tokens.written(answer)
+    behind = await tokens.observation(later, written)
+
+    if family == "vicuna":  # its template ends a turn without a token, so that a rollout has the end of text there
+        assert written.pop() == tokens.fast.eos_token_id
+    assert prompt + written + behind == whole

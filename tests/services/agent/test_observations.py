@@ -1,7 +1,7 @@
 import pytest
 
 from trackway.agent.observations import failed_call, not_run, truncated, unknown_function
-from trackway.agent.tokens import ChatTokens
+from trackway.chat.tokens import ChatTokens
 from trackway.wire.agent import Limits
 from trackway.wire.trajectory import ToolCallRecord
 

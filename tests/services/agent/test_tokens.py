@@ -9,7 +9,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from tests.services.agent.scripted_model import CHATML, END, byte_tokenizer
-from trackway.agent.tokens import ChatTokens
+from trackway.chat.tokens import ChatTokens
 from trackway.wire.chat import FunctionCall, FunctionSchema, Message, ToolCall, ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
 

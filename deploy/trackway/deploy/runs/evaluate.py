@@ -19,8 +19,8 @@ from pydantic import ValidationError
 
 from trackway.agent.chat_model import ChatModel
 from trackway.agent.loop import agent_loop, agents
-from trackway.agent.tokens import ChatTokens
 from trackway.agent.toolbox import tool_facts
+from trackway.chat.tokens import ChatTokens
 from trackway.clients import CallPolicy, Deadline, RewardClient, run
 from trackway.clients.failures import ForeignServerError
 from trackway.deploy.checks.findings import Findings

@@ -23,9 +23,9 @@ from trackway.agent.episode import Episode, TurnEpisode
 from trackway.agent.sessions.delivery import CallAnswer, DeliveredResponse, Recorded, WaitingStream
 from trackway.agent.sessions.graph import ChatReader, Conversation, Conversations, Place, Sampled, TokenGraph
 from trackway.agent.sessions.messages import is_auxiliary, joined_turns, meaning, text_of
-from trackway.agent.tokens import ChatTokens
 from trackway.chat.encoding import TooLong
 from trackway.chat.tokenizer import ChatTokenizer
+from trackway.chat.tokens import ChatTokens
 from trackway.model_api.choices import jobs_of, while_connected
 from trackway.model_api.openai.completions import CompletionResponseBuilder
 from trackway.model_api.prompts import chat_ids, forced_prefix, template_form, text_ids

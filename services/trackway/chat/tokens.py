@@ -18,7 +18,13 @@ from pydantic import JsonValue
 from pydantic_core import from_json, to_json
 
 from trackway.chat.encoding import chars_per_token, check_chars, encode_within
-from trackway.chat.template_support import REJECTIONS, TemplateSupport, ids_after_answer
+from trackway.chat.template_support import (
+    REJECTIONS,
+    TemplateSupport,
+    encoded_behind,
+    ids_after_answer,
+    written_text,
+)
 from trackway.chat.tokenizer import ChatTokenizer, offload, template_message
 from trackway.chat.tool_format import ToolFormat
 from trackway.wire.chat import Message, ToolSchema
@@ -137,6 +143,22 @@ class ChatTokens:
         except REJECTIONS as error:
             raise _rejected(error) from error
         return list(ids[1:] if written and written[-1] == ids[0] in self._added else ids)
+
+    async def written(self, message: Message) -> list[int]:
+        """Ids that the model writes for an assistant's message, with the token that ends the turn.
+
+        Raises:
+            TrackwayError: `invalid_request` when the chat template rejects the message, or shows it elsewhere than
+                behind its generation prompt.
+        """
+        try:
+            text = written_text(self.fast, template_message(message), self._template_kwargs)
+            end = self._behind(_NEXT_QUESTION, to_json(self._template_kwargs)).ids[0]
+        except REJECTIONS as error:
+            raise _rejected(error) from error
+        ids = encoded_behind("\n", text, self._encode)
+        last = end if end in self._added else self.fast.eos_token_id
+        return ids if last is None else [*ids, last]
 
     async def places(self, text: str) -> list[tuple[int, int]]:
         """Start and end offset of each token's characters in the text.
