@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from trackway.trainer.config import RunConfig
 from trackway.trainer.learner.learner import Learner
-from trackway.trainer.loop.schedule import Progress
+from trackway.trainer.loop.schedule import Progress, WeightVersions
 from trackway.trainer.loop.scheduler import SchedulerState
-from trackway.trainer.loop.weight_versions import WeightVersions
 from trackway.trainer.run_state.checkpoint import (
     DAMAGED,
     fetch_checkpoint,

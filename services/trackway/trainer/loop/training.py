@@ -7,30 +7,23 @@ run ends, its newest checkpoint and the row of that step agree.
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import InitVar, dataclass, field
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
-from trackway.system import StorageError
-from trackway.system.waits import Waiting, Waits
 from trackway.trainer.data.dataset import traced_positions
-from trackway.trainer.delivery import Sink
 from trackway.trainer.learner.batch import TokenValues
 from trackway.trainer.learner.filtering import FilteredBatch, filter_trajectories
 from trackway.trainer.learner.finite import NotFiniteError
-from trackway.trainer.learner.learner import EmptyBatchError, Learner, UpdateResult
-from trackway.trainer.learner.ranks.snapshot import Snapshot
+from trackway.trainer.learner.learner import EmptyBatchError, UpdateResult
+from trackway.trainer.loop.base import BaseTraining, StopRequested, is_multiple
 from trackway.trainer.loop.colocation import Engines, require_room
 from trackway.trainer.loop.greedy_baseline import sampled_of
-from trackway.trainer.loop.profiler import Profiler
-from trackway.trainer.loop.resume import Beginning
 from trackway.trainer.loop.rollout_client import Rollouts
-from trackway.trainer.loop.schedule import OpenValidation, Progress, Schedule
-from trackway.trainer.loop.scheduler import GroupScheduler
+from trackway.trainer.loop.schedule import OpenValidation, Progress
+from trackway.trainer.loop.scheduler import GroupScheduler, SchedulerState
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.metrics.clock import Clock
 from trackway.trainer.metrics.rollout import (
@@ -41,41 +34,19 @@ from trackway.trainer.metrics.rollout import (
     update_metrics,
 )
 from trackway.trainer.metrics.validation import validation_metrics
-from trackway.trainer.run_state.checkpoint import copy_checkpoint, find_latest, save_checkpoint
-from trackway.trainer.run_state.folder import TOKEN_VALUES, RunFolder
+from trackway.trainer.run_state.checkpoint import find_latest
+from trackway.trainer.run_state.folder import TOKEN_VALUES
 from trackway.trainer.run_state.generations import Generations
 from trackway.trainer.run_state.token_values import write_token_values
 from trackway.trainer.run_state.trajectory_dump import write_trajectories
-from trackway.trainer.traces.run import RunTraces, shown_metrics
+from trackway.trainer.traces.run import shown_metrics
 from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.trainer import MetricsRow
 from trackway.wire.trajectory import Trajectory
 
 T = TypeVar("T")
 
-_WAITS_FOR = {
-    "rollout": "the rollouts of step {next}",
-    "sleep": "the engines to go to sleep",
-    "update_actor": "the update of step {next}",
-    "save_token_values": "the values of tokens of step {next} to be written",
-    "update_weights": "the publication of the weights after step {done}",
-    "wake_up": "the engines to wake up",
-    "testing": "the validation at step {done}",
-    "await_testing": "the validation of the newest published weights, which new ones would replace",
-    "save_checkpoint": "the checkpoint of step {done}",
-}
-"""Thing that a run waits for in each part of a step."""
-CHECKPOINT_WAIT_S = 3600.0
-"""Longest wait for a checkpoint to be written, besides that for a disk that refuses it."""
-STORAGE_RETRY_S = 2.0
-"""Pause before a write that the disk refused is tried again."""
-
 logger = logging.getLogger("trackway.trainer")
-
-
-class StopRequested(Exception):
-    """A stop was requested while the run waited for rollouts."""
 
 
 @dataclass
@@ -89,99 +60,40 @@ class Validation:
     """Writer of the samples of each validation."""
 
 
-class Saving(NamedTuple):
-    """A checkpoint that is being written."""
+@dataclass(kw_only=True)
+class Training(BaseTraining):
+    """A run of reinforcement learning. The methods are the steps of the fit loop."""
 
-    step: int
-    task: asyncio.Task[None]
-
-
-@dataclass
-class Training:
-    """A run in progress. The methods are the steps of the fit loop."""
-
-    plan: Schedule
-    folder: RunFolder
     scheduler: GroupScheduler
     validation: Validation
-    learner: Learner
     publisher: Publisher
-    sinks: Sequence[Sink]
-    traces: RunTraces
-    beginning: InitVar[Beginning]
-    """The state that the run continues from."""
     samples: Generations | None = None
     """Writer of each step's samples."""
-    profiler: Profiler | None = None
-    """Profiles the updates of some steps."""
-    engines: Engines | None = None
-    """Engines that sleep while the learner uses their GPUs. None when no engine shares a GPU."""
-    stop: asyncio.Event = field(default_factory=asyncio.Event)
-    clock: Clock = field(default_factory=Clock)
-    waits: Waits = field(default_factory=Waits)
     _taken: list[int] = field(default_factory=list[int])
     """Bytes of each rank's GPU that the engines gave back when they last went to sleep."""
-    _saving: Saving | None = None
-    """The checkpoint that is being written."""
     _validating: asyncio.Task[Metrics] | None = None
     """The validation `progress.validation`."""
 
-    def __post_init__(self, beginning: Beginning) -> None:
-        self.progress = beginning.progress
-        self.saved_step = beginning.saved_step
-        """Step of the newest checkpoint."""
-        self.notice = beginning.notice
-        """A message about the checkpoint that the run started from."""
+    def groups(self) -> tuple[SchedulerState, Sequence[Trajectory]]:
+        """Groups for a checkpoint that were submitted and not trained, and their trajectories that have ended."""
+        return self.scheduler.snapshot()
 
-    @property
-    def step(self) -> int:
-        """Steps whose update is done."""
-        return self.progress.step
+    def has_saved(self, drawn: Sequence[str]) -> None:
+        """A checkpoint with the groups `drawn` is complete."""
+        self.scheduler.rollouts.saved(drawn)
 
-    @property
-    def complete(self) -> bool:
-        """Whether the last step is done."""
-        return self.step >= self.plan.total_steps
+    def account(self) -> dict[str, int]:
+        """The rollouts by state."""
+        return self.scheduler.account()
 
-    @property
-    def finished(self) -> bool:
-        """Whether no further step may begin."""
-        return self.complete or self.stop.is_set()
-
-    @property
-    def validation_is_due(self) -> bool:
-        """After every `test_freq` steps and after the last."""
-        return self.complete or _is_multiple(self.step, self.plan.test_freq)
-
-    @property
-    def checkpoint_is_due(self) -> bool:
-        """After every `save_freq` steps. The last is saved in any case."""
-        return _is_multiple(self.step, self.plan.save_freq)
+    def release(self) -> None:
+        """Give up the lock of the weight store."""
+        self.publisher.close()
 
     @property
     def publish_is_due(self) -> bool:
         """After every `trigger_parameter_sync_step` steps and after the last."""
-        return self.complete or _is_multiple(self.step, self.scheduler.pacing.sync_every)
-
-    @property
-    def first_validation_is_due(self) -> bool:
-        """Before the first step of a run that starts from a model or from another run's checkpoint.
-
-        Also when a stop interrupted the validation of the step from which the run resumes.
-        """
-        wanted = self.plan.val_before_train or bool(self.progress.unvalidated)
-        return wanted and all(row.step != self.step for row in (*self.folder.rows(), *self.progress.rows))
-
-    @property
-    def validated(self) -> bool:
-        """Whether no validation was interrupted by a stop."""
-        return not self.progress.unvalidated and self.progress.validation is None
-
-    @contextmanager
-    def one_step(self) -> Iterator[None]:
-        """Time and trace the next step."""
-        with self.clock("step"), self.traces.step(self.step + 1):
-            yield
+        return self.complete or is_multiple(self.step, self.scheduler.pacing.sync_every)
 
     async def rollout(self, version: int) -> list[Trajectory]:
         """All rollouts of the next step, failed ones included. New ones are sampled from weights `version` or newer.
@@ -376,61 +288,6 @@ class Training:
         self.traces.assess_validation(trajectories)
         return validation_metrics(trajectories, self.plan.validation_n)
 
-    async def save(self, metrics: Metrics | None = None) -> None:
-        """Save a checkpoint of the newest step, unless it exists or the run only validates.
-
-        First waits for the checkpoint before, and raises its error. With `plan.async_save` the learner's state is
-        copied, and written while the training goes on. `saved` waits for it.
-        """
-        await self.saved()
-        is_saved = self.saved_step == self.step and not self.progress.rows
-        if is_saved or not self.plan.total_steps:
-            return
-        if metrics is not None:
-            self.progress = self.progress.model_copy(update={"metrics": metrics | derived_metrics(metrics)})
-        with self._part("save_checkpoint"):
-            scheduler, finished = self.scheduler.snapshot()
-            state = self.progress.model_copy(update={"scheduler": scheduler}).model_dump(mode="json")
-            snapshot = await asyncio.to_thread(self.learner.snapshot) if self.plan.async_save else None
-            write = self.learner.save if snapshot is None else snapshot.write
-            keep = self.plan.keep_checkpoints
-            save = partial(save_checkpoint, self.folder.checkpoints, self.step, write, state, keep, finished)
-            self._saving = Saving(
-                self.step, asyncio.create_task(self._save(save, self.step, scheduler.drawn, snapshot))
-            )
-            if snapshot is None:
-                await self.saved()
-
-    async def saved(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one. Raises its error, and TrackwayError when it
-        takes too long.
-        """
-        saving, self._saving = self._saving, None
-        if saving is None:
-            return
-        timeout_s = CHECKPOINT_WAIT_S + self.plan.storage_wait_s
-        with self.waits("the learner", f"the checkpoint of step {saving.step}", timeout_s):
-            await asyncio.wait([saving.task], timeout=timeout_s)
-        if not saving.task.done():
-            message = (
-                f"the checkpoint of step {saving.step} was not written in {timeout_s:.0f} s; look at the disk of "
-                f"{self.folder.checkpoints}, then resume the run"
-            )
-            raise TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message, step=saving.step)
-        saving.task.result()
-
-    async def _save(self, save: Callable[[], Path], step: int, drawn: Sequence[str], snapshot: Snapshot | None) -> None:
-        try:
-            folder = await self._stored(save)
-        finally:
-            if snapshot is not None:
-                await asyncio.to_thread(snapshot.close)
-        if self.plan.copies_url is not None:
-            url = f"{self.plan.copies_url}/{self.folder.name}"
-            await self._stored(partial(copy_checkpoint, folder, url, self.plan.keep_checkpoints))
-        self.scheduler.rollouts.saved(drawn)
-        self.saved_step = step
-
     async def log(self, metrics: Metrics) -> None:
         """Write the row of the newest step, with the timings of the clock. Does nothing without metrics.
 
@@ -443,8 +300,7 @@ class Training:
         if "timing_s/step" in data:
             data |= self.scheduler.rollouts.active.take()
         data |= derived_metrics(data, self.plan.gpus)
-        row = MetricsRow(step=self.step, timestamp=time.time_ns() // 1_000_000, data=data)
-        self.progress = self.progress.model_copy(update={"rows": [*self.progress.rows, row]})
+        self.progress = self.progress.model_copy(update={"rows": [*self.progress.rows, self.row(data)]})
         await self._write_rows()
         await self._show(data)
 
@@ -473,20 +329,10 @@ class Training:
             ]
             self._validating = None
         for row in rows:
-            for sink in self.sinks:
-                await self._stored(partial(sink.log, row))
+            await self.write_row(row)
         self.progress = self.progress.model_copy(update={"rows": [], "validation": None})
         if found:
             await self._show(found)
-
-    async def _show(self, metrics: Metrics) -> None:
-        """Set the newest metrics on the run."""
-        changes = {
-            "metrics": self.folder.info().metrics | metrics,
-            "traces": self.traces.summary(),
-            "rollout_states": self.scheduler.account(),
-        }
-        await self._stored(partial(self.folder.update, step=self.step, **changes))
 
     async def close(self) -> None:
         """Cancel the rollouts that are still running, those of a validation included.
@@ -497,15 +343,7 @@ class Training:
         if self._validating is not None:
             self._validating.cancel()
             await asyncio.gather(self._validating, return_exceptions=True)
-        if self._saving is not None:
-            await asyncio.wait([self._saving.task], timeout=CHECKPOINT_WAIT_S)
-
-    @contextmanager
-    def _part(self, name: str, activity: str = "") -> Iterator[Waiting]:
-        """Trace a part of the step as `name`, and time it as `activity`, which defaults to the name."""
-        waits_for = _WAITS_FOR[name].format(next=self.step + 1, done=self.step)
-        with self.clock(activity or name), self.traces.own.part(name), self.waits("the run", waits_for) as waiting:
-            yield waiting
+        await super().close()
 
     async def _or_save(self, name: str, work: Awaitable[None], metrics: Metrics | None = None) -> None:
         try:
@@ -514,43 +352,6 @@ class Training:
         except TrackwayError:
             await self.save(metrics)
             raise
-
-    async def _stored(self, write: Callable[[], T]) -> T:
-        """Runs a write in a thread, retries it while the disk refuses it, and returns its result.
-
-        Raises StorageError after `plan.storage_wait_s`, or as soon as a stop is requested. A failed write leaves
-        nothing behind, so it can be repeated.
-        """
-        end: float | None = None
-        is_said = False
-        with contextlib.ExitStack() as waiting:
-            while True:
-                try:
-                    result = await asyncio.to_thread(write)
-                except StorageError as error:
-                    if end is None:
-                        end = time.monotonic() + self.plan.storage_wait_s
-                        waits_for = f"its disk: {error.message}"
-                        waiting.enter_context(self.waits("the run", waits_for, self.plan.storage_wait_s))
-                    left = end - time.monotonic()
-                    if self.stop.is_set() or left <= 0:
-                        raise
-                    is_said = is_said or self._say(f"waits up to {left:.0f} s for its disk: {error.message}")
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self.stop.wait(), min(left, STORAGE_RETRY_S))
-                else:
-                    if end is not None:
-                        self._say(self.notice)
-                    return result
-
-    def _say(self, message: str) -> bool:
-        """Logs the message and sets it on the run. Returns whether the disk had room for it."""
-        logger.warning("%s", message or "the disk takes files again")
-        try:
-            self.folder.update(message=message)
-        except StorageError:
-            return False
-        return True
 
     def _diverged(self, error: NotFiniteError) -> TrackwayError:
         """The error for weights that are not finite. Names the newest checkpoint as the remedy."""
@@ -599,28 +400,10 @@ class Training:
     def _dump(self, name: str) -> Path:
         return self.folder.path / "trajectories" / f"{name}.parquet"
 
-    async def _unless_stopped(self, work: Coroutine[None, None, T]) -> T:
-        """The work's result, or StopRequested as soon as a stop is requested. The work is then cancelled."""
-        working = asyncio.create_task(work)
-        stopped = asyncio.create_task(self.stop.wait())
-        try:
-            await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise StopRequested
-            return working.result()
-        finally:
-            for task in (working, stopped):
-                task.cancel()
-            await asyncio.gather(working, stopped, return_exceptions=True)
-
 
 async def _ended(task: asyncio.Task[Metrics]) -> None:
     """Returns when the task has ended. Its own cancellation leaves the task running."""
     await asyncio.wait([task])
-
-
-def _is_multiple(step: int, frequency: int) -> bool:
-    return frequency > 0 and step % frequency == 0
 
 
 def _require_one_success(trajectories: Sequence[Trajectory], what: str) -> None:

@@ -13,7 +13,7 @@ from tests.services.trainer.learner_settings import learner_config
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.filtering import TrainStatus, train_status
 from trackway.trainer.learner.learner import Learner
-from trackway.trainer.loop.weight_versions import Republication, WeightVersions
+from trackway.trainer.loop.schedule import Republication, WeightVersions
 from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
 from trackway.wire.trajectory import Reward, TokenRow, Trajectory, Turn, WeightSpan
 

@@ -21,7 +21,7 @@ from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.data.dataset import PromptBatches, Prompts
 from trackway.trainer.delivery import FileSink
 from trackway.trainer.learner.learner import Learner
-from trackway.trainer.loop import training as training_module
+from trackway.trainer.loop import base as training_module
 from trackway.trainer.loop.fit import fit
 from trackway.trainer.loop.from_config import (
     group_filter,

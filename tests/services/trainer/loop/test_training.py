@@ -27,9 +27,9 @@ from trackway.trainer.learner.learner import Learner, StepObserver, UpdateResult
 from trackway.trainer.loop.from_config import training_template, validation_template
 from trackway.trainer.loop.resume import Beginning
 from trackway.trainer.loop.rollout_client import RetryPolicy, Rollouts
-from trackway.trainer.loop.schedule import Progress
+from trackway.trainer.loop.schedule import Progress, Schedule
 from trackway.trainer.loop.scheduler import GroupScheduler, Pacing
-from trackway.trainer.loop.training import Schedule, Training, Validation
+from trackway.trainer.loop.training import Training, Validation
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.metrics.clock import ActiveTime, Clock
 from trackway.trainer.run_state.folder import RunFolder

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from trackway.trainer.loop.weight_versions import Republication, WeightVersions
+from trackway.trainer.loop.schedule import Republication, WeightVersions
 from trackway.wire.trajectory import Trajectory, WeightSpan
 
 
