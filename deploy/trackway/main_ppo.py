@@ -11,11 +11,16 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 app.command(name="trackway.main_ppo")(train)
 
 
+def enter_with(app: typer.Typer, preset: str) -> None:
+    """Run the command line with this preset, unless it names another one."""
+    if not any(word.startswith("--resume") for word in sys.argv):  # a resumed run has its own configuration
+        sys.argv.insert(1, f"--config-name={preset}")  # the last one given counts
+    enter(app)
+
+
 def main() -> None:
     """Entry point."""
-    if not any(word.startswith("--resume") for word in sys.argv):  # a resumed run has its own configuration
-        sys.argv.insert(1, "--config-name=ppo_trainer")  # the last one given counts
-    enter(app)
+    enter_with(app, "ppo_trainer")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,6 +43,7 @@ from trackway.wire.trainer import RunState
 
 if TYPE_CHECKING:
     from trackway.trainer.delivery import Tracking
+    from trackway.trainer.loop.supervised import SupervisedTraining
     from trackway.trainer.loop.training import Training
 
 
@@ -91,9 +92,10 @@ async def _report(folder: RunFolder, report: ActivityReport) -> None:
         await asyncio.sleep(REPORT_EVERY_S)
 
 
-Build: TypeAlias = Callable[[RunFolder, asyncio.Event, bool, Waits], Awaitable[tuple["Training", "Tracking"]]]
+AnyTraining: TypeAlias = "Training | SupervisedTraining"
+Build: TypeAlias = Callable[[RunFolder, asyncio.Event, bool, Waits], Awaitable[tuple[AnyTraining, "Tracking"]]]
 ServeCalls: TypeAlias = Callable[[RunFolder, asyncio.Event, asyncio.Event, Waits], Awaitable[tuple[RunState, int]]]
-Fit: TypeAlias = Callable[["Training"], Awaitable[RunState]]
+Fit: TypeAlias = Callable[[AnyTraining], Awaitable[RunState]]
 Advise: TypeAlias = Callable[[Exception, RunConfig], None]
 
 ORPHAN_GRACE_S = 30.0
@@ -181,16 +183,17 @@ async def _train(
     folder: RunFolder, stop: asyncio.Event, woken: asyncio.Event, skip_damaged: bool
 ) -> tuple[RunState, int]:
     # Importing torch and transformers takes seconds, so the signal handlers are installed before.
-    build, fit, serve_calls, advise = await asyncio.to_thread(_heavy_imports)
+    builds, fit, serve_calls, advise = await asyncio.to_thread(_heavy_imports)
     async with reported(folder) as report:
         config = folder.config()
+        build = builds[config.is_supervised]
         if config.placement.ranks == 1 and config.trackway.weights_transport == "store":  # else it shares GPU memory
             refuse_inspection()
         try:
             if folder.is_called:
                 return await serve_calls(folder, stop, woken, report.waits)
             training, tracking = await build(folder, stop, skip_damaged, report.waits)
-            report.account = training.scheduler.account
+            report.account = training.account
             gc.freeze()  # the learner collects garbage after every step, and imports leave a million objects
             return await _trained(folder, stop, training, tracking, fit)
         except Exception as error:
@@ -199,7 +202,7 @@ async def _train(
 
 
 async def _trained(
-    folder: RunFolder, stop: asyncio.Event, training: "Training", tracking: "Tracking", fit: Fit
+    folder: RunFolder, stop: asyncio.Event, training: AnyTraining, tracking: "Tracking", fit: Fit
 ) -> tuple[RunState, int]:
     if not stop.is_set():
         folder.move(RunState.RUNNING, training.notice)
@@ -213,26 +216,26 @@ async def _trained(
         finally:
             if training.engines is not None:
                 await training.engines.close()
-        training.publisher.close()
+        training.release()
         with training.waits("the run", "its last metrics and feedback to be delivered", TRACKING_DEADLINE_S):
             summaries = await asyncio.to_thread(tracking.close, status, TRACKING_DEADLINE_S)
         with training.waits("the run", "its last spans to be delivered", TRACES_DEADLINE_S):
             traces = await training.traces.close(TRACES_DEADLINE_S)
         try:
-            account = training.scheduler.account()
+            account = training.account()
             folder.update(traces=traces, tracking=summaries, rollout_states=account, **tracking.ids)
         except StorageError as error:
             logger.warning("the final counts of spans and metrics cannot be written: %s", error)
     return state, training.step
 
 
-def _heavy_imports() -> tuple[Build, Fit, ServeCalls, Advise]:
+def _heavy_imports() -> tuple[Mapping[bool, Build], Fit, ServeCalls, Advise]:
     from trackway.trainer.calls.drive import serve_calls
-    from trackway.trainer.loop.build import build
+    from trackway.trainer.loop.build import build, build_supervised
     from trackway.trainer.loop.fit import fit
     from trackway.trainer.loop.from_config import advise
 
-    return build, fit, serve_calls, advise
+    return {False: build, True: build_supervised}, fit, serve_calls, advise
 
 
 def _stop_on_request(folder: RunFolder, stop: asyncio.Event, woken: asyncio.Event | None) -> None:

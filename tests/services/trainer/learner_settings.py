@@ -72,7 +72,7 @@ def learner_config(model: Path | str, **settings: Any) -> LearnerConfig:
 
 def logprobs_of(learner: Learner, token_ids: Sequence[int] = range(3, 19)) -> list[float]:
     """The policy's logprobs of tokens 1..n-1 as it computes them in training, equal for equal weights."""
-    with learner.policy._inference():
+    with learner.policy.inference():
         return learner.policy._logprobs([list(token_ids)])[0]
 
 

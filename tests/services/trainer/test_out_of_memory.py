@@ -27,7 +27,7 @@ def test_the_log_of_a_run_without_memory_ends_with_the_keys_that_help_and_the_fo
 ):
     folder = RunFolder(tmp_path / "run")
     folder.create(compose([f"actor_rollout_ref.model.path={tiny_model}"]), urls)
-    monkeypatch.setattr(worker, "_heavy_imports", lambda: (Mock(side_effect=error), Mock(), Mock(), advise))
+    monkeypatch.setattr(worker, "_heavy_imports", lambda: ({False: Mock(side_effect=error)}, Mock(), Mock(), advise))
 
     with pytest.raises(type(error)) as raised:
         worker.main([str(folder.path)])

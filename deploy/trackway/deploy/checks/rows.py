@@ -35,12 +35,14 @@ class RowsHere:
         """Rows that the run uses, by key: without overlong prompts, and within the `max_samples` bound."""
         self.sentence = "unknown: data.train_files is empty"
         """The number of training rows, in words."""
+        self._conversations: int | None = None
+        """The number of rows of supervised training."""
 
     @property
     def number(self) -> int | None:
         """The number of training rows, or None when unknown."""
         rows = self.used.get("data.train_files")
-        return None if rows is None else len(rows.samples)
+        return self._conversations if rows is None else len(rows.samples)
 
     def leave_to_the_trainer(self) -> None:
         """Record that the files are on other machines and were not checked."""
@@ -60,6 +62,26 @@ class RowsHere:
                     self._read[key] = rows
                 elif rows is None and key == "data.train_files":
                     self.sentence = "unknown: not every file could be read"
+
+    def read_conversations(self, tokenizer: "PreTrainedTokenizerBase | None") -> None:
+        """Read the rows of supervised training, and encode them as the run will, if there are not too many."""
+        from trackway.chat.tokens import ChatTokens
+        from trackway.trainer.data.conversations import encoded, load_conversations
+
+        data = self._config.data
+        with self._findings.part(self._report, "rows", "reading"):
+            for key in KEYS:
+                try:
+                    rows = load_conversations(self._files(key), self._choice(key), data)
+                    if key == "data.train_files":
+                        self._conversations, self.sentence = len(rows), str(len(rows))
+                    if tokenizer is None or len(rows) > (self._most_measured or len(rows)):
+                        self._findings.not_checked.append(f"{key}: whether rows fit data.max_length={data.max_length}")
+                    else:
+                        encoded(rows, ChatTokens(tokenizer, data.apply_chat_template_kwargs), data)
+                except (TrackwayError, ValueError) as error:
+                    absent = isinstance(error, TrackwayError) and error.code is ErrorCode.NOT_FOUND
+                    (self._findings.missing_here if absent else self._findings.wrong).append(f"{key}: {error}")
 
     def measure(self, tokenizer: "PreTrainedTokenizerBase | None", served: Served) -> None:
         """Count each prompt's tokens with the agent's chat template, and drop overlong prompts."""

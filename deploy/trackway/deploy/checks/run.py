@@ -412,10 +412,12 @@ def check_run(subject: Subject, load: bool, report: Report = lambda name, state:
     check, config = RunCheck(subject, load, report), subject.config
     check.values()
     check.machine()
-    served = check.served()
     here = RowsHere(config, check.findings, report, None if load else MEASURED_ROWS)
+    served = Served() if config.is_supervised else check.served()
     if subject.elsewhere:
         here.leave_to_the_trainer()
+    elif config.is_supervised:
+        here.read_conversations(check.tokenizer())
     else:
         here.read()
         served = check.with_template(served, here)

@@ -29,7 +29,7 @@ ConfigName = Annotated[
     typer.Option(
         "--config-name",
         "-cn",
-        help="Preset: default, grpo, dr_grpo, ppo, rloo, reinforce_plus_plus, gspo, dapo, tiny_demo; verl's: "
+        help="Preset: default, grpo, dr_grpo, ppo, rloo, reinforce_plus_plus, gspo, dapo, sft, tiny_demo; verl's: "
         "ppo_trainer, one_step_off_ppo_trainer, fully_async_ppo_trainer.",
     ),
 ]

@@ -29,6 +29,8 @@ _SHOWN = (
     "timing_s/step",
     "fully_async/",
     "val-core/",
+    "train/",
+    "val/",
 )
 
 

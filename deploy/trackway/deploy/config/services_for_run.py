@@ -164,6 +164,8 @@ def services_for(config: RunConfig, gpus: int, base: dict[str, Any]) -> RunServi
     `missing` lists requirements that the machine lacks and that no smaller deployment can meet.
     """
     rollout_args = serve_config.args_of(base, "rollout")
+    if config.is_supervised and gpus:  # no engine generates meanwhile
+        config = config.with_values({f"{_ROLLOUT}.free_cache_engine": True})
     services = RunServices(config, base, _engine(config.actor_rollout_ref.rollout.name, gpus, rollout_args))
     if too_many := too_many_nodes(config):
         services.missing.append(too_many)

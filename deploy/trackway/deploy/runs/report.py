@@ -48,24 +48,25 @@ def plan_report(checked: Checked, config: RunConfig, services: RunServices | Non
     """The plan of a run."""
     plan, n = checked.plan, config.actor_rollout_ref.rollout.n
     group = f"{n}" if config.group_size == n else f"({n} + 1 greedy)"
+    supervised = config.is_supervised
+    of_what = "rows" if supervised else "trajectories"
     lines = [
         ("rows", checked.rows),
         ("steps", _steps(plan, config)),
-        ("a step", f"{plan.prompts} prompts x {group} = {plan.trajectories} trajectories"),
+        *([] if supervised else [("a step", f"{plan.prompts} prompts x {group} = {plan.trajectories} trajectories")]),
         (
             "optimiser",
-            f"{plan.updates} update{'s' * (plan.updates != 1)} a step, each of {plan.mini_batch} trajectories in "
+            f"{plan.updates} update{'s' * (plan.updates != 1)} a step, each of {plan.mini_batch} {of_what} in "
             f"{_passes(plan, config)}",
         ),
         *([("value model", _value_model(plan, config))] if plan.value_updates else []),
         *([("learner", _learner(config))] if config.placement.ranks > 1 or config.idle_gpus else []),
         ("rollout", _replicas(services)),
         *([] if checked.memory is None else checked.memory.rows),
-        ("overlap", _overlap(config)),
-        ("correction", _correction(config)),
+        *([] if supervised else [("overlap", _overlap(config)), ("correction", _correction(config))]),
         ("validation", _schedule(plan.validations, plan, "never: no data.val_files")),
         ("checkpoints", _schedule(plan.checkpoints, plan, "never")),
-        ("traces", _traces(plan, config)),
+        *([] if supervised else [("traces", _traces(plan, config))]),
     ]
     return table("plan", ("", ""), lines)
 

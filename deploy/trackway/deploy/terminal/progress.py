@@ -113,7 +113,7 @@ def board(quiet: bool) -> Iterator[Board]:
 
 
 class RunBar:
-    """The progress of a run: step, reward, accuracy, time left."""
+    """The progress of a run: step, reward and accuracy, or losses, and the time left."""
 
     def __init__(self, progress: Progress, quiet: bool) -> None:
         self._progress = progress
@@ -122,7 +122,7 @@ class RunBar:
         self._task = progress.add_task("starting", total=None, detail="")
         self._shown = -1
         self._last_message = ""
-        self._rewards: dict[int, float] = {}
+        self._curve: dict[int, float] = {}
 
     def show(self, info: "RunInfo") -> None:
         """Show the run's progress. Without a terminal, one line per step. Prints each message of an active run once."""
@@ -132,14 +132,15 @@ class RunBar:
             stderr.print(f"[yellow]run {info.run}:[/] {escape(visible(info.message))}", soft_wrap=True)
         self._last_message = info.message
         detail, total = run_detail(info), info.total_steps or None
-        if "critic/score/mean" in info.metrics:
-            self._rewards[info.step] = info.metrics["critic/score/mean"]
+        value = info.metrics.get("critic/score/mean", info.metrics.get("train/loss"))
+        if value is not None:
+            self._curve[info.step] = value
         self._progress.update(
             self._task,
             description=info.state.value,
             completed=info.step,
             total=total,
-            detail=f"{sparkline([*self._rewards.values()])} {detail}",
+            detail=f"{sparkline([*self._curve.values()])} {detail}",
         )
         if self._cell is not None:
             self._cell.update(self._progress.get_renderable())
@@ -159,8 +160,11 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def run_detail(info: "RunInfo") -> str:
-    """Mean reward and validation accuracy as one line."""
+    """Mean reward and validation accuracy, or the losses of supervised training, as one line."""
     parts = []
+    for name, title in (("train/loss", "loss"), ("val/loss", "validation loss")):
+        if name in info.metrics:
+            parts.append(f"{title} {info.metrics[name]:.4f}")
     if "critic/score/mean" in info.metrics:
         parts.append(f"reward {info.metrics['critic/score/mean']:.2f}")
     accuracies = [

@@ -32,6 +32,7 @@ from trackway.trainer.config.asynchronous import translate
 from trackway.trainer.config.models import RunConfig
 from trackway.trainer.config.rollout_correction import BOUND_KEYS, RolloutCorrectionConfig
 from trackway.trainer.config.rollout_correction import PRESETS as PRESETS_OF_CORRECTION
+from trackway.trainer.config.supervised import GROUPS, ROWS, misplaced, renamed, spelled
 from trackway.trainer.config.unsupported_keys import (
     DEPLOYMENT,
     MOVED,
@@ -97,7 +98,7 @@ def compose(
     """
     folder, name = _location(config_file, config_name)
     problems: list[TrackwayError] = []
-    given = [line for override in overrides for line in _preset_keys(override)]
+    given = [line for override in overrides if override not in GROUPS for line in _preset_keys(override)]
     lines = [set_line for line in given if (set_line := _noted(problems, _as_set, line)) is not None]
     _store_defaults()
     try:
@@ -150,6 +151,9 @@ def resolve(tree: Tree, unsupported: list[UnsupportedKey] | None = None) -> RunC
     """
     given = {_free_keys_moved(key): value for key, value in leaves(tree).items()}
     _check_size(given)
+    supervised = given.get(ROWS) == "rows"
+    if supervised:
+        given = renamed(given, _defaults())
     moved = {key for key in MOVED if key in given}
     for key in moved:
         _move(given, key)
@@ -184,6 +188,7 @@ def resolve(tree: Tree, unsupported: list[UnsupportedKey] | None = None) -> RunC
     config = _noted(problems, lambda kept: _validated(kept, found), kept)
     if config is not None:
         problems += _disagreements(config, given)
+        problems += misplaced(leaves(config.model_dump(mode="json")), _defaults(), supervised=supervised)
     if unsupported is None:
         problems = [*(key.error for key in found), *problems]
     if config is None or problems:
@@ -271,7 +276,7 @@ def _as_set(line: str) -> str:
         ) from error
     if override.key_or_group.startswith("hydra.") or override.key_or_group == "hydra":
         return line
-    _must_be_known(override.key_or_group)
+    _must_be_known(spelled(override.key_or_group))
     _must_keep_bounds(override)
     return line if override.is_delete() else f"++{line.lstrip('+')}"
 
@@ -380,13 +385,18 @@ def unknown_key(key: str, known: Iterable[str]) -> TrackwayError:
     )
 
 
+@lru_cache(maxsize=1)
+def _defaults() -> Tree:
+    return leaves(RunConfig().model_dump(mode="json"))
+
+
 @lru_cache
 def _store_defaults() -> None:
     """Let Hydra find every key with its default, under the name that presets extend.
 
     A key with an old name is null, so that it is known which of the two was set.
     """
-    defaults = leaves(RunConfig().model_dump(mode="json"))
+    defaults = _defaults()
     tree = _nested({key: None if key in MOVED.values() else value for key, value in defaults.items()})
     ConfigStore.instance().store(name="trackway_defaults", node=tree)
 

@@ -4,7 +4,7 @@ Key names and defaults are verl's (`verl/trainer/config/ppo_trainer.yaml`) unles
 own keys are under `trackway.*`.
 """
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
@@ -51,7 +51,8 @@ class DataConfig(Section):
     filter_overlong_prompts: bool = False
     """Drop rows whose templated prompt, including tool schemas, exceeds `max_prompt_length`."""
     truncation: Literal["left", "right", "middle", "error"] = "error"
-    """Treatment of an overlong prompt: cut its first, last or middle tokens, or fail its trajectory."""
+    """Treatment of an overlong prompt: cut its first, last or middle tokens, or fail its trajectory. In supervised
+    training of an overlong row: `middle` is not possible, and `error` fails the run before its first step."""
     shuffle: bool = True
     """Draw a new order of the rows for each epoch, and the rows of `train_max_samples` and `val_max_samples`."""
     apply_chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
@@ -60,6 +61,22 @@ class DataConfig(Section):
     """Skip the incomplete batch at the end of each epoch, as verl does; false trains on it too."""
     seed: Seed | None = None
     """Seed of the row order and of the choice of rows. None takes `trackway.seed`."""
+    messages_key: str = "messages"
+    """Supervised training: column of the conversation, in OpenAI's chat format. The assistant's messages are
+    trained."""
+    tools_key: str = "tools"
+    """Supervised training: column of the tools offered in the conversation, in OpenAI's format. It may be missing."""
+    enable_thinking_key: str = "enable_thinking"
+    """Supervised training: column of the chat template's variable `enable_thinking`. It may be missing."""
+    enable_thinking_default: bool | None = None
+    """That variable where a row has none. Null leaves it to the template."""
+    max_length: int = Field(default=1024, ge=2)
+    """Supervised training: most tokens of a row. A longer row is an error, or cut on the side of `truncation`."""
+
+    @field_validator("enable_thinking_default", mode="before")
+    @classmethod
+    def _none_is_null(cls, value: object) -> object:
+        return None if value == "none" else value  # as verl's own file has it
 
     @property
     def columns(self) -> dict[str, str]:
@@ -196,6 +213,14 @@ class GlobalProfilerConfig(Section):
     """Folder of the traces, `step_<n>.json.gz`. Null takes `outputs/<run>/profile`."""
 
 
+Frequency = Annotated[int, Field(ge=-1)] | Literal["after_each_epoch"]
+
+
+def steps_between(frequency: Frequency, per_epoch: int) -> int:
+    """Steps between two events of this frequency, in a run of `per_epoch` steps for each epoch."""
+    return frequency if isinstance(frequency, int) else per_epoch
+
+
 class TrainerConfig(Section):
     """Length of the training, frequency of validation and checkpoints, and the run's name."""
 
@@ -211,10 +236,10 @@ class TrainerConfig(Section):
     """Passes over the rows."""
     total_training_steps: int | None = Field(default=None, ge=1)
     """Total number of steps; overrides `total_epochs`."""
-    save_freq: int = Field(default=-1, ge=-1)
-    """Steps between checkpoints. -1 saves only when the run stops or ends."""
-    test_freq: int = Field(default=-1, ge=-1)
-    """Steps between validations. -1 validates only at the end."""
+    save_freq: Frequency = -1
+    """Steps between checkpoints, or `after_each_epoch`. -1 saves only when the run stops or ends."""
+    test_freq: Frequency = -1
+    """Steps between validations, or `after_each_epoch`. -1 validates only at the end."""
     val_before_train: bool = True
     """Validate once before the first step."""
     val_only: bool = False
@@ -312,9 +337,10 @@ class TrackwayConfig(Section):
     rank_timeout_s: float = Field(default=600.0, gt=0)
     """Time limit in seconds for the ranks of the learner to wait for one of them; then the learner is restarted from
     its last checkpoint."""
-    rollouts_from: Literal["agent", "sessions"] = "agent"
+    rollouts_from: Literal["agent", "sessions", "rows"] = "agent"
     """`agent`: rollouts of the rows. `sessions`: sessions of a deployed agent, opened with `train`, which come by
-    themselves. A group is the next `rollout.n` that ended with the same `train.group`."""
+    themselves. A group is the next `rollout.n` that ended with the same `train.group`. `rows`: supervised training on
+    the assistant's messages of the rows, without rollouts, by the keys of verl's SFT trainer."""
     session_max_age_s: float = Field(default=3600.0, gt=0)
     """Seconds that an ended session may wait to be trained, or for the others of its group; then it is dropped as
     stale, as it is when its oldest token is more than `max_staleness` versions behind."""
@@ -415,7 +441,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _mini_batch_fits(self) -> Self:
         mini = self.actor_rollout_ref.actor.ppo_mini_batch_size
-        if mini > self.data.train_batch_size:
+        if mini > self.data.train_batch_size and not self.is_supervised:
             raise ValueError(
                 f"actor_rollout_ref.actor.ppo_mini_batch_size: expected at most data.train_batch_size "
                 f"({self.data.train_batch_size}), got {mini}; both count prompts"
@@ -506,7 +532,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _validations_have_their_weights(self) -> Self:
         every, test_freq = self.async_training.trigger_parameter_sync_step, self.trainer.test_freq
-        if test_freq > 0 and test_freq % every:
+        if isinstance(test_freq, int) and test_freq > 0 and test_freq % every:
             raise ValueError(
                 f"trainer.test_freq: expected a multiple of async_training.trigger_parameter_sync_step ({every}), got "
                 f"{test_freq}; a validation needs published weights"
@@ -655,6 +681,14 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _rows_are_cut_at_an_end(self) -> Self:
+        if self.is_supervised and self.data.truncation == "middle":
+            raise ValueError(
+                "data.truncation: expected error, left or right with trackway.rollouts_from=rows, got middle"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _sessions_replace_rows(self) -> Self:
         if self.trackway.rollouts_from != "sessions":
             return self
@@ -671,6 +705,11 @@ class RunConfig(Section):
                 "the same prompt; take grpo or rloo"
             )
         return self
+
+    @property
+    def is_supervised(self) -> bool:
+        """Return whether the assistant's messages of the rows are trained, without rollouts."""
+        return self.trackway.rollouts_from == "rows"
 
     @property
     def data_seed(self) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self, TypeAlias
+from typing import Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
 from pydantic import BaseModel
@@ -103,6 +103,9 @@ class Position(BaseModel):
     batch: int = 0
 
 
+Row = TypeVar("Row")
+
+
 class PromptBatches(Protocol):
     """Prompts of each step. `take` is a pure function of the position."""
 
@@ -113,15 +116,13 @@ class PromptBatches(Protocol):
         ...
 
 
-class Prompts:
+class Prompts(Generic[Row]):
     """Rows in batches of `batch_size`. With `drop_last` the incomplete batch at the end of an epoch is left out.
 
     Raises TrackwayError(INVALID_REQUEST) when an epoch has no batch.
     """
 
-    def __init__(
-        self, rows: Sequence[Sample], batch_size: int, seed: int, shuffle: bool, drop_last: bool = True
-    ) -> None:
+    def __init__(self, rows: Sequence[Row], batch_size: int, seed: int, shuffle: bool, drop_last: bool = True) -> None:
         self.steps_per_epoch = steps_per_epoch(len(rows), batch_size, drop_last)
         """Batches in one pass over the rows."""
         self._rows = rows
@@ -130,7 +131,7 @@ class Prompts:
         self._shuffle = shuffle
         self._order = lru_cache(maxsize=2)(self._draw_order)  # generation may be an epoch ahead of the learner
 
-    def take(self, position: Position) -> tuple[list[Sample], Position]:
+    def take(self, position: Position) -> tuple[list[Row], Position]:
         """The batch at a position, and the position after it. Past the last batch, the next epoch begins."""
         if position.batch >= self.steps_per_epoch:
             position = Position(epoch=position.epoch + 1)
@@ -170,10 +171,10 @@ def load_data(config: RunConfig, keep: Keep | None = None) -> tuple[Rows, Rows]:
     return train, held_out
 
 
-def prompts_of(config: RunConfig, rows: Rows) -> Prompts:
+def prompts_of(config: RunConfig, rows: Sequence[Row]) -> Prompts[Row]:
     """The rows to train on, in batches. Raises TrackwayError(INVALID_REQUEST) when an epoch has no batch."""
     data = config.data
-    return Prompts(rows.samples, data.train_batch_size, config.data_seed, data.shuffle, data.drop_last)
+    return Prompts(rows, data.train_batch_size, config.data_seed, data.shuffle, data.drop_last)
 
 
 def load_rows(

@@ -1,9 +1,10 @@
 """Reads and writes rows as parquet files in verl's schema."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,6 +16,8 @@ from trackway.trainer.data.records import Record, Rejected, read_records
 from trackway.trainer.data.rows import from_record, to_record
 from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
+
+Row = TypeVar("Row")
 
 REQUIRED_COLUMNS = ("data_source", "prompt", "reward_model")
 OTHER_MEDIA = ("images", "videos", "audios")
@@ -49,13 +52,23 @@ def read_rows(path: Path, columns: Mapping[str, str] | None = None) -> list[Samp
 
     `columns` names the file's column for a column of the schema, `{"prompt": "question"}`.
     """
+    return read_each(path, lambda record: _to_row(record, columns or {}))
+
+
+def read_each(path: Path, parse: Callable[[Record], Row]) -> list[Row]:
+    """Return what `parse` makes of each record of a file.
+
+    Raises TrackwayError for a missing or empty file. One error reports all records that `parse` refuses.
+    """
     path = path.expanduser()
-    rows: list[Sample] = []
+    rows: list[Row] = []
     first_errors: dict[str, TrackwayError] = {}
     invalid = 0
     for record in counted(read_records(path), f"{path}: rows read"):
         try:
-            rows.append(_to_row(record, columns or {}))
+            if isinstance(record, Rejected):
+                raise TrackwayError(ErrorCode.INVALID_REQUEST, f"{record}; correct the line or remove it")
+            rows.append(parse(record))
         except TrackwayError as error:
             invalid += 1
             _, _, reason = error.message.partition(": ")
@@ -96,9 +109,7 @@ def _to_column(name: str, values: list[JsonValue]) -> pa.Array:
         ) from error
 
 
-def _to_row(record: Record | Rejected, columns: Mapping[str, str]) -> Sample:
-    if isinstance(record, Rejected):
-        raise TrackwayError(ErrorCode.INVALID_REQUEST, f"{record}; correct the line or remove it")
+def _to_row(record: Record, columns: Mapping[str, str]) -> Sample:
     absent = [column for column in columns.values() if column not in record.data]
     if absent:
         raise TrackwayError(

@@ -12,13 +12,16 @@ and response token i (0-based) lies in column P - 1 + i:
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import count
-from typing import Self
+from typing import Self, TypeAlias
 
 import torch
 from torch import Tensor
 
 from trackway.trainer.learner.passes.head import TopTokens
 from trackway.wire.trajectory import Trajectory
+
+MaskedTokens: TypeAlias = tuple[list[int], list[int]]
+"""The token ids of a row, and a mask of the same length, which is 1 for tokens to train on."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,32 @@ class TrainingBatch:
             old_logprobs=old_logprobs * response_mask,
             ref_logprobs=torch.zeros_like(old_logprobs),
             advantages=torch.tensor(advantages, dtype=dtype),
+            lengths=lengths,
+        )
+
+    @classmethod
+    def of_tokens(cls, rows: Sequence[MaskedTokens], dtype: torch.dtype = torch.float32) -> Self:
+        """The batch of these rows, floats in `dtype`. Advantages are 1.
+
+        Raises ValueError on an empty list.
+        """
+        if not rows:
+            raise ValueError("expected at least one row, got none; give rows to train on")
+        lengths = torch.tensor([len(ids) for ids, _ in rows])
+        width = int(lengths.max())
+        input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
+        response_mask = torch.zeros(len(rows), width - 1, dtype=torch.bool)
+        for row, (ids, mask) in enumerate(rows):
+            input_ids[row, : len(ids)] = torch.tensor(ids)
+            response_mask[row, : len(ids) - 1] = torch.tensor(mask[1:], dtype=torch.bool)
+        zeros = torch.zeros(response_mask.shape, dtype=dtype)
+        return cls(
+            input_ids=input_ids,
+            attention_mask=torch.arange(width) < lengths.unsqueeze(-1),
+            response_mask=response_mask,
+            old_logprobs=zeros,
+            ref_logprobs=zeros,
+            advantages=torch.ones(len(rows), dtype=dtype),
             lengths=lengths,
         )
 

@@ -33,6 +33,7 @@ from trackway.trainer.learner.advantages import (
 )
 from trackway.trainer.learner.algorithm import Aggregation, by_token, entropy_from_logits, kl_penalty
 from trackway.trainer.learner.batch import (
+    MaskedTokens,
     ResponseColumns,
     TokenRecord,
     TokenValues,
@@ -340,6 +341,46 @@ class Learner:
         """
         with self.moments.on_device():
             return adamw.step(self.optimizer, self.policy.model, clip_grad)
+
+    def supervise(self, rows: Sequence[MaskedTokens]) -> Metrics:
+        """Take an optimizer step on these rows. Returns its metrics by the names of verl's SFT trainer.
+
+        The loss is the mean of -log p over the trained tokens of the rows, whatever the micro-batches and ranks
+        (verl/workers/utils/losses.py, `sft_loss`, release 0.9.1).
+        """
+        lr = adamw.learning_rate(self.config.actor.optim, self.config.total_steps, self.updates)
+        adamw.set_options(self.optimizer, lr=lr)
+        self.policy.cpu_offload.load()
+        loss, tokens = self._supervised(rows)
+        norm, stepped = self.optim_step(self.config.clip_grad)
+        self.updates += 1
+        return {
+            "train/loss": loss,
+            "train/grad_norm": norm,
+            "train/lr": lr,
+            "train/skipped_steps": float(not stepped),
+            "train/trained_tokens": tokens,
+            "train/global_tokens": float(sum(len(ids) for ids, _ in rows)),
+        }
+
+    def supervised_loss(self, rows: Sequence[MaskedTokens]) -> tuple[float, float]:
+        """The loss of `supervise` under the current weights, without a step, and the number of trained tokens."""
+        with self.policy.inference():
+            return self._supervised(rows)
+
+    def _supervised(self, rows: Sequence[MaskedTokens]) -> tuple[float, float]:
+        """The loss of these rows and the number of trained tokens. Adds the gradient unless gradients are off."""
+        batch = TrainingBatch.of_tokens(rows, self.policy.master_dtype)
+        totals = Aggregation.over(batch.response_mask, "token-mean")
+
+        def loss(micro: TrainingBatch, _: Tensor, values: Sequence[Tensor]) -> MicroLoss:
+            logp, mask = at_mask(micro.response_mask, values[0]), micro.response_mask
+            inputs = LossInputs(logp, micro.old_logprobs, by_token(micro.advantages), mask, totals, None)
+            return MicroLoss(policy_loss_of("gpg")(self.config, inputs)[0], {}, values[0].detach(), values[0].detach())
+
+        passes, parts = self.forward_backward(batch, [token_logprobs], loss)
+        own = sum(float(part.loss) for micro, part in zip(passes, parts, strict=True) if micro.reports)
+        return float(self.ranks.summed(torch.tensor(own, dtype=torch.float64))), totals.tokens
 
     def log_probs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """The current policy's logprob of each response token, 0.0 where the model did not write it."""

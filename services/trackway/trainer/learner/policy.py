@@ -288,7 +288,7 @@ class Policy:
     ) -> list[Tensor]:
         """Results of each measure of the logits, from one pass: as `logprobs` each."""
         results = [torch.zeros_like(batch.old_logprobs) for _ in measures]
-        with self._inference():
+        with self.inference():
             for rows, micro, _, reports in self.micro_batches(batch, limit):
                 measured = self.token_values(micro.to(self.device), temperature, *measures)
                 for result, values in zip(results, measured, strict=True):
@@ -297,7 +297,7 @@ class Policy:
         return [self.ranks.summed(result) for result in results]
 
     @contextmanager
-    def _inference(self) -> Iterator[None]:
+    def inference(self) -> Iterator[None]:
         """A context for forward passes without a gradient."""
         with torch.no_grad(), self.cpu_offload.on_device():
             try:
@@ -317,14 +317,14 @@ class Policy:
 
         The weights are rounded to the published dtype, and computed with in `compute`.
         """
-        with self._inference(), self._merged(), rounded(self.model, self.published_dtype, compute):
+        with self.inference(), self._merged(), rounded(self.model, self.published_dtype, compute):
             scored = [self._logprobs(group, autocast=False) for group in _groups(sequences)]
         return list(map(ScoredSequence, sequences, chain.from_iterable(scored)))
 
     def base_logprobs(self, token_ids: list[int]) -> list[float]:
         """Logprobs of a sequence under the model without its adapter, computed in the dtype of logprobs."""
         without = nullcontext() if self.adapter is None else self.adapter.off()
-        with self._inference(), without, rounded(self.model, self.published_dtype, self.master_dtype):
+        with self.inference(), without, rounded(self.model, self.published_dtype, self.master_dtype):
             return self._logprobs([token_ids], autocast=False)[0]
 
     def _logprobs(self, sequences: Sequence[list[int]], *, autocast: bool = True) -> list[list[float]]:

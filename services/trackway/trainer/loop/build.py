@@ -2,8 +2,11 @@
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from transformers import AutoTokenizer
 
@@ -13,6 +16,7 @@ from trackway.serving.own_code import add_to_path
 from trackway.system.experimental import warn_experimental
 from trackway.system.waits import Waits
 from trackway.trainer.config import RunConfig, no_effect
+from trackway.trainer.data.conversations import EncodedRow
 from trackway.trainer.data.dataset import PromptBatches, Rows, load_data, prompts_of
 from trackway.trainer.data.name_check import check_names
 from trackway.trainer.data.prompt_filter import prompt_filter
@@ -21,6 +25,7 @@ from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.ranks.group import LeadingLearner, RankGroup, require_shared
 from trackway.trainer.learner.ranks.publication import RankWriters
+from trackway.trainer.loop.base import BaseTraining
 from trackway.trainer.loop.build_traces import open_traces, run_target, weave_url
 from trackway.trainer.loop.colocation import open_engines
 from trackway.trainer.loop.from_config import (
@@ -41,10 +46,12 @@ from trackway.trainer.loop.from_config import (
     validation_template,
 )
 from trackway.trainer.loop.group_source import GroupSource
-from trackway.trainer.loop.resume import begin
+from trackway.trainer.loop.resume import Beginning, begin
 from trackway.trainer.loop.rollout_client import GroupTemplate, Rollouts
+from trackway.trainer.loop.schedule import Schedule
 from trackway.trainer.loop.scheduler import GroupScheduler
 from trackway.trainer.loop.session_groups import SessionGroups, SessionSlots
+from trackway.trainer.loop.supervised import SupervisedTraining, load_supervised
 from trackway.trainer.loop.teaching import Teaching, open_teaching
 from trackway.trainer.loop.training import Training, Validation
 from trackway.trainer.loop.weight_publisher import CLAIM_WAIT_S, Publisher
@@ -59,8 +66,21 @@ from trackway.trainer.traces.run import RunTraces
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 RUN = "the run"
+AnyTraining = TypeVar("AnyTraining", bound=BaseTraining)
 
 logger = logging.getLogger("trackway.trainer")
+
+
+class _Parts(NamedTuple):
+    """Parts of a run that are opened before its learner."""
+
+    folder: RunFolder
+    config: RunConfig
+    stop: asyncio.Event
+    waits: Waits
+    tracking: Tracking
+    traces: RunTraces
+    skip_damaged: bool
 
 
 async def build(
@@ -70,24 +90,29 @@ async def build(
 
     `waits` gets what the run waits for meanwhile, and from then on.
     """
-    waits = waits or Waits()
+    return await _built(_from_rollouts, folder, stop, skip_damaged, waits or Waits())
+
+
+async def build_supervised(
+    folder: RunFolder, stop: asyncio.Event, skip_damaged: bool = False, waits: Waits | None = None
+) -> tuple[SupervisedTraining, Tracking]:
+    """Build a run of supervised training, as `build` does."""
+    return await _built(_from_rows, folder, stop, skip_damaged, waits or Waits())
+
+
+async def _built(
+    of: Callable[[RunFolder, RunConfig, ServiceUrls, Waits], Awaitable[Callable[[_Parts], AnyTraining]]],
+    folder: RunFolder,
+    stop: asyncio.Event,
+    skip_damaged: bool,
+    waits: Waits,
+) -> tuple[AnyTraining, Tracking]:
     config, services, settings = folder.config(), folder.services(), taken_over()
     for key, reason in no_effect(config.trackway.ignored_keys):
         logger.info("%s has no effect here: %s", key, reason)
     if config.idle_gpus:
         logger.warning("%s", config.idle_gpus)
-    with waits(RUN, "its rows to be read"):
-        keep = await prompt_filter(config, services.tools_url)
-        rows, held_out = await asyncio.to_thread(load_data, config, keep)
-    with waits(RUN, "the services to say which agent loops, tools and scorers they have"):
-        tools = await check_names(config, {"data.train_files": rows, "data.val_files": held_out}, services)
-    if tools:
-        folder.write_tools(tools)
-    with waits(RUN, "its teachers"):
-        student = config.actor_rollout_ref.model.path or ""
-        teaching = await open_teaching(config.distillation, student, services, rows.samples)
-    with waits(RUN, "the rollout service to say how its engines take weights"):
-        await require_takers(config.trackway.weights_transport, services)
+    make = await of(folder, config, services, waits)
     with waits(RUN, "the rollout service to say whether its engines can sleep"):
         engines = await open_engines(sharing(config), services.rollout_url)
     with waits(RUN, "MLflow's id of the run, and the other loggers"):
@@ -100,20 +125,8 @@ async def build(
         if engines is not None:
             with waits(RUN, "the engines to go to sleep"):
                 await engines.sleep()
-        training = await asyncio.to_thread(
-            _training,
-            folder,
-            config,
-            services,
-            stop,
-            rows,
-            held_out,
-            tracking,
-            traces,
-            skip_damaged,
-            waits,
-            teaching,
-        )
+        parts = _Parts(folder, config, stop, waits, tracking, traces, skip_damaged)
+        training = await asyncio.to_thread(make, parts)
         folder.update(total_steps=training.plan.total_steps, step=training.step, weave_url=weave_url(target, settings))
     except BaseException:
         if engines is not None:
@@ -123,34 +136,75 @@ async def build(
     return training, tracking
 
 
-def _training(
-    folder: RunFolder,
-    config: RunConfig,
-    services: ServiceUrls,
-    stop: asyncio.Event,
-    rows: Rows,
-    held_out: Rows,
-    tracking: Tracking,
-    traces: RunTraces,
-    skip_damaged: bool,
-    waits: Waits,
-    teaching: Teaching | None,
-) -> Training:
-    own = config.trackway
-    takes_sessions = own.rollouts_from == "sessions"
-    prompts: PromptBatches = (
-        SessionSlots(config.data.train_batch_size, config.trainer.total_training_steps or 1)
-        if takes_sessions
-        else prompts_of(config, rows)
+async def _from_rows(
+    folder: RunFolder, config: RunConfig, services: ServiceUrls, waits: Waits
+) -> Callable[[_Parts], SupervisedTraining]:
+    with waits(RUN, "its rows to be read and encoded"):
+        rows, held_out = await asyncio.to_thread(load_supervised, config)
+    return partial(_supervised, rows=rows, held_out=held_out)
+
+
+def _supervised(parts: _Parts, rows: Sequence[EncodedRow], held_out: Sequence[EncodedRow]) -> SupervisedTraining:
+    config, batches = parts.config, prompts_of(parts.config, rows)
+    schedule, learner, beginning = _begun(parts, batches.steps_per_epoch)
+    return SupervisedTraining(
+        plan=schedule,
+        folder=parts.folder,
+        batches=batches,
+        held_out=held_out,
+        batch_size=config.data.train_batch_size,
+        learner=learner,
+        sinks=_sinks(config, parts.folder, parts.tracking),
+        traces=parts.traces,
+        beginning=beginning,
+        stop=parts.stop,
+        waits=parts.waits,
+        profiler=profiler(config, parts.folder.path),
     )
-    schedule = plan(config, prompts.steps_per_epoch)
+
+
+async def _from_rollouts(
+    folder: RunFolder, config: RunConfig, services: ServiceUrls, waits: Waits
+) -> Callable[[_Parts], Training]:
+    with waits(RUN, "its rows to be read"):
+        keep = await prompt_filter(config, services.tools_url)
+        rows, held_out = await asyncio.to_thread(load_data, config, keep)
+    with waits(RUN, "the services to say which agent loops, tools and scorers they have"):
+        tools = await check_names(config, {"data.train_files": rows, "data.val_files": held_out}, services)
+    if tools:
+        folder.write_tools(tools)
+    with waits(RUN, "its teachers"):
+        student = config.actor_rollout_ref.model.path or ""
+        teaching = await open_teaching(config.distillation, student, services, rows.samples)
+    with waits(RUN, "the rollout service to say how its engines take weights"):
+        await require_takers(config.trackway.weights_transport, services)
+    return partial(_training, services=services, rows=rows, held_out=held_out, teaching=teaching)
+
+
+def _begun(parts: _Parts, steps_per_epoch: int) -> tuple[Schedule, Learner, Beginning]:
+    """The schedule, and the learner at the checkpoint that the run continues from."""
+    folder, config, waits = parts.folder, parts.config, parts.waits
+    schedule = plan(config, steps_per_epoch)
     nodes = config.placement.described(config.learner_needs_gpus) + ", and " if config.placement.nodes > 1 else ""
     with waits(RUN, f"{nodes}its model to be loaded"):
         learner = _learner(folder, config, schedule.total_steps)
     folder.update(threads=learner.threads)
     with waits(RUN, "its checkpoint to be loaded"):
-        beginning = begin(folder, config, learner, skip_damaged)
-    tracking.catch_up(folder.rows())
+        beginning = begin(folder, config, learner, parts.skip_damaged)
+    parts.tracking.catch_up(folder.rows())
+    return schedule, learner, beginning
+
+
+def _training(parts: _Parts, services: ServiceUrls, rows: Rows, held_out: Rows, teaching: Teaching | None) -> Training:
+    folder, config, stop, waits, tracking, traces, _ = parts
+    own = config.trackway
+    takes_sessions = own.rollouts_from == "sessions"
+    prompts: PromptBatches = (
+        SessionSlots(config.data.train_batch_size, config.trainer.total_training_steps or 1)
+        if takes_sessions
+        else prompts_of(config, rows.samples)
+    )
+    schedule, learner, beginning = _begun(parts, prompts.steps_per_epoch)
     store, uid = WeightStore(services.weights_url), folder.info().uid
     with waits(RUN, f"the lock of the weight store {services.weights_url}", CLAIM_WAIT_S):
         scratch, mode = folder.path / "export", update_mode(config)

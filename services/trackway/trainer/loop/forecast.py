@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trackway.trainer.config import RunConfig
+from trackway.trainer.config.models import steps_between
 from trackway.trainer.data.dataset import steps_per_epoch
 
 SPAN_BYTES = 700
@@ -69,7 +70,7 @@ def forecast(config: RunConfig, rows: int | None) -> Forecast:
     """
     actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
     prompts, drop_last = config.data.train_batch_size, config.data.drop_last
-    mini = min(actor.ppo_mini_batch_size, prompts) * n
+    mini = (prompts if config.is_supervised else min(actor.ppo_mini_batch_size, prompts)) * n
     micro = min(mini, actor.ppo_micro_batch_size_per_gpu or mini)
     critic = config.critic
     value_mini = min(critic.ppo_mini_batch_size or actor.ppo_mini_batch_size, prompts) * n
@@ -88,8 +89,8 @@ def forecast(config: RunConfig, rows: int | None) -> Forecast:
         passes=math.ceil(mini / micro),
         value_updates=value_updates if has_value_model else 0,
         value_mini_batch=value_mini if has_value_model else 0,
-        validations=_validations(config, total),
-        checkpoints=_every(config.trainer.save_freq, total),
+        validations=_validations(config, total, per_epoch or -1),
+        checkpoints=_every(steps_between(config.trainer.save_freq, per_epoch or -1), total),
         traced=min(prompts, config.traced_prompts) * config.group_size,
         spans=_spans(config),
         trace_bytes=_trace_bytes(config),
@@ -101,12 +102,12 @@ def _total_steps(config: RunConfig, per_epoch: int | None) -> int | None:
     return config.total_steps(per_epoch or 0) if is_set or per_epoch is not None else None
 
 
-def _validations(config: RunConfig, total: int | None) -> list[int]:
+def _validations(config: RunConfig, total: int | None, per_epoch: int) -> list[int]:
     trainer = config.trainer
     if not config.data.val_files or total is None:
         return []
     first = [0] if trainer.val_before_train or trainer.val_only else []
-    return sorted({*first, *_every(trainer.test_freq, total)})
+    return sorted({*first, *_every(steps_between(trainer.test_freq, per_epoch), total)})
 
 
 def _every(frequency: int, total: int | None) -> list[int]:

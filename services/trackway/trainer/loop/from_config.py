@@ -10,6 +10,7 @@ import torch
 from trackway.clients.weights import WeightStore
 from trackway.system.experimental import Experimental
 from trackway.trainer.config import RunConfig
+from trackway.trainer.config.models import steps_between
 from trackway.trainer.config.weave_project import weave_project
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.filtering import GroupFilter
@@ -90,8 +91,8 @@ def plan(config: RunConfig, steps_per_epoch: int) -> Schedule:
         total_steps=config.total_steps(steps_per_epoch),
         seed=config.trackway.seed,
         val_before_train=trainer.val_before_train or trainer.val_only,
-        test_freq=trainer.test_freq,
-        save_freq=trainer.save_freq,
+        test_freq=steps_between(trainer.test_freq, steps_per_epoch),
+        save_freq=steps_between(trainer.save_freq, steps_per_epoch),
         keep_checkpoints=trainer.max_actor_ckpt_to_keep,
         copies_url=trainer.default_hdfs_dir and trainer.default_hdfs_dir.rstrip("/"),
         async_save=config.actor_rollout_ref.actor.checkpoint.async_save,

@@ -14,7 +14,7 @@ SEPARATE = "trainer.v1.trainer_mode=separate_async"
 SAMPLER = "trainer.v1.sampler"
 
 
-def decided(config: RunConfig) -> tuple[Pacing, JsonValue, int]:
+def decided(config: RunConfig) -> tuple[Pacing, JsonValue, JsonValue]:
     """The pacing, the number of steps, and how often a validation is due."""
     return pacing(config), config.trainer.total_training_steps, config.trainer.test_freq
 

@@ -639,7 +639,7 @@ def test_the_demo_preset_is_the_measured_recipe():
 def test_an_unknown_preset_names_the_ones_there_are():
     names = [
         *("dapo", "default", "dr_grpo", "fully_async_ppo_trainer", "grpo", "gspo", "one_step_off_ppo_trainer"),
-        *("ppo", "ppo_trainer", "reinforce_plus_plus", "rloo", "tiny_demo"),
+        *("ppo", "ppo_trainer", "reinforce_plus_plus", "rloo", "sft", "tiny_demo"),
     ]
     with pytest.raises(TrackwayError, match=f"found: {', '.join(names)}"):
         compose([], config_name="huge_demo")

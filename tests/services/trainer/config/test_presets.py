@@ -43,6 +43,11 @@ CHANGES: dict[str, dict[str, JsonValue]] = {
         "algorithm.filter_groups.max_num_gen_batches": 10,
         **{f"{BUFFER}.enable": True, f"{BUFFER}.len": 4096, f"{BUFFER}.penalty_factor": 1.0, f"{BUFFER}.log": True},
     },
+    "sft": {
+        **{"data.train_batch_size": 256, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4, f"{ACTOR}.use_dynamic_bsz": True},
+        **{f"{ACTOR}.ppo_max_token_len_per_gpu": 8192, f"{ACTOR}.optim.lr": 1e-3, "trainer.total_epochs": 4},
+        **{"trainer.val_before_train": False, "trackway.rollouts_from": "rows", "trackway.max_samples": "first"},
+    },
 }
 
 

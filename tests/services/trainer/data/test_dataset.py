@@ -253,10 +253,12 @@ def test_several_files_of_either_format_are_one_dataset(sample: Make, tmp_path: 
     )
 
     rows, held_out = load_data(config)
-    prompts = prompts_of(config, rows)
+    prompts = prompts_of(config, rows.samples)
     fewer, _ = load_data(config.with_values({"data.train_max_samples": 3}))
     seeds = ({"data.seed": 5}, {"trackway.seed": 5}, {"trackway.seed": 6, "data.seed": 5}, {"trackway.seed": 6})
-    shuffled = [epoch(prompts_of(config.with_values({"data.shuffle": True, **keys}), rows), 0) for keys in seeds]
+    shuffled = [
+        epoch(prompts_of(config.with_values({"data.shuffle": True, **keys}), rows.samples), 0) for keys in seeds
+    ]
 
     assert epoch(prompts, 0) == [0, 1, 2, 3, 4]
     assert shuffled[0] == shuffled[1] == shuffled[2] != shuffled[3]
@@ -282,7 +284,7 @@ def test_the_run_seed_orders_the_rows_unless_the_data_have_their_own(sample: Mak
 
     def order(*seeds: str) -> list[int | str]:
         config = compose([*files, *mini, *seeds])
-        return epoch(prompts_of(config, load_data(config)[0]), 0)
+        return epoch(prompts_of(config, load_data(config)[0].samples), 0)
 
     assert (
         order("trackway.seed=1", "data.seed=5") == order("trackway.seed=2", "data.seed=5") == order("trackway.seed=5")

@@ -6,6 +6,7 @@ import { busy, empty, h, mean, number, panel, plural, redraw, roving, seconds, t
 import { command, csv, facts, fileName, isLive, listed, nameField, outside, scored, stateChip, range } from "./parts.js";
 
 const SHOWN = ["actor/entropy", "actor/grad_norm", "response_length/mean", "timing_s/step"];
+const LOSSES = ["train/loss", "val/loss"]; // of supervised training
 const IDLE = { "learner, waiting for rollouts": "fully_async/trainer/idle_ratio", "no rollout runs": "fully_async/rollouter/idle_ratio" };
 const MOST_CHOSEN = 8;
 const MOST_STEPS = 400;
@@ -24,12 +25,13 @@ export default async function run(visit) {
     const phases = phaseNames(page.metrics);
     const chosen = metrics.length ? metrics : SHOWN.filter((name) => name in page.metrics);
     const rates = passRates(page.metrics);
-    const names = [...new Set([...chosen, ...phases, ...rates.map(({ metric }) => metric), "timing_s/step", ...Object.values(IDLE)])];
+    const names = [...new Set([...chosen, ...phases, ...rates.map(({ metric }) => metric), "timing_s/step", ...LOSSES, ...Object.values(IDLE)])];
     const { series } = await visit.get("metrics", { run: key, name: names });
     redraw(root, page.evaluation ? [head(page), evaluated(page), stepsPanel(page, key)] : [
       head(page), waits(page), cards(page, series),
       h("div", { class: "two" },
-        panel("Reward and accuracy", { aside: legend([{ name: "mean reward", kind: "s0" }, { name: "validation accuracy", kind: "s1" }]) },
+        LOSSES[0] in page.metrics ? panel("Loss", { aside: legend(["training", "validation"].map((name, index) => ({ name, kind: `s${index}` }))) },
+          lines({ series: LOSSES.map((name, index) => ({ name, ...series[name], points: index > 0 })), height: 300 })) : panel("Reward and accuracy", { aside: legend([{ name: "mean reward", kind: "s0" }, { name: "validation accuracy", kind: "s1" }]) },
           lines({ series: [{ name: "reward", ...page.summary.reward }, { name: "accuracy", ...page.summary.accuracy, points: true }], height: 300, span: REWARDS, pick: opens(key, page) })),
         timePanel(page, series, phases, key)),
       rates.length > 0 && panel("pass@k of validations", { aside: legend(rates.map(({ name, metric }, index) => ({ name, kind: `s${index}`, value: number(page.metrics[metric]) }))) },
@@ -98,17 +100,19 @@ function waits({ waits: list, summary }) {
 }
 
 function cards({ summary, metrics }, series) {
+  const supervised = LOSSES[0] in metrics;
   const last = (values) => values.filter((value) => value !== null).at(-1);
   const accuracy = summary.accuracy.values.filter((value) => value !== null);
   const card = (name, value, note, kind = "") => h("div", { class: `card ${kind}` }, h("span", {}, name), h("b", {}, value), h("small", {}, note ?? ""));
   return h("div", { class: "cards" },
-    card("mean reward", number(last(summary.reward.values)), summary.reward.steps.length ? `step ${number(summary.reward.steps[0])}: ${number(summary.reward.values[0])}` : "no step yet"),
-    card("accuracy", number(last(accuracy)), accuracy.length > 1 ? `before: ${number(accuracy[0])}` : accuracy.length ? "measured once" : "not measured"),
+    supervised && LOSSES.map((name) => card(name.startsWith("val") ? "validation loss" : "loss", number(metrics[name] ?? null), name in metrics ? "the newest" : "not measured")),
+    !supervised && card("mean reward", number(last(summary.reward.values)), summary.reward.steps.length ? `step ${number(summary.reward.steps[0])}: ${number(summary.reward.values[0])}` : "no step yet"),
+    !supervised && card("accuracy", number(last(accuracy)), accuracy.length > 1 ? `before: ${number(accuracy[0])}` : accuracy.length ? "measured once" : "not measured"),
     card("a step takes", seconds(mean(series["timing_s/step"]?.values ?? [])), `${seconds(summary.seconds)} so far`),
     card("tokens per second", number(metrics["perf/throughput"] ?? null), summary.tokens === null ? "trained and prompt tokens" : `${number(summary.tokens)} tokens so far`),
     summary.gpu_seconds !== null && card("GPU time", seconds(summary.gpu_seconds), "of the GPUs of its configuration"),
-    card("staleness", number(metrics["training/off_policy/trajectory_staleness/mean"] ?? null), "weight versions, mean"),
-    card("failed rollouts", number(summary.failed), "ended by an error", summary.failed ? "bad" : ""));
+    !supervised && card("staleness", number(metrics["training/off_policy/trajectory_staleness/mean"] ?? null), "weight versions, mean"),
+    !supervised && card("failed rollouts", number(summary.failed), "ended by an error", summary.failed ? "bad" : ""));
 }
 
 const opens = (key, page) => (step) => {

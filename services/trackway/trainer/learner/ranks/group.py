@@ -38,6 +38,7 @@ from torch import distributed
 from torch.distributed import DistError, DistStoreError, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from trackway.trainer.config.placement import Placement
+from trackway.trainer.learner.batch import MaskedTokens
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner, StepObserver, UpdateResult, unobserved
 from trackway.trainer.learner.ranks.launch import (
@@ -52,6 +53,7 @@ from trackway.trainer.learner.ranks.messages import broadcast, gather
 from trackway.trainer.learner.ranks.publication import AnyWork, LookFor, Work
 from trackway.trainer.learner.ranks.sharding import join
 from trackway.trainer.learner.ranks.snapshot import Snapshot
+from trackway.trainer.metrics.clock import Metrics
 from trackway.wire.trajectory import Trajectory
 from trackway.wire.weights import WeightProof
 
@@ -83,6 +85,8 @@ TEXT = TypeAdapter(str)
 COMMANDS: Mapping[str, TypeAdapter[tuple[Any, ...]]] = {
     "__init__": TypeAdapter(tuple[()]),
     "update": TypeAdapter(tuple[list[Trajectory], float | None]),
+    "supervise": TypeAdapter(tuple[list[MaskedTokens]]),
+    "supervised_loss": TypeAdapter(tuple[list[MaskedTokens]]),
     "log_probs": TypeAdapter(tuple[list[Trajectory]]),
     "save": TypeAdapter(tuple[Path]),
     "snapshot": TypeAdapter(tuple[()]),
@@ -294,6 +298,16 @@ class LeadingLearner(Learner):
         """Run `Learner.update` on every rank. Steps are observed in this one."""
         with self._group.command("update", list(used), version):
             return super().update(used, version, observe)
+
+    def supervise(self, rows: Sequence[MaskedTokens]) -> Metrics:
+        """Run `Learner.supervise` on every rank."""
+        with self._group.command("supervise", list(rows)):
+            return super().supervise(rows)
+
+    def supervised_loss(self, rows: Sequence[MaskedTokens]) -> tuple[float, float]:
+        """Run `Learner.supervised_loss` on every rank."""
+        with self._group.command("supervised_loss", list(rows)):
+            return super().supervised_loss(rows)
 
     def log_probs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """Run `Learner.log_probs` on every rank."""
