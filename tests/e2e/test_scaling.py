@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 from benchmarks.sim_engine import SIM
 
-from tests.waiting import until
+from tests.waiting import async_until, until
 from trackway.clients import CallPolicy, RolloutClient, run
+from trackway.clients.routing import TrajectoryRouting
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.serve_config import Replicas
 from trackway.deploy.deployment import status
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.serve_api import ServeApi
 from trackway.deploy.local.settings import UpSettings
+from trackway.system.waits import Waits, noted_in
 from trackway.wire.errors import TrackwayError
 from trackway.wire.headers import REPLICA
 from trackway.wire.rollout import GenerateRequest, SamplingParams
@@ -187,6 +189,41 @@ def test_turns_of_a_session_meet_the_same_replica(simulated: Deployment, direct:
     met = run(sessions())
     assert [len(replicas) for replicas in met] == [1] * 16
     assert len(set.union(*met)) == 2
+    status.scale(simulated, NAME, 1)
+
+
+def test_trajectories_stay_until_their_replica_dies_and_start_on_its_replacement(simulated: Deployment) -> None:
+    pids = {replica.health.replica: replica.health.pid for replica in status.scale(simulated, NAME, 2)}
+    routing = TrajectoryRouting()
+    client = RolloutClient(f"{simulated.base_url}/{NAME}", policy=CallPolicy(attempts=8), direct=True, routing=routing)
+    body = GenerateRequest(token_ids=[5, 6, 7] * 10, sampling_params=SamplingParams(max_tokens=3))
+
+    async def turn(trajectory: str) -> str:
+        waits = Waits()
+        with waits(trajectory, "the rollout service") as waiting, noted_in([waiting]):
+            await client.generate(body, trajectory, trajectory=trajectory)
+            return waiting.wait().progress.removeprefix("replica ")
+
+    async def play() -> tuple[list[list[str]], list[str], list[str]]:
+        names = [f"trajectory {number}" for number in range(8)]
+        turns = [await asyncio.gather(*map(turn, names)) for _ in range(3)]
+        os.kill(pids[turns[0][0]], signal.SIGKILL)
+        after = await asyncio.gather(*map(turn, names))
+        started: list[str] = []
+
+        async def is_on_a_new_replica() -> bool:
+            started.append(await turn(f"new trajectory {len(started)}"))
+            return started[-1] not in pids
+
+        await async_until(is_on_a_new_replica)
+        return turns, after, [await turn(name) for name in names]
+
+    turns, after, later = run(play())
+    killed, [kept] = turns[0][0], pids.keys() - {turns[0][0]}
+    assert turns[0] == turns[1] == turns[2]
+    assert turns[0].count(killed) == turns[0].count(kept) == 4
+    assert [now for now, before in zip(after, turns[0], strict=True) if before == kept] == [kept] * 4
+    assert killed not in [*after, *later]
     status.scale(simulated, NAME, 1)
 
 

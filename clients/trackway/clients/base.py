@@ -76,6 +76,8 @@ class _Request:
     path: str
     content: bytes | None
     deadline: Deadline
+    replica: str | None = None
+    """Replica to ask first."""
     broken: list[str] = field(default_factory=list[str])
     """Replicas at which attempts broke off."""
 
@@ -138,14 +140,21 @@ class ServiceClient:
         session_id: str | None = None,
         idempotency_key: str | None = None,
         deadline: Deadline | None = None,
+        replica: str | None = None,
     ) -> M:
-        """Send one request, with retries, and parse the answer.
+        """Send one request, with retries, and parse the answer. A direct client asks `replica` first.
 
         Raises:
             TrackwayError: the service's own error; `unavailable` when no attempt got an answer; `deadline_exceeded`.
         """
         response = await self.send(
-            method, path, body=body, session_id=session_id, idempotency_key=idempotency_key, deadline=deadline
+            method,
+            path,
+            body=body,
+            session_id=session_id,
+            idempotency_key=idempotency_key,
+            deadline=deadline,
+            replica=replica,
         )
         try:
             return reply.model_validate_json(response.content)
@@ -162,11 +171,12 @@ class ServiceClient:
         session_id: str | None = None,
         idempotency_key: str | None = None,
         deadline: Deadline | None = None,
+        replica: str | None = None,
     ) -> WholeResponse:
         """Do `call` without parsing the answer."""
         deadline = deadline or Deadline.after(self.policy.total_s)
         key = idempotency_key or (os.urandom(16).hex() if method == "POST" else None)
-        request = _Request(method, path, _content(body), deadline)
+        request = _Request(method, path, _content(body), deadline, replica)
         try:
             async with asyncio.timeout(deadline.remaining):
                 failed: list[Exception] = []
@@ -212,7 +222,7 @@ class ServiceClient:
         if self._routes is None:
             return await send(request, self.base_url, headers)
         holder = self._holder(request.path)
-        return await self._routes.exchange(partial(send, request), headers, holder, request.broken)
+        return await self._routes.exchange(partial(send, request), headers, holder, request.broken, request.replica)
 
     async def _fetch(self, request: _Request, base_url: str, headers: Headers) -> WholeResponse:
         connect_s, read_s = self._limits_s(request.deadline)
@@ -237,9 +247,9 @@ class ServiceClient:
         """Batches for a route, if this client sends any. `size` returns a request's size, as in `Batches`."""
 
         def open_batch(
-            body: BatchRequest[RequestT], session_id: str, deadline: Deadline
+            body: BatchRequest[RequestT], session_id: str, deadline: Deadline, replica: str | None
         ) -> AbstractAsyncContextManager[AsyncIterator[str]]:
-            return self.stream("POST", path, body=body, session_id=session_id, deadline=deadline)
+            return self.stream("POST", path, body=body, session_id=session_id, deadline=deadline, replica=replica)
 
         url = self.base_url + path
         return Batches(open_batch, url, self.called, request, reply, size) if self._in_batches else None
@@ -265,6 +275,7 @@ class ServiceClient:
         body: BaseModel | None = None,
         session_id: str | None = None,
         deadline: Deadline | None = None,
+        replica: str | None = None,
     ) -> AsyncGenerator[AsyncIterator[str], None]:
         """The lines of a streamed answer. Not retried, because only the caller knows which lines are missing.
 
@@ -272,7 +283,7 @@ class ServiceClient:
             TrackwayError: the service's own error; `unavailable` when the stream breaks; `deadline_exceeded`.
         """
         deadline = deadline or Deadline.after(self.policy.total_s)
-        request = _Request(method, path, _content(body), deadline)
+        request = _Request(method, path, _content(body), deadline, replica)
         headers = self._headers(session_id, None, deadline)
         try:
             async with asyncio.timeout(deadline.remaining), self._slots:

@@ -48,7 +48,8 @@ class _Waiting(Generic[RequestT, ReplyT]):
 class Batches(Generic[RequestT, ReplyT]):
     """Collects the calls of a group that are made in one iteration of the event loop.
 
-    open_batch: sends a batch of a group before a deadline and returns the lines of its answer. Raises TrackwayError.
+    open_batch: sends a batch of a group before a deadline, to a replica or any, and returns the lines of its answer.
+        Raises TrackwayError.
     url: of the route, for messages.
     called: the service.
     request, reply: types of the request and of its reply.
@@ -57,7 +58,7 @@ class Batches(Generic[RequestT, ReplyT]):
 
     def __init__(
         self,
-        open_batch: "Callable[[BatchRequest[RequestT], str, Deadline], _Lines]",
+        open_batch: "Callable[[BatchRequest[RequestT], str, Deadline, str | None], _Lines]",
         url: str,
         called: str,
         request: type[RequestT],
@@ -73,12 +74,14 @@ class Batches(Generic[RequestT, ReplyT]):
             BatchResult[reply],
         )
         self._size = size
-        self._waiting: dict[str, list[_Waiting[RequestT, ReplyT]]] = {}
+        self._waiting: dict[tuple[str, str | None], list[_Waiting[RequestT, ReplyT]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._supported = True
 
-    async def call(self, request: RequestT, group: str, deadline: Deadline) -> ReplyT | None:
-        """The reply, or None if the request has to be sent alone.
+    async def call(
+        self, request: RequestT, group: str, deadline: Deadline, replica: str | None = None
+    ) -> ReplyT | None:
+        """The reply, or None if the request has to be sent alone. A batch has requests for one replica.
 
         Raises:
             TrackwayError: an error that a retry cannot change; `deadline_exceeded`.
@@ -87,10 +90,10 @@ class Batches(Generic[RequestT, ReplyT]):
         if not self._supported or size > MAX_BATCH_SIZE:
             return None
         waiting = _Waiting[RequestT, ReplyT](request, deadline, size)
-        together = self._waiting.setdefault(group, [])
+        together = self._waiting.setdefault((group, replica), [])
         together.append(waiting)
         if len(together) == 1:
-            asyncio.get_running_loop().call_soon(self._start, group)
+            asyncio.get_running_loop().call_soon(self._start, group, replica)
         try:
             async with asyncio.timeout(deadline.remaining):
                 result = await waiting.result
@@ -116,21 +119,21 @@ class Batches(Generic[RequestT, ReplyT]):
             add_incident(incident_of(result), called=self._called, url=self._url, attempt=1, reason=reason)
         return None
 
-    def _start(self, group: str) -> None:
+    def _start(self, group: str, replica: str | None) -> None:
         """Send what has been collected, unless it is a single request or has been cancelled."""
-        together = [waiting for waiting in self._waiting.pop(group) if not waiting.result.done()]
+        together = [waiting for waiting in self._waiting.pop((group, replica)) if not waiting.result.done()]
         for batch in _batches(together):
             if len(batch) == 1:
                 batch[0].result.set_result(None)
                 continue
             # An empty context: the request belongs to the traces of all its entries.
-            task = asyncio.create_task(self._send(batch, group), context=contextvars.Context())
+            task = asyncio.create_task(self._send(batch, group, replica), context=contextvars.Context())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             for waiting in batch:
                 waiting.result.add_done_callback(lambda _, batch=batch, task=task: _cancel_if_unwanted(batch, task))
 
-    async def _send(self, batch: list[_Waiting[RequestT, ReplyT]], group: str) -> None:
+    async def _send(self, batch: list[_Waiting[RequestT, ReplyT]], group: str, replica: str | None) -> None:
         entries = [
             self._entry_type.model_construct(request=waiting.request, trace=waiting.context.run(_trace_headers))
             for waiting in batch
@@ -140,7 +143,7 @@ class Batches(Generic[RequestT, ReplyT]):
         failure: Exception | None = None
         try:
             with noted_in([wait for waiting in batch for wait in waiting.waits]):
-                async with self._open_batch(request, group, deadline) as lines:
+                async with self._open_batch(request, group, deadline, replica) as lines:
                     async for line in lines:
                         result = self._result_type.model_validate_json(line)
                         if not batch[result.index].result.done():

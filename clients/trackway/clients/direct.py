@@ -2,8 +2,9 @@
 
 `GET /replicas` lists each replica's address. An address is used only after the replica has answered there under its
 own name, so no call waits for an unreachable address or reaches another process. Calls of an instance go to the replica
-in its id, calls of a session to the same replica each time, and other calls round-robin. A full replica (429) passes a
-call on to the next one in its session's order. Replicas without an address are called through the proxy.
+in its id, generations to the replica that routing.py chooses for their trajectory, other calls of a session to the same
+replica each time, and all others round-robin. A full replica (429) passes a call on to the next one in its session's
+order. Replicas without an address are called through the proxy.
 
 A call that breaks off is repeated under its idempotency key at the same replica if that still answers, which finishes
 the work that it has begun. A second break, or no answer, sends it elsewhere.
@@ -101,7 +102,9 @@ class DirectRoutes:
         self.spilled = 0
         """Calls that a full replica passed on to the next one, since the start."""
 
-    async def exchange(self, send: Send[R], headers: Headers, holder: str | None, broken: list[str]) -> R:
+    async def exchange(
+        self, send: Send[R], headers: Headers, holder: str | None, broken: list[str], replica: str | None = None
+    ) -> R:
         """Send one request to a replica, or to the proxy when no replica can be reached.
 
         Args:
@@ -109,12 +112,13 @@ class DirectRoutes:
             headers: with the caller's own token; `x-session-id` chooses the replica.
             holder: the only replica that can answer, because it created the call's instance.
             broken: replicas at which earlier attempts of this call broke off. This attempt may add one.
+            replica: the first to ask, if it is listed.
 
         Raises:
             httpx.TransportError: the request may have been sent, and no answer came.
         """
         full: R | None = None
-        for address in await self.addresses(headers.get(SESSION_ID), holder):
+        for address in await self.addresses(headers.get(SESSION_ID), holder, replica):
             if broken.count(address.replica) >= _MAX_BREAKS:
                 continue
             if full is not None:
@@ -142,8 +146,11 @@ class DirectRoutes:
             return response
         return await send(self._base_url, headers) if full is None else full
 
-    async def addresses(self, session_id: str | None, holder: str | None) -> list[Address]:
-        """The addresses for a call, best first. Empty for the proxy. `holder` is the replica of the call's instance."""
+    async def addresses(self, session_id: str | None, holder: str | None, replica: str | None = None) -> list[Address]:
+        """The addresses for a call, best first. Empty for the proxy.
+
+        `holder` is the replica of the call's instance. `replica` comes first if it is listed.
+        """
         if self.proxy_only:
             return []
         await self._refresh_if_due(waiting=holder is not None and holder not in self._known)
@@ -151,7 +158,11 @@ class DirectRoutes:
             # A stopping replica is no longer listed, but answers until its instances are released.
             return [self._known[holder]] if holder in self._known else []
         if session_id is not None:
-            return sorted(self._ring, key=lambda address: _weight(session_id, address.replica), reverse=True)
+            return sorted(
+                self._ring,
+                key=lambda address: (address.replica == replica, _weight(session_id, address.replica)),
+                reverse=True,
+            )
         turn = next(self._turn) % max(1, len(self._ring))
         return self._ring[turn:] + self._ring[:turn]
 

@@ -4,12 +4,14 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from functools import cached_property
 
-from pydantic import ValidationError
+import httpx
+from pydantic import SecretStr, ValidationError
 
-from trackway.clients.base import ServiceClient
+from trackway.clients.base import CallPolicy, ServiceClient
 from trackway.clients.batches import Batches
 from trackway.clients.deadline import Deadline
 from trackway.clients.failures import incident_of, reason_of
+from trackway.clients.routing import TrajectoryRouting
 from trackway.system.waits import note_problem
 from trackway.tracing import add_incident, current_trace_stats
 from trackway.wire.errors import ErrorCode, ErrorReply, TrackwayError
@@ -31,9 +33,25 @@ _NO_SUCH_ROUTE = (ErrorCode.NOT_FOUND, ErrorCode.INVALID_REQUEST)
 
 
 class RolloutClient(ServiceClient):
-    """Token ids in, token ids and logprobs out. Every method raises TrackwayError."""
+    """Token ids in, token ids and logprobs out. Every method raises TrackwayError.
+
+    routing: chooses the replica of each trajectory when calls go to replicas directly; without it the session does.
+    """
 
     service = "rollout"
+
+    def __init__(
+        self,
+        base_url: str,
+        http: httpx.AsyncClient | None = None,
+        policy: CallPolicy | None = None,
+        token: SecretStr | None = None,
+        direct: bool = False,
+        batches: bool = False,
+        routing: TrajectoryRouting | None = None,
+    ) -> None:
+        super().__init__(base_url, http, policy, token, direct, batches)
+        self._routing = routing
 
     @cached_property
     def _generations(self) -> Batches[GenerateRequest, GenerateReply] | None:
@@ -45,14 +63,19 @@ class RolloutClient(ServiceClient):
         session_id: str | None = None,
         deadline: Deadline | None = None,
         *,
+        trajectory: str | None = None,
         alone: bool = False,
     ) -> GenerateReply:
-        """Continue one prompt. `alone` sends it in no batch, as calls that do not come together."""
+        """Continue one prompt. `alone` sends it in no batch, as calls that do not come together.
+
+        `trajectory` stays on its replica until `release`.
+        """
         deadline = deadline or Deadline.after(self.policy.total_s)
         if request.request_id is None:  # vLLM takes no null here
             request = request.model_copy(update={"request_id": uuid.uuid4().hex})
+        replica = await self._replica(request, session_id, trajectory)
         if self._generations is not None and session_id is not None and not alone:
-            reply = await self._generations.call(request, session_id, deadline)
+            reply = await self._generations.call(request, session_id, deadline, replica)
             if reply is not None:
                 return reply
         return await self.call(
@@ -62,10 +85,28 @@ class RolloutClient(ServiceClient):
             body=request,
             session_id=session_id,
             deadline=deadline,
+            replica=replica,
         )
 
+    def release(self, trajectory: str) -> None:
+        """Say that a trajectory has ended, so that its replica counts as having one fewer."""
+        if self._routing is not None:
+            self._routing.release(trajectory)
+
+    async def _replica(self, request: GenerateRequest, session_id: str | None, trajectory: str | None) -> str | None:
+        """The replica that the routing chooses. None without routing, and when only the proxy can be reached."""
+        if self._routing is None or self._routes is None or session_id is None or trajectory is None:
+            return None
+        listed = [address.replica for address in await self._routes.addresses(session_id, None)]
+        return self._routing.place(trajectory, session_id, len(request.token_ids), listed) if listed else None
+
     async def stream_generation(
-        self, request: GenerateRequest, session_id: str | None = None, deadline: Deadline | None = None
+        self,
+        request: GenerateRequest,
+        session_id: str | None = None,
+        deadline: Deadline | None = None,
+        *,
+        trajectory: str | None = None,
     ) -> AsyncGenerator[GeneratePiece]:
         """Stream `generate` as the tokens come. Closing the iterator aborts the generation.
 
@@ -76,8 +117,11 @@ class RolloutClient(ServiceClient):
         if request.request_id is None:
             request = request.model_copy(update={"request_id": uuid.uuid4().hex})
         count, ended = 0, False
+        replica = await self._replica(request, session_id, trajectory)
         try:
-            async with self.stream("POST", _STREAM, body=request, session_id=session_id, deadline=deadline) as lines:
+            async with self.stream(
+                "POST", _STREAM, body=request, session_id=session_id, deadline=deadline, replica=replica
+            ) as lines:
                 async for line in lines:
                     piece = GeneratePiece.model_validate_json(line)
                     _take(piece)
@@ -96,7 +140,7 @@ class RolloutClient(ServiceClient):
         if count:
             yield GeneratePiece(finish_reason="abort")
             return
-        reply = await self.generate(request, session_id, deadline)
+        reply = await self.generate(request, session_id, deadline, trajectory=trajectory)
         [choice] = reply.choices
         logprobs = choice.token_logprobs
         tops = choice.top_logprobs if request.sampling_params.logprobs else []

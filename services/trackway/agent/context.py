@@ -11,6 +11,7 @@ from trackway.agent.teachers import Teachers
 from trackway.agent.toolbox import ToolCatalog
 from trackway.chat.tokens import ChatTokens
 from trackway.clients import RewardClient, RolloutClient, ToolsClient, TrainerClient
+from trackway.clients.routing import TrajectoryRouting
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 
@@ -49,7 +50,10 @@ class AgentContext:
         direct = settings.direct and http is None
         batches = http is None  # httpx's transport in one process holds a stream back until it has ended
         tools = ToolsClient(settings.url("tools"), http, settings.tools_policy, settings.token, direct)
-        rollout = RolloutClient(settings.url("rollout"), http, settings.rollout_policy, settings.token, direct, batches)
+        routing = TrajectoryRouting() if settings.rollout_routing == "trajectory" else None
+        rollout = RolloutClient(
+            settings.url("rollout"), http, settings.rollout_policy, settings.token, direct, batches, routing
+        )
         return cls(
             settings=settings,
             rollout=rollout,

@@ -127,6 +127,7 @@ class AgentLoop(ABC):
         except Exception as error:
             episode.fail(_named(error, episode))
         finally:
+            self.services.rollout.release(episode.id)
             await toolbox.release()
         return []
 
@@ -227,9 +228,13 @@ class AgentLoop(ABC):
         group = group_id(episode.tags)
         if told is None:
             alone = self.generates_alone
-            return (await rollout.generate(request, session_id=group, deadline=deadline, alone=alone)).choices[0]
+            reply = await rollout.generate(
+                request, session_id=group, deadline=deadline, trajectory=episode.id, alone=alone
+            )
+            return reply.choices[0]
         pieces: list[GeneratePiece] = []
-        async with aclosing(rollout.stream_generation(request, session_id=group, deadline=deadline)) as arriving:
+        arriving = rollout.stream_generation(request, session_id=group, deadline=deadline, trajectory=episode.id)
+        async with aclosing(arriving):
             async for piece in arriving:
                 pieces.append(piece)
                 told(piece.model_copy(update={"finish_reason": None}))

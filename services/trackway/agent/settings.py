@@ -159,6 +159,10 @@ class AgentSettings(OwnCodeSettings):
     `tool_agent` and environments."""
     teachers: dict[AgentName, HttpUrlText] = Field(default_factory=dict[str, str])
     """URLs of further rollout services by name, whose models teach runs with `distillation.enabled`."""
+    rollout_routing: Literal["trajectory", "group"] = "trajectory"
+    """Replica of a generation. `trajectory`: where its group's prompt is, in even numbers, and where its earlier turns
+    were. `group`: by a hash of the group, which keeps its trajectories together however full the replica is. Calls
+    through Ray Serve's proxy always go by group."""
     rollout_policy: CallPolicy = CallPolicy(
         read_s=600.0, total_s=1800.0, attempts=8, outage_s=_OUTAGE_S, max_in_flight=512
     )

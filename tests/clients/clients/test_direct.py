@@ -278,6 +278,18 @@ async def test_a_full_replica_passes_a_session_on_in_its_own_order_and_this_is_c
     assert (await order(directory, "group"))[0] == first  # it stays the session's own
 
 
+async def test_a_chosen_replica_comes_first_and_the_rest_keeps_the_sessions_order() -> None:
+    directory = ReplicaDirectory("abc")
+    first, second, third = await order(directory, "group")
+    addresses = await directory.routes.addresses("group", None, third)
+    assert [address.replica for address in addresses] == [third, first, second]
+    addresses = await directory.routes.addresses("group", None, "gone")
+    assert [address.replica for address in addresses] == [first, second, third]
+    calls = Calls(directory, **{third: answer(429, third), first: answer(200, first)})
+    response = await directory.routes.exchange(calls.send, {SESSION_ID: "group"}, None, [], third)
+    assert (response.status_code, calls.asked, directory.routes.spilled) == (200, [third, first], 1)
+
+
 async def test_when_all_replicas_are_full_each_is_asked_once_and_the_caller_backs_off() -> None:
     directory = ReplicaDirectory("abc")
     calls = Calls(directory, **{name: answer(429, name) for name in "abc"})

@@ -1,6 +1,7 @@
 """Rollout and agent replicas at their own ports: a full one passes generations on, and streams take turns."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -11,11 +12,13 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
 from trackway.clients import AgentClient, CallPolicy, RolloutClient, close_shared_http
+from trackway.clients.routing import TrajectoryRouting
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.serve.direct_port import DirectPort
 from trackway.rollout.app import create_app
 from trackway.rollout.settings import RolloutSettings
 from trackway.serving.middleware import ReplicaName
+from trackway.system.waits import Waits, noted_in
 from trackway.trainer.data.tiny import make_tiny_rows
 from trackway.wire.agent import GroupRequest
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -27,13 +30,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.anyio, pytest.mark.usefixtures("coll
 REQUEST = GenerateRequest(token_ids=[5, 6, 7], sampling_params=SamplingParams(max_tokens=20))
 
 
-def rollout(name: str) -> FastAPI:
-    """One generation at a time, a fifth of a second each, and no queue."""
+def rollout(name: str, at_once: int = 1) -> FastAPI:
+    """So many generations at a time, a fifth of a second each, and no queue."""
     sim = {"response_tokens": 20, "response_spread": 0.0, "step_s": 0.01, "step_slope_s": 0.0}
     args = {
         "engine": SIM,
         "engine_options": sim,
-        "max_num_seqs": 1,
+        "max_num_seqs": at_once,
         "max_queue": 0,
         "model_path": TINY_MODEL,
         "replica": name,
@@ -88,6 +91,25 @@ async def test_a_full_rollout_replica_passes_generations_of_its_group_on_to_the_
         await client.generate(REQUEST, "group")  # the list of replicas is here
         replies = await asyncio.gather(*(client.generate(REQUEST, "group") for _ in range(2)))
     assert ([len(reply.choices[0].token_ids) for reply in replies], client.spilled) == ([20, 20], 1)
+
+
+async def test_trajectories_of_a_group_share_replicas_and_stay_until_theirs_leaves() -> None:
+    body = REQUEST.model_copy(update={"token_ids": [5] * 20})
+    async with listed([rollout("aaaa", 8), rollout("bbbb", 8)], ["aaaa", "bbbb"]) as (url, _):
+        client = RolloutClient(url, direct=True, batches=True, routing=TrajectoryRouting())
+
+        async def turn(trajectory: str) -> str:
+            waits = Waits()
+            with waits(trajectory, "the rollout service") as waiting, noted_in([waiting]):
+                await client.generate(body, "group", trajectory=trajectory)
+                return waiting.wait().progress
+
+        names = ["0", "1", "2", "3"]
+        turns = [await asyncio.gather(*map(turn, names)) for _ in range(3)]
+        streamed = [piece async for piece in client.stream_generation(body, "group", trajectory="4")]
+    assert turns[0] == turns[1] == turns[2]
+    assert Counter(turns[0]) == {"replica aaaa": 2, "replica bbbb": 2}
+    assert sum(len(piece.token_ids) for piece in streamed) == 20
 
 
 async def test_openais_routes_answer_at_a_replicas_own_port() -> None:
