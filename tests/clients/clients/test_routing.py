@@ -31,6 +31,20 @@ def test_a_group_is_split_where_balance_is_worth_its_prompt() -> None:
     assert found == ["a"] * 5 + ["b"] * 3
 
 
+def test_a_new_trajectory_is_worth_25_prompt_tokens() -> None:
+    chosen = TrajectoryRouting()
+    for number in range(4):
+        chosen.place(str(number), "group", 100, ["a"])
+    assert chosen.place("fifth", "group", 100, ["b", "a"]) == "b"
+
+
+def test_a_move_is_worth_375_prompt_tokens() -> None:
+    chosen = TrajectoryRouting()
+    for number in range(4):
+        chosen.place(str(number), "group", 10, ["a"])
+    assert [chosen.place("0", "group", 3 * 375 + extra, ["b", "a"]) for extra in (1, 0)] == ["a", "b"]
+
+
 def test_a_trajectory_stays_as_its_prompt_grows() -> None:
     chosen = TrajectoryRouting()
     chosen.place("other", "x", PROMPT, AB)
@@ -81,6 +95,7 @@ def test_a_lost_replicas_prompt_is_not_looked_for() -> None:
 
 
 def test_memory_is_bounded_and_what_is_forgotten_counts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (routing.MAX_TRAJECTORIES, routing.MAX_GROUPS) == (65_536, 4096)
     monkeypatch.setattr(routing, "MAX_TRAJECTORIES", 2)
     monkeypatch.setattr(routing, "MAX_GROUPS", 2)
     chosen = TrajectoryRouting()
