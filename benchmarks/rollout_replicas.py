@@ -15,12 +15,14 @@ import yaml
 from sim_engine import use_sim
 
 from trackway.clients import CallPolicy, RolloutClient, run
+from trackway.clients.routing import TrajectoryRouting
 from trackway.deploy.deployment import status
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.local.up import bring_up, take_down
+from trackway.system.waits import Waits, noted_in
 from trackway.wire.headers import REPLICA
-from trackway.wire.rollout import GenerateReply, GenerateRequest, SamplingParams
+from trackway.wire.rollout import GenerateRequest, SamplingParams
 
 SLOTS = 8
 TOKENS, STEP_S = 50, 0.02
@@ -36,7 +38,10 @@ _names = itertools.count()
 
 
 def measure_replicas() -> None:
-    """Calls a second with each number, and how often a trajectory finds its replica and its prefix again."""
+    """Calls a second with each number, and how often a trajectory finds its replica and its prefix again.
+
+    Calls go to the replicas directly, by `rollout_routing: trajectory`; with four replicas by `group`, too.
+    """
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "sim.yaml"
         config.write_text(yaml.safe_dump(serve_config()))
@@ -52,6 +57,8 @@ def measure_replicas() -> None:
                 alone = alone or rate
                 print(f"  {rate / alone / replicas:.3f} of linear", flush=True)
                 show(deployment, replicas, MODERATE, "half full")
+            show(deployment, replicas, SATURATED, "saturated", by_group=True)
+            show(deployment, replicas, MODERATE, "half full", by_group=True)
         finally:
             take_down(deployment)
 
@@ -98,15 +105,16 @@ class Seen:
         return time.monotonic() - self.began
 
 
-def show(deployment: Deployment, replicas: int, each: int, name: str) -> float:
+def show(deployment: Deployment, replicas: int, each: int, name: str, by_group: bool = False) -> float:
     """Run one phase and print it; returns calls a second."""
     url = f"{deployment.base_url}/rollout"
     before = run(tokens(url, replicas))
-    seen = run(load(url, each * replicas))
+    seen = run(load(url, each * replicas, None if by_group else TrajectoryRouting()))
     computed, reused = (after - was for after, was in zip(run(tokens(url, replicas)), before, strict=True))
     rate = seen.calls / WINDOW_S
     print(
-        f"{replicas} {name:9} ({each * replicas} trajectories at once): {rate:.2f} calls a second, "
+        f"{replicas} {name:9} by {'group' if by_group else 'trajectory'} ({each * replicas} trajectories at once): "
+        f"{rate:.2f} calls a second, "
         f"same replica {seen.same_replica / max(1, seen.turns):.1%} of {seen.turns} turns, "
         f"prefix cache {reused / (reused + computed):.1%} of prompt tokens, "
         f"calls by replica {sorted(seen.replicas.values())}",
@@ -115,9 +123,10 @@ def show(deployment: Deployment, replicas: int, each: int, name: str) -> float:
     return rate
 
 
-async def load(url: str, at_once: int) -> Seen:
+async def load(url: str, at_once: int, routing: TrajectoryRouting | None) -> Seen:
     """Trajectories one after the other on each of `at_once` lines; the last ones are let finish."""
-    client, seen = RolloutClient(url, policy=CallPolicy(max_in_flight=at_once)), Seen()
+    policy = CallPolicy(max_in_flight=at_once)
+    client, seen = RolloutClient(url, policy=policy, direct=True, routing=routing), Seen()
 
     async def line() -> None:
         while seen.elapsed < WARM_S + WINDOW_S:
@@ -134,16 +143,18 @@ async def trajectory(client: RolloutClient, seen: Seen) -> None:
     prompt = list(ids(draw, PROMPT_TOKENS))
     for turn in range(TURNS):
         body = GenerateRequest(token_ids=prompt, sampling_params=SamplingParams(max_tokens=2 * TOKENS, seed=number))
-        answer = await client.send("POST", "/generate", body=body, session_id=session)
-        replica = answer.headers[REPLICA]
+        waits = Waits()
+        with waits(session, "the rollout service") as waiting, noted_in([waiting]):
+            reply = await client.generate(body, session, trajectory=session)
+            replica = waiting.wait().progress
         if WARM_S <= seen.elapsed < WARM_S + WINDOW_S:
             seen.calls += 1
         seen.replicas[replica] += 1
         seen.turns += turn > 0
         seen.same_replica += replica == last
         last = replica
-        said = GenerateReply.model_validate_json(answer.content).choices[0].token_ids
-        prompt = [*prompt, *said, *ids(draw, OBSERVATION_TOKENS)]
+        prompt = [*prompt, *reply.choices[0].token_ids, *ids(draw, OBSERVATION_TOKENS)]
+    client.release(session)
 
 
 def ids(draw: random.Random, count: int) -> Iterator[int]:

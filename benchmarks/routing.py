@@ -11,8 +11,8 @@ with its documentation's imbalance threshold of 10. All rivals see the exact num
 product's module only what it did itself.
 
 The oracle knows every output length, and each replica's cache, and assigns greedily: once by call, to the least known
-work with the prompt's missing part, and once by trajectory, to the least known rest of all its trajectories. The better
-one counts.
+work with the prompt's missing part, once by trajectory and once by group, to the least known rest of all trajectories
+there. The best one counts.
 
 A case is `load` times as many trajectories at once as fit a replica's KV cache or its `max_num_seqs`. Throughput is in
 generated tokens a second, from the time at which half as many trajectories as run at once have ended until the last one
@@ -237,18 +237,35 @@ class OracleCall(Policy):
         return output * (costs.decoded + costs.read * (prompt + output / 2))
 
 
-class OracleStart(OracleCall):
+class OracleTrajectory(OracleCall):
     """Knows all that a trajectory will generate: the least rest of all trajectories there, for the whole trajectory."""
 
     def choose(self, trajectory: Trajectory, call: Call) -> int:
         if trajectory.replica is not None:
             return trajectory.replica
-        best = self.least(self.known[replica] for replica in range(len(self.engines)))
+        best = self.start(trajectory)
         length = trajectory.prompt
         for turn in trajectory.turns:
             self.known[best] += self.seconds(length, turn.output)
             length += turn.output + turn.observation
         return best
+
+    def start(self, trajectory: Trajectory) -> int:
+        """The replica of a trajectory's first turn."""
+        return self.least(self.known[replica] for replica in range(len(self.engines)))
+
+
+class OracleGroup(OracleTrajectory):
+    """The same for whole groups, which then compute their prompt once."""
+
+    def __init__(self, engines: list[Engine], seed: int) -> None:
+        super().__init__(engines, seed)
+        self.groups: dict[str, int] = {}
+
+    def start(self, trajectory: Trajectory) -> int:
+        if trajectory.group not in self.groups:
+            self.groups[trajectory.group] = super().start(trajectory)
+        return self.groups[trajectory.group]
 
 
 class Ours(Policy):
@@ -267,7 +284,7 @@ class Ours(Policy):
         self.routings[trajectory.client].release(trajectory.name)
 
 
-OURS, ORACLES = "trajectory", ("oracle by call", "oracle by trajectory")
+OURS, ORACLES = "trajectory", ("oracle by call", "oracle by trajectory", "oracle by group")
 POLICIES: dict[str, type[Policy]] = {
     OURS: Ours,
     "group hash": Hash,
@@ -276,8 +293,11 @@ POLICIES: dict[str, type[Policy]] = {
     "Ray prefix": RayPrefix,
     "Ray prefix, threshold 10": RayPrefix10,
     ORACLES[0]: OracleCall,
-    ORACLES[1]: OracleStart,
+    ORACLES[1]: OracleTrajectory,
+    ORACLES[2]: OracleGroup,
 }
+SEED = 11
+"""The first seed. The constants of the product's module were chosen with the seeds 1 to 3 and H100 only."""
 HARDWARE = {"h100": H100, "cpu": CPU}
 
 
@@ -403,7 +423,7 @@ WORKLOADS = {
 
 def mean_outcome(case: Case, policy: str, seeds: int) -> dict[str, float]:
     """Means over seeds."""
-    outcomes = [Run(case, policy, seed).outcome() for seed in range(1, seeds + 1)]
+    outcomes = [Run(case, policy, seed).outcome() for seed in range(SEED, SEED + seeds)]
     return {name: statistics.fmean(getattr(found, name) for found in outcomes) for name in Outcome._fields}
 
 
@@ -411,7 +431,7 @@ def report(case: Case, outcomes: Mapping[str, Mapping[str, float]]) -> dict[str,
     """A case's outcomes, with the product's throughput over the oracle's and over the best rival's."""
     rates = {policy: outcome["rate"] for policy, outcome in outcomes.items()}
     oracle = max(rates[name] for name in ORACLES)
-    rival = max((rate, name) for name, rate in rates.items() if name != OURS and name not in ORACLES)
+    rival = max((rate, name) for name, rate in rates.items() if name not in (OURS, *ORACLES))
     ratios = {"of_oracle": rates[OURS] / oracle, "of_best": rates[OURS] / rival[0], "best": rival[1]}
     return {**asdict(case), **ratios, "policies": outcomes}
 
@@ -436,14 +456,16 @@ def main() -> None:
         for load in options.load or [0.5, 1.0]
         for replicas in options.replicas or [1, 2, 4, 8]
     ]
-    pool = ProcessPoolExecutor(options.processes)
-    jobs = {case: {name: pool.submit(mean_outcome, case, name, options.seeds) for name in POLICIES} for case in cases}
     reports: list[dict[str, object]] = []
-    for case in cases:
-        outcomes = {name: job.result() for name, job in jobs[case].items()}
-        reports.append(report(case, outcomes))
-        if not options.json:
-            show(case, reports[-1], outcomes)
+    with ProcessPoolExecutor(options.processes) as pool:
+        jobs = {
+            case: {name: pool.submit(mean_outcome, case, name, options.seeds) for name in POLICIES} for case in cases
+        }
+        for case in cases:
+            outcomes = {name: job.result() for name, job in jobs[case].items()}
+            reports.append(report(case, outcomes))
+            if not options.json:
+                show(case, reports[-1], outcomes)
     ratios = {name: min(float(str(found[name])) for found in reports) for name in ("of_oracle", "of_best")}
     totals = {f"{name}_min": ratio for name, ratio in ratios.items()}
     print(json.dumps({**totals, "cases": reports}, indent=1) if options.json else totals)
