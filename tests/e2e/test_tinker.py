@@ -6,13 +6,18 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from safetensors.torch import load_file
 
 from tests.e2e.access_tokens import OPERATOR
+from tests.waiting import until
 from trackway.deploy.deployment.record import Deployment
+from trackway.trainer.calls.models import weights_file
 from trackway.wire.trainer import RunInfo, RunList, RunState
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -48,6 +53,58 @@ def test_the_sdk_trains_and_samples_while_the_service_is_killed(deployment: Depl
     assert scores[0] is None and scores[1:] == pytest.approx(named[1:], abs=1e-6) and scores[1:] != base[1:]
     info = run_of(deployment, session)
     assert (info.state, info.step) == (RunState.FINISHED, 1)
+
+
+def looped(url: str, interfere: Callable[[str], None]) -> dict[str, Any]:
+    """What the loop of `tinker_loop` got. `interfere` is called at each of its places."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.e2e.tinker_loop", url, f"tml-{OPERATOR}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as program:
+        assert program.stdin is not None and program.stdout is not None
+        try:
+            for line in program.stdout:
+                if line.startswith("{"):
+                    return json.loads(line)
+                interfere(line.strip())
+                program.stdin.write("\n")
+                program.stdin.flush()
+        finally:
+            program.kill()
+    raise AssertionError("expected the loop to end with JSON, got no such line")
+
+
+def test_a_loop_with_kills_ends_in_the_weights_of_the_loop_without(deployment: Deployment) -> None:
+    url, killed = deployment.url("trainer"), list[str]()
+    calm = looped(url, lambda place: None)
+    ended = {folder.parent for folder in deployment.outputs.glob("tinker-*/calls")}
+
+    def kill_worker() -> None:
+        [session] = {folder.parent for folder in deployment.outputs.glob("tinker-*/calls")} - ended
+        owner = until(lambda: json.loads((session / "worker.json").read_text()), ignored=OSError)
+        os.kill(owner["pid"], signal.SIGKILL)
+
+    def kill_service() -> None:
+        os.kill(httpx.get(f"{url}/health").json()["pid"], signal.SIGKILL)
+
+    schedule = {
+        "0 computing": [kill_worker],
+        "1 sampling 0": [kill_service],
+        "1 stepping": [kill_worker],
+        "2 publishing": [kill_worker],
+        "3 computing": [kill_worker, kill_service],
+    }
+
+    def interfere(place: str) -> None:
+        for kill in schedule.get(place, []):
+            kill()
+            killed.append(place)
+
+    troubled = looped(url, interfere)
+
+    weights = [load_file(weights_file(deployment.outputs, got["saved"])) for got in (calm, troubled)]
+    assert len(killed) == 6
+    assert troubled["drawn"] == calm["drawn"] and troubled["outputs"] == calm["outputs"]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
 
 
 @pytest.mark.extended  # 80 s; the test before it goes the same way

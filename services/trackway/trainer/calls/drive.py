@@ -22,7 +22,7 @@ from trackway.clients.weights import WeightStore
 from trackway.system import StorageError
 from trackway.system.experimental import warn_experimental
 from trackway.system.waits import Waits
-from trackway.trainer.calls.log import RequestLog, TrainingCall
+from trackway.trainer.calls.log import UNNAMED, RequestLog, TrainingCall
 from trackway.trainer.calls.models import (
     AdamArguments,
     AdapterHeader,
@@ -54,7 +54,6 @@ LOOK_AGAIN_S = 1.0
 TRACKING_DEADLINE_S = 60.0
 """Longest wait at the end for the last metrics to reach MLflow."""
 STATE = "state.safetensors"
-_UNNAMED = "s"
 UNEMBED = (
     "train_unembed: the head gets no adapter here, so it is not trained; set train_unembed=False to say so, or train "
     "the whole model with a run"
@@ -230,7 +229,7 @@ class CallDriver:
         is_snapshot = call.arguments.get("kind", "snapshot") == "snapshot"
         if name is not None:
             reply["path"] = f"tinker://{call.model_id}/sampler_weights/{name}"
-        kind = "" if name is not None else _UNNAMED
+        kind = "" if name is not None else UNNAMED
         policy = f"{line}.{kind}{call.seq_id}" if is_snapshot else line
         store = WeightStore(policy_url(self._folder.services().weights_url, policy))
         published = store.latest() if is_snapshot else None
@@ -258,7 +257,7 @@ class CallDriver:
         """Remove the policies that only samplers of this session use: snapshots without a path, and the models' own."""
         store, own = WeightStore(self._folder.services().weights_url), re.escape(self._folder.name)
         for policy in store.policies():
-            if re.fullmatch(rf"{own}\.\d+(\.{_UNNAMED}\d+)?", policy):
+            if re.fullmatch(rf"{own}\.\d+(\.{UNNAMED}\d+)?", policy):
                 store.remove_policy(policy)
 
     def _unload(self, line: _Line, call: TrainingCall) -> Result:

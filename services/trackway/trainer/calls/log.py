@@ -2,11 +2,14 @@
 
 A record is a header (lengths of the call and the body, CRC-32 of everything else), the call as JSON, and the body. The
 service appends. The run's process reads, and reads again from an earlier record after a restart.
+
+The file begins with the offset of its first record. Offsets grow with the log: the service replaces the file by one
+without the requests that are no longer needed, whose offsets are higher than all before.
 """
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -16,7 +19,7 @@ from zlib import crc32
 
 from pydantic import Field, JsonValue
 
-from trackway.system import writing
+from trackway.system import replacing, writing
 from trackway.wire.base import WireReply
 from trackway.wire.errors import ErrorCode, TrackwayError
 
@@ -25,6 +28,10 @@ MAX_RECORD_BYTES = 64 * 2**20
 MAX_LOG_BYTES = 64 * 2**30
 """Most bytes of a run's log."""
 
+UNNAMED = "s"
+"""Mark in the policy's name of a snapshot without a path."""
+
+_FIRST = struct.Struct("<Q")
 _HEADER = struct.Struct("<III")
 _LENGTHS = struct.Struct("<II")
 
@@ -50,6 +57,10 @@ class TrainingCall(WireReply):
     op: Op
     arguments: dict[str, JsonValue] = Field(default_factory=dict)
     """Fields of the request by Tinker's names."""
+    traceparent: str = ""
+    """Trace that the request's span joins. Empty when nothing is traced."""
+    links: list[str] = Field(default_factory=list[str])
+    """The `traceparent` of each sample that the data name."""
 
 
 class _Record(NamedTuple):
@@ -75,8 +86,8 @@ class RequestLog:
         Raises CONFLICT when the log has another request of the same id, PAYLOAD_TOO_LARGE when the request or the log
         is too large, and StorageError.
         """
-        content = call.model_dump_json().encode()
-        digest = sha256(_LENGTHS.pack(len(content), len(body)) + content + body).digest()
+        content = call.model_dump_json(exclude_defaults=True).encode()
+        digest = _digest(call, body)
         with self._appending, writing(self._file, "a request"):
             if self._digests is None:
                 self._digests = self._opened()
@@ -97,9 +108,45 @@ class RequestLog:
         CHECKPOINT_CORRUPT for a damaged record with others behind it.
         """
         with suppress(FileNotFoundError), self._file.open("rb") as file:
-            file.seek(after)
+            first = _first(file)
+            file.seek(_FIRST.size + max(0, after - first))
             while record := self._next(file):
-                yield record.end, TrainingCall.model_validate_json(record.call), record.body
+                call = TrainingCall.model_validate_json(record.call)
+                yield first + record.end - _FIRST.size, call, record.body
+
+    def has(self, id: str) -> bool:
+        """Return whether the log has a request."""
+        with self._appending:
+            if self._digests is None:
+                self._digests = self._opened()
+            return id in self._digests
+
+    @property
+    def size(self) -> int:
+        """Return the log's size in bytes."""
+        with suppress(FileNotFoundError):
+            return self._file.stat().st_size
+        return 0
+
+    def compact(self, is_needed: Callable[[TrainingCall], bool]) -> None:
+        """Remove the requests that are not needed. Readers get the others again. Raises StorageError.
+
+        A removed request that is repeated is a new one.
+        """
+        with self._appending, writing(self._file, "the requests of a session"), replacing(self._file) as draft:
+            if self._digests is None:
+                self._opened()
+            digests: dict[str, bytes] = {}
+            with self._file.open("rb") as old, draft.open("wb") as new:
+                new.write(_FIRST.pack(_first(old) + self.size - _FIRST.size))
+                while record := self._next(old):
+                    call = TrainingCall.model_validate_json(record.call)
+                    if is_needed(call):
+                        new.write(_packed(record.call, record.body))
+                        digests[call.id] = _digest(call, record.body)
+                new.flush()
+                os.fsync(new.fileno())
+            self._digests = digests
 
     def _next(self, file: IO[bytes]) -> _Record | None:
         start, size = file.tell(), os.fstat(file.fileno()).st_size
@@ -123,13 +170,14 @@ class RequestLog:
         self._file.parent.mkdir(parents=True, exist_ok=True)
         digests: dict[str, bytes] = {}
         with self._file.open("ab+") as file:
-            file.seek(0)
-            end = 0
+            if os.fstat(file.fileno()).st_size < _FIRST.size:
+                file.truncate(0)
+                file.write(_FIRST.pack(0))
+            file.seek(_FIRST.size)
+            end = _FIRST.size
             while record := self._next(file):
-                lengths = _LENGTHS.pack(len(record.call), len(record.body))
-                digests[TrainingCall.model_validate_json(record.call).id] = sha256(
-                    lengths + record.call + record.body
-                ).digest()
+                call = TrainingCall.model_validate_json(record.call)
+                digests[call.id] = _digest(call, record.body)
                 end = record.end
             file.truncate(end)
         return digests
@@ -137,7 +185,7 @@ class RequestLog:
     def _write(self, call: bytes, body: bytes) -> None:
         with self._file.open("ab", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
-            record = _HEADER.pack(len(call), len(body), _checksum(call, body)) + call + body
+            record = _packed(call, body)
             _check_size(len(record), MAX_RECORD_BYTES, "a request", "send fewer data at once")
             _check_size(
                 size + len(record), self._max_bytes, "a log of requests", "start a new session from saved weights"
@@ -150,6 +198,23 @@ class RequestLog:
             except BaseException:
                 os.ftruncate(file.fileno(), size)
                 raise
+
+
+def _first(file: IO[bytes]) -> int:
+    """Offset of the first record, which is read next."""
+    file.seek(0)
+    header = file.read(_FIRST.size)
+    return _FIRST.unpack(header)[0] if len(header) == _FIRST.size else 0
+
+
+def _packed(call: bytes, body: bytes) -> bytes:
+    return _HEADER.pack(len(call), len(body), _checksum(call, body)) + call + body
+
+
+def _digest(call: TrainingCall, body: bytes) -> bytes:
+    """Digest of a request without its trace, which is another one when the request is repeated."""
+    content = call.model_dump_json(exclude={"traceparent", "links"}).encode()
+    return sha256(_LENGTHS.pack(len(content), len(body)) + content + body).digest()
 
 
 def _checksum(call: bytes, body: bytes) -> int:

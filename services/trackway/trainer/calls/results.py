@@ -1,7 +1,6 @@
 """The results of a run that is driven by calls: `outputs/<run>/calls/results/`, one file per request.
 
-The run's process writes them and the service reads them. They stay until the run's folder is removed: the results of a
-request are smaller than the request, and so bounded with the log.
+The run's process writes them. The service reads them, and removes those that are not needed any more.
 """
 
 import json
@@ -58,5 +57,19 @@ class Results:
         except FileNotFoundError:
             return None
 
+    def seq_ids(self, model_id: str) -> list[int]:
+        """Return the sequence ids of a model's requests that have a result, in order."""
+        files = self._folder.glob(f"{_digest(model_id)}.*")
+        return sorted(int(file.suffix.removeprefix(".")) for file in files)
+
+    def remove(self, id: str) -> None:
+        """Remove the result of a request, if there is one."""
+        self._file(id).unlink(missing_ok=True)
+
     def _file(self, id: str) -> Path:
-        return self._folder / sha256(id.encode()).hexdigest()
+        model_id, _, seq_id = id.rpartition(":")
+        return self._folder / f"{_digest(model_id)}.{int(seq_id)}"
+
+
+def _digest(model_id: str) -> str:
+    return sha256(model_id.encode()).hexdigest()

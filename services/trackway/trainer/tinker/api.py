@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from trackway.clients import RolloutClient
+from trackway.clients.weights import WeightStore
 from trackway.trainer.settings import TrainerSettings
 from trackway.trainer.tinker.routes import tinker_routes
 from trackway.trainer.tinker.sampling import CALL_POLICY
@@ -22,7 +23,7 @@ class TinkerApi:
         rollout = RolloutClient(
             settings.url("rollout"), policy=CALL_POLICY, token=settings.token, direct=settings.direct
         )
-        self._service = TinkerService(self._sessions, rollout)
+        self._service = TinkerService(self._sessions, rollout, WeightStore(settings.weights_url))
         self.routes = tinker_routes(self._service)
 
     @asynccontextmanager

@@ -66,6 +66,10 @@ class Draws:
             task.add_done_callback(self._keep)
         return task
 
+    def samplers(self) -> set[str]:
+        """Return the sampling sessions of the samples in progress."""
+        return {id.rpartition(":")[0] for id, task in self._tasks.items() if not task.done()}
+
     def known(self, id: str) -> asyncio.Task[Result] | None:
         """Return the task of a sample that runs or is kept."""
         return self._tasks.get(id)

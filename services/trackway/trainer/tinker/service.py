@@ -2,22 +2,25 @@
 
 import asyncio
 import json
+import logging
 import time
 from datetime import UTC, datetime
 
 from pydantic import JsonValue
 
 from trackway.clients import RolloutClient
+from trackway.clients.weights import WeightStore
 from trackway.tracing import attributes as names
 from trackway.tracing import inject
 from trackway.tracing.attributes import SpanKind
 from trackway.tracing.spans import root_span
-from trackway.trainer.calls.log import Op, TrainingCall
+from trackway.trainer.calls.log import UNNAMED, Op, TrainingCall
 from trackway.trainer.calls.results import Result
 from trackway.trainer.tinker.base_models import BaseModels
 from trackway.trainer.tinker.samples_log import SampleRecord
 from trackway.trainer.tinker.sampling import Draws, Weights, check_sample, drawn_seed
 from trackway.trainer.tinker.sessions import (
+    KEPT_SNAPSHOTS,
     MAX_MODELS,
     MAX_SAMPLERS,
     Sampler,
@@ -44,6 +47,8 @@ from trackway.wire.tinker.requests import (
 )
 from trackway.wire.trainer import ENDED
 
+logger = logging.getLogger("trackway.trainer")
+
 POLL_S = 30.0
 """Longest wait of one `retrieve_future`. The SDK gives up after 45 s."""
 LOOK_EVERY_S = 0.01
@@ -56,8 +61,8 @@ _PRIVATE = frozenset({"policy", "version", "sampling_session_seq_id"})
 class TinkerService:
     """The API over the sessions of an outputs folder. Methods raise TrackwayError."""
 
-    def __init__(self, sessions: TinkerSessions, rollout: RolloutClient) -> None:
-        self.sessions = sessions
+    def __init__(self, sessions: TinkerSessions, rollout: RolloutClient, weights: WeightStore) -> None:
+        self.sessions, self._weights = sessions, weights
         self.bases = BaseModels(rollout)
         self.draws = Draws(rollout, self._weights_of)
 
@@ -146,8 +151,14 @@ class TinkerService:
                     f"expected a model in memory, got {model_id}, which was unloaded; create another from a checkpoint"
                 )
                 raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
+            if seq_id < model.settled and not session.log.has(
+                call.id
+            ):  # it was removed: only a repeated one is so late
+                return FutureReply(request_id=call.id, model_id=call.model_id)
             session.require_room(model, seq_id, len(body))
-            return await self._append(session, call, body)
+            reply = await self._append(session, call, body)
+            await asyncio.to_thread(session.compact)
+            return reply
 
     async def unload(self, model_id: str) -> FutureReply:
         """Free a model after the requests that were acknowledged before."""
@@ -202,7 +213,8 @@ class TinkerService:
         """Return the sampling session that an id begins with. Raises NOT_FOUND."""
         session, number = self.sessions.any(id), int(id.split(":")[2])
         if number not in session.samplers:
-            message = f"expected a sampling session of {session.id}, got {id}; create it first"
+            kept = f"create it first, or name the weights: the newest {KEPT_SNAPSHOTS} unnamed ones stay"
+            message = f"expected a sampling session of {session.id}, got {id}; {kept}"
             raise TrackwayError(ErrorCode.NOT_FOUND, message)
         return session.samplers[number]
 
@@ -258,6 +270,9 @@ class TinkerService:
             raise TrackwayError(ErrorCode.NOT_FOUND, message)
         end, look_at_run = time.monotonic() + within_s, time.monotonic() + _CHECK_RUN_S
         while (result := session.results.read(request_id)) is None:
+            if seq_id < model.settled:
+                message = f"expected a result that is not removed, got {request_id}, which was fetched before"
+                raise TrackwayError(ErrorCode.NOT_FOUND, f"{message}; keep results when they arrive")
             now = time.monotonic()
             if now >= look_at_run:
                 look_at_run = now + _CHECK_RUN_S
@@ -266,7 +281,29 @@ class TinkerService:
                 return None
             await asyncio.sleep(LOOK_EVERY_S)
         model.waiting.pop(request_id, None)
+        model.fetched.add(seq_id)
+        if seq_id in model.changes:
+            session.remove_results(model)
+            await self._remove_snapshots(session, model)
         return result if result.kind != "json" else self._shown(session, request_id, result)
+
+    async def _remove_snapshots(self, session: TinkerSession, model: TrackedModel) -> None:
+        """Remove the policies of unnamed snapshots that newer ones replaced and no sample in progress uses."""
+        used = self.draws.samplers()
+        for number, id in session.older_snapshots(model).items():
+            result = session.results.read(id)
+            if session.sampler_id(number) in used or session.samplers.pop(number, None) is None:
+                continue
+            policy = json.loads(result.body).get("policy", "") if result is not None else ""
+            if policy.endswith(f".{UNNAMED}{id.rpartition(':')[2]}"):  # not the model's line of versions
+                await asyncio.to_thread(self._remove_policy, policy)
+            session.results.remove(id)
+
+    def _remove_policy(self, policy: str) -> None:
+        try:
+            self._weights.remove_policy(policy)
+        except OSError as error:
+            logger.warning("the weights of policy %s are not removed: %s", policy, error)
 
     def _require_run(self, session: TinkerSession) -> None:
         """Raise GONE when the session's run has ended, so that no result can come."""

@@ -39,6 +39,14 @@ MAX_WAITING = 512
 """Most requests of a model without a result."""
 MAX_WAITING_BYTES = 512 * 2**20
 """Most bytes of the requests of a session without a result."""
+COMPACT_BYTES = 64 * 2**20
+"""Bytes of a log from which on the requests are removed whose changes are on disk."""
+KEPT_RESULTS = 64
+"""Newest results of a model that stay even when they were fetched: an answer may have been lost."""
+MAX_RESULTS = 4096
+"""Most results of a model's computations that stay when they were not fetched."""
+KEPT_SNAPSHOTS = 4
+"""Newest unnamed snapshots of a model that can be sampled from."""
 CHECK_IDLE_S = 5.0
 _KEPT_ENDED = 16
 
@@ -112,6 +120,14 @@ class TrackedModel:
     """Sequence id and bytes of the requests that are not known to have a result."""
     saved: dict[str, Saved] = field(default_factory=dict)
     """Newest request for each `weights/<name>` and `sampler_weights/<name>`."""
+    changes: set[int] = field(default_factory=set[int])
+    """Sequence ids of the requests that change weights, from the newest known to be on disk on."""
+    settled: int = 0
+    """Newest request whose change is on disk. Those before are not executed again."""
+    published: set[str] = field(default_factory=set[str])
+    """Requests that published named weights, which a sampling session of another session may use."""
+    fetched: set[int] = field(default_factory=set[int])
+    """Requests whose results were sent and may be removed."""
 
     @property
     def base_model(self) -> str:
@@ -151,6 +167,7 @@ class TinkerSession:
         self.beat_at = time.monotonic()
         self.lock = asyncio.Lock()
         """Held around each change of the log."""
+        self._compact_at = COMPACT_BYTES
 
     @classmethod
     def opened(cls, folder: Path) -> "TinkerSession":
@@ -158,6 +175,11 @@ class TinkerSession:
         session = cls(folder, SessionRecord.model_validate_json((folder / _RECORD).read_bytes()))
         for _, call, body in session.log.read():
             session.note(call, len(body))
+        for model in session.models.values():
+            session.settle(model)
+        for number, sampler in [*session.samplers.items()]:
+            if sampler.model_path is None and sampler.saved_by is not None and session.is_removed(sampler.saved_by):
+                del session.samplers[number]
         return session
 
     @property
@@ -180,14 +202,72 @@ class TinkerSession:
         model.last_seq = max(model.last_seq, call.seq_id)
         model.waiting[call.id] = call.seq_id, size
         name, place = call.arguments.get("path"), call.arguments.get("sampling_session_seq_id")
-        if call.op == "unload_model":
+        if call.op in ("optim_step", "load_weights"):
+            model.changes.add(call.seq_id)
+        elif call.op == "unload_model":
             model.unload = call
         elif call.op.startswith("save_weights") and name is not None:
             kind = "weights" if call.op == "save_weights" else "sampler_weights"
+            model.published |= {call.id} if kind == "sampler_weights" else set()
             model.saved[f"{kind}/{name}"] = Saved(call.id, _texts(call.arguments.get("user_metadata")))
         elif isinstance(place, int):
             self.samplers[place] = Sampler(base_model=model.base_model, saved_by=call.id)
             self.overlays[call.id] = {"sampling_session_id": self.sampler_id(place)}
+
+    def settle(self, model: TrackedModel) -> None:
+        """Find the newest request whose change is on disk. The run's process writes the result after the change."""
+        for seq_id in sorted(model.changes, reverse=True):
+            result = self.results.read(f"{model.create.model_id}:{seq_id}")
+            if result is not None and result.kind == "json":
+                model.settled = seq_id
+                break
+        model.changes = {seq_id for seq_id in model.changes if seq_id >= model.settled}
+        model.waiting = {id: known for id, known in model.waiting.items() if known[0] > model.settled}
+
+    def is_removed(self, call_id: str) -> bool:
+        """Return whether a request's result was removed."""
+        model = self.model(call_id.rpartition(":")[0])
+        return int(call_id.rpartition(":")[2]) < model.settled and self.results.written_at(call_id) is None
+
+    def remove_results(self, model: TrackedModel) -> None:
+        """Remove the results of computations that were fetched, and of those beyond the bound."""
+        self.settle(model)
+        model_id, kept = model.create.model_id, self._kept()
+        seq_ids = [seq for seq in self.results.seq_ids(model_id) if f"{model_id}:{seq}" not in kept]
+        for place, seq_id in enumerate(reversed(seq_ids)):
+            is_done = seq_id < model.settled and (seq_id in model.fetched or place >= MAX_RESULTS)
+            if place >= KEPT_RESULTS and is_done:
+                self.results.remove(f"{model_id}:{seq_id}")
+                model.fetched.discard(seq_id)
+
+    def compact(self) -> None:
+        """Remove the requests from the log that are not executed again, if it has grown. Raises StorageError."""
+        if self.log.size < self._compact_at:
+            return
+        for model in self.models.values():
+            self.settle(model)
+        kept = self._kept()
+        self.log.compact(lambda call: call.id in kept or call.seq_id >= self.model(call.model_id).settled)
+        self._compact_at = max(COMPACT_BYTES, 2 * self.log.size)
+
+    def _kept(self) -> set[str]:
+        """Requests that make models, checkpoints and sampling sessions what they are."""
+        kept = {sampler.saved_by for sampler in self.samplers.values() if sampler.saved_by is not None}
+        for model in self.models.values():
+            kept |= {model.create.id, *model.published, *(saved.call_id for saved in model.saved.values())}
+            kept |= set() if model.unload is None else {model.unload.id}
+        return kept
+
+    def older_snapshots(self, model: TrackedModel) -> dict[int, str]:
+        """Return the unnamed sampling sessions of a model that newer ones replaced, and the requests that made them."""
+        prefix = f"{model.create.model_id}:"
+        unnamed = {
+            number: sampler.saved_by
+            for number, sampler in self.samplers.items()
+            if sampler.saved_by is not None and sampler.model_path is None and sampler.saved_by.startswith(prefix)
+        }
+        ordered = sorted(unnamed.items(), key=lambda item: int(item[1].rpartition(":")[2]))
+        return {number: id for number, id in ordered[:-KEPT_SNAPSHOTS] if int(id.rpartition(":")[2]) < model.settled}
 
     def sampler_id(self, number: int) -> str:
         """Return the id of a sampling session."""

@@ -135,6 +135,28 @@ def test_whatever_write_a_process_died_at_the_weights_and_results_are_as_without
     assert [row.data["actor/loss_sum"] for row in rows] == [row.data["actor/loss_sum"] for row in calm.folder.rows()]
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_log_without_the_requests_before_the_state_leads_to_the_same_weights(
+    tmp_path: Path, tiny_model: Path, is_lost: bool
+) -> None:
+    calm, compacted = Session(tmp_path / "a", tiny_model), Session(tmp_path / "b", tiny_model)
+    train(calm, STEPS)
+    calm.run()
+    train(compacted, STEPS[:2])
+    driver = compacted.run()
+    compacted.call(7, "forward_backward", body=body(4))
+    driver.advance(lambda: False)
+    compacted.log.compact(lambda call: call.seq_id in (0, 6, 7))
+    compacted.call(8, "forward_backward", body=body(5))
+    compacted.call(9, "optim_step", LR)
+    driver = compacted.driver() if is_lost else driver
+    driver.advance(lambda: False)
+
+    assert [call.seq_id for _, call, _ in compacted.log.read()] == [0, 6, 7, 8, 9]
+    assert compacted.state() == calm.state()
+    assert [compacted.result(seq) for seq in (7, 8)] == [calm.result(seq) for seq in (7, 8)]
+
+
 @pytest.mark.parametrize(
     ("request_body", "message"),
     [

@@ -88,10 +88,10 @@ def test_a_damaged_last_record_is_cut_off_and_one_before_others_is_an_error(tmp_
     file.write_bytes(content)
     RequestLog(tmp_path).append(call(2))
     content = bytearray(file.read_bytes())
-    content[30] ^= 1
+    content[40] ^= 1
     file.write_bytes(content)
     for use in (lambda: logged(tmp_path), lambda: RequestLog(tmp_path).append(call(3))):
-        with pytest.raises(TrackwayError, match="expected a whole request at byte 0") as raised:
+        with pytest.raises(TrackwayError, match="expected a whole request at byte 8") as raised:
             use()
         assert raised.value.code is ErrorCode.CHECKPOINT_CORRUPT
     assert file.read_bytes() == content
@@ -110,6 +110,38 @@ def test_a_failed_write_leaves_the_log_as_it_was(tmp_path: Path, monkeypatch: py
     assert raised.value.code is ErrorCode.DISK_FULL
     assert logged(tmp_path) == [(call(1), BODY)]
     assert log.append(call(2), BODY)
+
+
+def test_a_reader_of_a_compacted_log_gets_what_is_left_and_then_what_is_new(tmp_path: Path) -> None:
+    log, size = RequestLog(tmp_path), []
+    for seq_id in range(1, 5):
+        log.append(call(seq_id), BODY)
+    ends = [end for end, *_ in log.read()]
+    for needed in ({3, 4}, {4}):
+        size.append(log.size)
+        log.compact(lambda call, needed=needed: call.seq_id in needed)
+    log.append(call(5), BODY)
+
+    read = [*log.read(ends[3])]
+    assert [request.seq_id for _, request, _ in read] == [4, 5] and {body for *_, body in read} == {BODY}
+    assert logged(tmp_path, read[0][0]) == [(call(5), BODY)] and read[0][0] > ends[3]
+    assert log.size == 8 + 2 * (ends[1] - ends[0]) and size[0] > size[1]
+    assert [RequestLog(tmp_path).append(call(seq_id), BODY) for seq_id in (4, 5, 3)] == [False, False, True]
+
+
+def test_a_request_that_is_repeated_in_another_trace_is_the_same(tmp_path: Path) -> None:
+    traced = call(1).model_copy(update={"traceparent": "00-1-2-01", "links": ["00-3-4-01"]})
+    assert [RequestLog(tmp_path).append(request, BODY) for request in (call(1), traced)] == [True, False]
+    RequestLog(tmp_path / "other").append(traced)
+    assert logged(tmp_path / "other") == [(traced, b"")]
+
+
+@pytest.mark.parametrize("size", range(9))
+def test_a_log_whose_service_died_before_its_first_request_is_empty(tmp_path: Path, size: int) -> None:
+    (tmp_path / "requests.log").write_bytes(bytes(size))
+    assert logged(tmp_path) == []
+    RequestLog(tmp_path).append(call(1), BODY)
+    assert logged(tmp_path) == [(call(1), BODY)]
 
 
 def test_a_log_beyond_its_bound_is_refused(tmp_path: Path) -> None:

@@ -27,9 +27,9 @@ def test_an_error_names_its_message_and_category() -> None:
 
 
 def test_an_id_never_leaves_the_folder(tmp_path: Path) -> None:
-    Results(tmp_path / "calls").write("../../etc/x\0", Result("json", b"{}"))
+    Results(tmp_path / "calls").write("../../etc/x\0:1", Result("json", b"{}"))
     [file] = (tmp_path / "calls" / "results").iterdir()
-    assert (len(file.name), [path.name for path in tmp_path.iterdir()]) == (64, ["calls"])
+    assert (len(file.name), [path.name for path in tmp_path.iterdir()]) == (66, ["calls"])
 
 
 @pytest.mark.parametrize("content", [b"", b"json", b"other\n{}"])
@@ -41,3 +41,12 @@ def test_a_damaged_result_is_an_error(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(TrackwayError, match="expected the result of request m:1") as raised:
         results.read("m:1")
     assert raised.value.code is ErrorCode.CHECKPOINT_CORRUPT
+
+
+def test_the_results_of_a_model_are_listed_in_order_and_removed(tmp_path: Path) -> None:
+    results = Results(tmp_path)
+    for id in ("m:10", "m:2", "m:0", "n:5"):
+        results.write(id, Result("json", b"{}"))
+    results.remove("m:2")
+    results.remove("m:2")
+    assert (results.seq_ids("m"), results.seq_ids("n"), results.seq_ids("o")) == ([0, 10], [5], [])

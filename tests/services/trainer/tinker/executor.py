@@ -50,7 +50,7 @@ class AnsweringRuns:
             calls = {call.id: (call, body) for _, call, body in RequestLog(folder).read()}
             for id, (call, body) in sorted(calls.items(), key=lambda item: item[1][0].seq_id):
                 before = f"{call.model_id}:{call.seq_id - 1}"
-                if results.read(id) is None and (call.seq_id == 0 or results.read(before) is not None):
+                if id not in self.executed and (call.seq_id == 0 or before in self.executed):
                     results.write(id, _answer(call, body))
                     self.executed.append(id)
 

@@ -1,0 +1,66 @@
+"""An RL loop over Tinker's SDK that is the same each time: `python -W ignore -m tests.e2e.tinker_loop URL KEY`.
+
+It prints `<step> <place>` at each place where something may be killed, and goes on after a line on standard input. The
+last line is JSON of all that it got.
+"""
+
+import json
+import sys
+from typing import Any
+
+import tinker
+from tinker import types
+
+STEPS = 4
+PROMPTS = [types.ModelInput.from_ints([1, 17, 9, 40, 5]), types.ModelInput.from_ints([1, 8, 33, 12])]
+
+
+def at(step: int, place: str) -> None:
+    print(f"{step} {place}", flush=True)
+    sys.stdin.readline()
+
+
+def datum(prompt: types.ModelInput, sequence: Any) -> types.Datum:
+    """A sequence's datum. Its advantage is 1 for an even last token, else -1."""
+    seen, advantage = prompt.to_ints(), 1.0 - 2.0 * (sequence.tokens[-1] % 2)
+    tokens, unscored = [*seen, *sequence.tokens], [0.0] * (len(seen) - 1)
+    inputs: Any = {"target_tokens": tokens[1:], "logprobs": unscored + sequence.logprobs}
+    inputs["advantages"] = unscored + [advantage] * len(sequence.tokens)
+    return types.Datum(types.ModelInput.from_ints(tokens[:-1]), inputs)
+
+
+def main() -> None:
+    url, key = sys.argv[1:]
+    service = tinker.ServiceClient(base_url=url, api_key=key)
+    trainer = service.create_lora_training_client(base_model="tiny", rank=8, seed=1, train_unembed=False).result()
+    drawn, outputs = [], []
+    for step in range(STEPS):
+        publishing = trainer.save_weights_and_get_sampling_client()
+        at(step, "publishing")
+        sampler = publishing.result()
+        params = types.SamplingParams(max_tokens=12, seed=step, temperature=2.0)
+        responses = []
+        for number, prompt in enumerate(PROMPTS):  # one by one: logprobs are rounded by what shares their batch
+            drawing = sampler.sample(prompt, 4, params)
+            at(step, f"sampling {number}")
+            responses.append(drawing.result())
+        drawn += [sequence.tokens for response in responses for sequence in response.sequences]
+        data = [
+            datum(prompt, sequence)
+            for prompt, response in zip(PROMPTS, responses, strict=True)
+            for sequence in response.sequences
+        ]
+        first = trainer.forward_backward(data[:4], "importance_sampling")
+        second = trainer.forward_backward(data[4:], "ppo")
+        at(step, "computing")
+        outputs += [out["logprobs"].data for part in (first, second) for out in part.result().loss_fn_outputs]
+        stepping = trainer.optim_step(types.AdamParams(learning_rate=1e-2))
+        at(step, "stepping")
+        outputs.append(stepping.result().metrics)
+    saved = trainer.save_state("end").result().path
+    service.close("success").result()
+    print(json.dumps({"saved": saved, "drawn": drawn, "outputs": outputs}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
