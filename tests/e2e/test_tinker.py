@@ -87,7 +87,7 @@ def test_a_loop_with_kills_ends_in_the_weights_of_the_loop_without(deployment: D
 
     schedule = {
         "0 computing": [kill_worker],
-        "1 sampling 0": [kill_service],
+        "1 sampling": [kill_service],
         "1 stepping": [kill_worker],
         "2 publishing": [kill_worker],
         "3 computing": [kill_worker, kill_service],

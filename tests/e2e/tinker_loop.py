@@ -20,13 +20,21 @@ def at(step: int, place: str) -> None:
     sys.stdin.readline()
 
 
-def datum(prompt: types.ModelInput, sequence: Any) -> types.Datum:
-    """A sequence's datum. Its advantage is 1 for an even last token, else -1."""
-    seen, advantage = prompt.to_ints(), 1.0 - 2.0 * (sequence.tokens[-1] % 2)
-    tokens, unscored = [*seen, *sequence.tokens], [0.0] * (len(seen) - 1)
-    inputs: Any = {"target_tokens": tokens[1:], "logprobs": unscored + sequence.logprobs}
-    inputs["advantages"] = unscored + [advantage] * len(sequence.tokens)
-    return types.Datum(types.ModelInput.from_ints(tokens[:-1]), inputs)
+def data_of(trainer: tinker.TrainingClient, drawn: list[tuple[types.ModelInput, list[int]]]) -> list[types.Datum]:
+    """The data of drawn sequences. The advantage is 1 for an even last token, else -1.
+
+    The old logprobs are the trainer's: those of samples are rounded by what shares their batch.
+    """
+    data = []
+    for prompt, tokens in drawn:
+        seen, advantage = prompt.to_ints(), 1.0 - 2.0 * (tokens[-1] % 2)
+        inputs: Any = {"target_tokens": [*seen, *tokens][1:]}
+        inputs["weights"] = [0.0] * (len(seen) - 1) + [advantage] * len(tokens)
+        data.append(types.Datum(types.ModelInput.from_ints([*seen, *tokens][:-1]), inputs))
+    for datum, out in zip(data, trainer.forward(data, "cross_entropy").result().loss_fn_outputs, strict=True):
+        datum.loss_fn_inputs["logprobs"] = out["logprobs"]
+        datum.loss_fn_inputs["advantages"] = datum.loss_fn_inputs.pop("weights")
+    return data
 
 
 def main() -> None:
@@ -39,17 +47,15 @@ def main() -> None:
         at(step, "publishing")
         sampler = publishing.result()
         params = types.SamplingParams(max_tokens=12, seed=step, temperature=2.0)
-        responses = []
-        for number, prompt in enumerate(PROMPTS):  # one by one: logprobs are rounded by what shares their batch
-            drawing = sampler.sample(prompt, 4, params)
-            at(step, f"sampling {number}")
-            responses.append(drawing.result())
-        drawn += [sequence.tokens for response in responses for sequence in response.sequences]
-        data = [
-            datum(prompt, sequence)
-            for prompt, response in zip(PROMPTS, responses, strict=True)
-            for sequence in response.sequences
+        drawing = [sampler.sample(prompt, 4, params) for prompt in PROMPTS]
+        at(step, "sampling")
+        sequences = [
+            (prompt, sequence.tokens)
+            for prompt, sampling in zip(PROMPTS, drawing, strict=True)
+            for sequence in sampling.result().sequences
         ]
+        drawn += [tokens for _, tokens in sequences]
+        data = data_of(trainer, sequences)
         first = trainer.forward_backward(data[:4], "importance_sampling")
         second = trainer.forward_backward(data[4:], "ppo")
         at(step, "computing")

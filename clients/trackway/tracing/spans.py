@@ -151,12 +151,19 @@ def train_step_span(
 @contextmanager
 def optimizer_step_span(index: int, consumed: Sequence[tuple[str, str]]) -> Iterator[SpanHandle]:
     """One optimizer step. `consumed` has the (trace id, root span id) in hex of the trajectories it trained on."""
-    links = [
-        Link(SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=TraceFlags(1)))
-        for trace_id, span_id in consumed
-    ]
+    links = [_link(*span) for span in consumed]
     with child_span(f"optimizer_step {index}", SpanKind.OPTIMIZER_STEP, {}, links) as handle:
         yield handle
+
+
+def call_span(op: str, samples: Sequence[str]) -> "EnteredSpan":
+    """One request of a training loop of the caller's own, linked to its samples' spans by their `traceparent`."""
+    links = [_link(*sample.split("-")[1:3]) for sample in samples]
+    return child_span(op, SpanKind.OPTIMIZER_STEP if op == "optim_step" else SpanKind.OPERATION, {}, links)
+
+
+def _link(trace_id: str, span_id: str) -> Link:
+    return Link(SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=TraceFlags(1)))
 
 
 def set_outcome(span: SpanHandle, failure: str | None = None) -> None:

@@ -22,6 +22,8 @@ from trackway.clients.weights import WeightStore
 from trackway.system import StorageError
 from trackway.system.experimental import warn_experimental
 from trackway.system.waits import Waits
+from trackway.tracing import Tracing, extracted, install
+from trackway.tracing.spans import call_span
 from trackway.trainer.calls.log import UNNAMED, RequestLog, TrainingCall
 from trackway.trainer.calls.models import (
     AdamArguments,
@@ -53,6 +55,8 @@ LOOK_AGAIN_S = 1.0
 """Longest pause between looks at the log."""
 TRACKING_DEADLINE_S = 60.0
 """Longest wait at the end for the last metrics to reach MLflow."""
+TRACES_DEADLINE_S = 10.0
+"""Longest wait at the end for the last spans."""
 STATE = "state.safetensors"
 UNEMBED = (
     "train_unembed: the head gets no adapter here, so it is not trained; set train_unembed=False to say so, or train "
@@ -72,6 +76,8 @@ class _Line:
     missing: str = "was not created"
     """Why there is no model."""
     waiting: dict[int, tuple[TrainingCall, bytes]] = field(default_factory=dict)
+    links: list[str] = field(default_factory=list[str])
+    """The samples of the data since the last step."""
 
 
 class CallDriver:
@@ -122,8 +128,17 @@ class CallDriver:
         known = self._results.read(call.id)
         if known is not None and call.op in ("save_weights", "save_weights_for_sampler"):
             return
+        links = call.links
+        if call.op == "forward_backward":
+            line.links += [link for link in links if link not in line.links]
+        elif call.op == "optim_step":
+            links, line.links = line.links, []
         try:
-            result = self._result(line, call, body)
+            with extracted(_traced(call) if known is None else {}), call_span(call.op, links) as span:
+                span.inputs({"id": call.id, **call.arguments})
+                result = self._result(line, call, body)
+                if result.kind == "json":
+                    span.outputs(json.loads(result.body))
         except StorageError:
             raise
         except TrackwayError as error:
@@ -279,6 +294,10 @@ class CallDriver:
         self._folder.update(step=row.step, metrics=self._folder.info().metrics | row.data)
 
 
+def _traced(call: TrainingCall) -> dict[str, str]:
+    return {"traceparent": call.traceparent} if call.traceparent else {}
+
+
 def _json(reply: dict[str, JsonValue]) -> Result:
     return Result("json", json.dumps({name: value for name, value in reply.items() if value is not None}).encode())
 
@@ -287,9 +306,11 @@ async def serve_calls(
     folder: RunFolder, stop: asyncio.Event, woken: asyncio.Event, waits: Waits
 ) -> tuple[RunState, int]:
     """Execute the run's requests until a stop, or until the run may finish. Returns its final state and step."""
-    config = folder.config()
+    config, settings = folder.config(), taken_over()
+    tracing = Tracing("trainer", settings) if settings.default_backends else None
+    install(tracing)
     with waits("the run", "MLflow's id of the run, and the other loggers"):
-        tracking = await asyncio.to_thread(open_tracking, folder, config, taken_over().mlflow_uri)
+        tracking = await asyncio.to_thread(open_tracking, folder, config, settings.mlflow_uri)
     status = "FAILED"
     try:
         with waits("the run", "its model to be loaded"):
@@ -301,6 +322,9 @@ async def serve_calls(
     finally:
         with waits("the run", "its last metrics to be delivered", TRACKING_DEADLINE_S):
             summaries = await asyncio.to_thread(tracking.close, status, TRACKING_DEADLINE_S)
+        if tracing is not None:
+            with waits("the run", "its last spans to be delivered", TRACES_DEADLINE_S):
+                await asyncio.to_thread(tracing.shutdown, TRACES_DEADLINE_S)
         with _said_if_full():
             folder.update(tracking=summaries, **tracking.ids)
     return state, driver.step

@@ -96,11 +96,6 @@ def schema() -> ModuleType:
     return module
 
 
-def check(body: bytes) -> None:
-    """Raise TrackwayError(INVALID_REQUEST) for a body that `decode` refuses."""
-    decode(body)
-
-
 def decode(body: bytes) -> ForwardBackward:
     """Read a ForwardBackwardRequest. Raises INVALID_REQUEST with what was expected.
 

@@ -9,7 +9,7 @@ from pydantic import JsonValue, TypeAdapter
 from trackway.serving import ServiceRouter, needs_admin
 from trackway.serving.auth import CALLER
 from trackway.serving.routes import ErrorFormatRoute
-from trackway.trainer.calls.protobuf import check, schema
+from trackway.trainer.calls.protobuf import decode, schema
 from trackway.trainer.tinker.sampling import MAX_DRAWS
 from trackway.trainer.tinker.service import TinkerService
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -163,8 +163,9 @@ def _training_routes(router: ServiceRouter, service: TinkerService) -> None:
         """Compute a loss and add its gradients, or only the loss. The body is a ForwardBackwardRequest in protobuf."""
         body = await raw.body()
         model_id, seq_id = _identified(body)
-        await asyncio.to_thread(check, body)
-        return await service.enqueue(model_id, seq_id, "forward_backward", {}, body)
+        request = await asyncio.to_thread(decode, body)
+        samples = [sample for datum in request.data for sample in datum.samples]
+        return await service.enqueue(model_id, seq_id, "forward_backward", {}, body, samples)
 
     @router.post("/optim_step", dependencies=operator)
     async def optim_step(request: OptimStepRequest) -> FutureReply:

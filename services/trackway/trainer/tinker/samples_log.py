@@ -4,10 +4,11 @@ A sample that was not retrieved when the service was lost is drawn again from it
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
+from typing import NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
@@ -31,7 +32,7 @@ class SampleRecord(BaseModel):
     seed: int
     """Seed of the first sequence. Sequence i has `seed + i`."""
     traceparent: str = ""
-    """Trace that the sample joins."""
+    """Span of the sample, or the trace that it joins."""
 
     @property
     def sequence_ids(self) -> list[str]:
@@ -46,8 +47,8 @@ class SampleLog:
         self._new, self._old = folder / "samples.log", folder / "samples.old.log"
         self._max_file_bytes = max_file_bytes
         self._lock = Lock()
-        self._index: dict[str, tuple[Path, int]] | None = None
-        """File and offset of each record. None until first needed."""
+        self._index: dict[str, _Place] | None = None
+        """Place of each record. None until first needed."""
 
     def append(self, record: SampleRecord) -> SampleRecord:
         """Add a record, which is on disk on return. A repeated request gets its first record.
@@ -62,12 +63,12 @@ class SampleLog:
             if offset > self._max_file_bytes:
                 with writing(self._new, "the samples of a session"):
                     self._new.replace(self._old)
-                index = {id: (self._old, place) for id, (file, place) in index.items() if file == self._new}
+                index = {id: place._replace(file=self._old) for id, place in index.items() if place.file == self._new}
                 self._index, offset = index, 0
             append_line(self._new, record.model_dump_json(exclude_defaults=True), what="a sample request")
             with writing(self._new, "a sample request"), self._new.open("rb") as file:
                 os.fsync(file.fileno())
-            index[record.id] = self._new, offset
+            index[record.id] = _Place(self._new, offset, record.traceparent)
             return record
 
     def find(self, id: str) -> SampleRecord:
@@ -77,7 +78,13 @@ class SampleLog:
             if place is None:
                 message = f"expected a sample that was acknowledged lately, got {id}; request it again"
                 raise TrackwayError(ErrorCode.GONE, message)
-            return self._read(*place)
+            return self._read(place)
+
+    def traceparents(self, sequence_ids: Iterable[str]) -> list[str]:
+        """Return the `traceparent` of the traced samples with these sequences."""
+        with self._lock:
+            index, ids = self._opened(), dict.fromkeys(id.rpartition(":")[0] for id in sequence_ids)
+            return [index[id].traceparent for id in ids if id in index and index[id].traceparent]
 
     def remove(self) -> None:
         """Forget all samples."""
@@ -86,26 +93,32 @@ class SampleLog:
                 file.unlink(missing_ok=True)
             self._index = {}
 
-    def _repeated(self, record: SampleRecord, index: dict[str, tuple[Path, int]]) -> SampleRecord:
-        first = self._read(*index[record.id])
+    def _repeated(self, record: SampleRecord, index: dict[str, "_Place"]) -> SampleRecord:
+        first = self._read(index[record.id])
         if first.request.model_dump() == record.request.model_dump():
             return first
         message = f"expected a repeated sample {record.id} with its first content, got another; use the next seq_id"
         raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
 
-    def _read(self, path: Path, offset: int) -> SampleRecord:
-        with path.open("rb") as file:
-            file.seek(offset)
+    def _read(self, place: "_Place") -> SampleRecord:
+        with place.file.open("rb") as file:
+            file.seek(place.offset)
             return SampleRecord.model_validate_json(file.readline())
 
-    def _opened(self) -> dict[str, tuple[Path, int]]:
+    def _opened(self) -> "dict[str, _Place]":
         """Return the place of each record. Cuts off a line that is not whole."""
         if self._index is None:
-            self._index = {id: (file, place) for file in (self._old, self._new) for id, place in _records(file)}
+            self._index = {id: place for file in (self._old, self._new) for id, place in _records(file)}
         return self._index
 
 
-def _records(path: Path) -> Iterator[tuple[str, int]]:
+class _Place(NamedTuple):
+    file: Path
+    offset: int
+    traceparent: str
+
+
+def _records(path: Path) -> Iterator[tuple[str, _Place]]:
     if not path.exists():
         return
     with path.open("rb+") as file:
@@ -115,5 +128,6 @@ def _records(path: Path) -> Iterator[tuple[str, int]]:
                 file.truncate(offset)
                 return
             with suppress(ValidationError):  # a crash of the machine may leave a damaged line
-                yield SampleRecord.model_validate_json(line).id, offset
+                record = SampleRecord.model_validate_json(line)
+                yield record.id, _Place(path, offset, record.traceparent)
             offset += len(line)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from pydantic import JsonValue
@@ -11,9 +12,9 @@ from pydantic import JsonValue
 from trackway.clients import RolloutClient
 from trackway.clients.weights import WeightStore
 from trackway.tracing import attributes as names
-from trackway.tracing import inject
+from trackway.tracing import extracted, inject
 from trackway.tracing.attributes import SpanKind
-from trackway.tracing.spans import root_span
+from trackway.tracing.spans import child_span, root_span
 from trackway.trainer.calls.log import UNNAMED, Op, TrainingCall
 from trackway.trainer.calls.results import Result
 from trackway.trainer.tinker.base_models import BaseModels
@@ -117,7 +118,14 @@ class TinkerService:
             raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
         base = await self.bases.required(base_model)
         model_id = f"{session.id}:train:{number}"
-        call = TrainingCall(id=f"{model_id}:0", model_id=model_id, seq_id=0, op="create_model", arguments=arguments)
+        call = TrainingCall(
+            id=f"{model_id}:0",
+            model_id=model_id,
+            seq_id=0,
+            op="create_model",
+            arguments=arguments,
+            traceparent=_trace(session),
+        )
         async with session.lock:
             if self.sessions.runs.state(session.id) is None:
                 await self._start(session, base.root)
@@ -133,9 +141,18 @@ class TinkerService:
             raise TrackwayError(ErrorCode.OVERLOADED, error.message, retry_after_s=10) from error
 
     async def enqueue(
-        self, model_id: str, seq_id: int, op: Op, arguments: dict[str, JsonValue], body: bytes = b""
+        self,
+        model_id: str,
+        seq_id: int,
+        op: Op,
+        arguments: dict[str, JsonValue],
+        body: bytes = b"",
+        samples: Sequence[str] = (),
     ) -> FutureReply:
-        """Acknowledge a request of a model. INVALID_REQUEST for another one under the same sequence id."""
+        """Acknowledge a request of a model. INVALID_REQUEST for another one under the same sequence id.
+
+        `samples` are the sampled sequences that its data name.
+        """
         session = self.sessions.required(model_id)
         model = session.model(model_id)
         call = TrainingCall(
@@ -144,6 +161,8 @@ class TinkerService:
             seq_id=seq_id,
             op=op,
             arguments=arguments,
+            traceparent=_trace(session),
+            links=await asyncio.to_thread(session.samples.traceparents, samples) if samples else [],
         )
         async with session.lock:
             if model.unload is not None and seq_id > model.unload.seq_id:
@@ -227,14 +246,16 @@ class TinkerService:
         id = f"{session.sampler_id(number)}:{request.seq_id}"
         if self.draws.known(id) is None:
             self.draws.require_room()
-        carried = dict[str, str]()
-        inject(carried)
-        seed = request.sampling_params.seed
+        seed, carried = request.sampling_params.seed, {"traceparent": _trace(session)}
+        with extracted(carried if carried["traceparent"] else {}), child_span("sample", SpanKind.OPERATION, {}) as span:
+            span.inputs({"id": id, **request.model_dump(mode="json", include=_OF_SAMPLE)})
+            if span.recording:
+                inject(carried)
         record = SampleRecord(
             id=id,
             request=request,
             seed=drawn_seed() if seed is None else seed,
-            traceparent=carried.get("traceparent") or session.record.traceparent,
+            traceparent=carried["traceparent"],
         )
         record = await asyncio.to_thread(session.samples.append, record)
         self.draws.begin(record)
@@ -359,4 +380,12 @@ class TinkerService:
         )
 
 
+def _trace(session: TinkerSession) -> str:
+    """The caller's trace, or else the session's."""
+    carried = dict[str, str]()
+    inject(carried)
+    return carried.get("traceparent") or session.record.traceparent
+
+
+_OF_SAMPLE = {"num_samples", "sampling_params"}
 _OF_MODEL = {"base_model", "lora_config", "user_metadata"}

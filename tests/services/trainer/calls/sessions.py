@@ -40,12 +40,18 @@ class Session:
         return f"{self.folder.name}:train:{number}"
 
     def call(
-        self, seq_id: int, op: Op, arguments: Mapping[str, Any] | None = None, body: bytes = b"", n: int = 0
+        self,
+        seq_id: int,
+        op: Op,
+        arguments: Mapping[str, Any] | None = None,
+        body: bytes = b"",
+        n: int = 0,
+        **trace: Any,
     ) -> str:
         """Acknowledge a request of a model. Returns its id."""
         model_id = self.model_id(n)
         id = f"{model_id}:{seq_id}"
-        call = TrainingCall(id=id, model_id=model_id, seq_id=seq_id, op=op, arguments=dict(arguments or {}))
+        call = TrainingCall(id=id, model_id=model_id, seq_id=seq_id, op=op, arguments=dict(arguments or {}), **trace)
         self.log.append(call, body)
         return id
 

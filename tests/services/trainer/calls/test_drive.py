@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tests.services.trainer.calls.requests import request_of
 from tests.services.trainer.calls.sessions import LORA, LR, Session, body, train
 from tests.waiting import until
 from trackway.clients.weights import WeightStore
+from trackway.tracing import Tracing, TracingSettings, activated
+from trackway.tracing import attributes as names
 from trackway.trainer.calls.drive import CallDriver
 from trackway.trainer.calls.models import TrainedModel
 from trackway.trainer.calls.protobuf import schema
@@ -133,6 +137,40 @@ def test_whatever_write_a_process_died_at_the_weights_and_results_are_as_without
     rows = killed.folder.rows()
     assert [row.step for row in rows] == [*range(1, 7)]
     assert [row.data["actor/loss_sum"] for row in rows] == [row.data["actor/loss_sum"] for row in calm.folder.rows()]
+
+
+def test_a_step_and_its_computations_link_to_the_samples_that_they_used(tmp_path: Path, tiny_model: Path) -> None:
+    exporter = InMemorySpanExporter()
+    tracing = Tracing("trainer", TracingSettings(mlflow_uri=None, weave_api_key=None), exporter)
+    session = Session(tmp_path, tiny_model)
+    root, samples = f"00-{1:032x}-{2:016x}-01", [f"00-{3:032x}-{4 + place:016x}-01" for place in range(3)]
+    create = {"lora_config": LORA}
+    session.call(0, "create_model", create, traceparent=root)
+    session.call(1, "forward_backward", body=body(1), traceparent=root, links=samples[:2])
+    session.call(2, "forward_backward", body=body(2), traceparent=root, links=samples[1:])
+    session.call(3, "optim_step", LR, traceparent=root)
+    session.call(4, "load_weights", {"path": "tinker://x:train:0/weights/y"}, traceparent=root)
+    session.call(5, "optim_step", LR)
+    with activated(tracing):
+        driver = session.driver()
+        driver.advance(lambda: False)
+        session.results.remove(f"{session.model_id()}:2")  # a process that died before it wrote this
+        session.driver().advance(lambda: False)
+    tracing.flush(5)
+
+    spans = {span.name: span for span in exporter.get_finished_spans() if span.name != "forward_backward"}
+    parts = [span for span in exporter.get_finished_spans() if span.name == "forward_backward"]
+
+    def links(span: ReadableSpan) -> list[int]:
+        return [link.context.span_id for link in span.links]
+
+    assert [*spans] == ["create_model", "optim_step", "load_weights"]
+    assert [links(part) for part in parts] == [[4, 5], [5, 6]] and links(spans["optim_step"]) == [4, 5, 6]
+    for span in (*spans.values(), *parts):
+        assert span.context is not None and span.parent is not None
+        assert (span.context.trace_id, span.parent.span_id) == (1, 2)
+    outputs = json.loads(str((spans["optim_step"].attributes or {})[names.OUTPUTS]))
+    assert outputs["metrics"]["grad_norm"] > 0 and not spans["load_weights"].status.is_ok
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

@@ -10,7 +10,7 @@ import pytest
 
 from tests.services.trainer.calls.requests import request_of
 from trackway.trainer.calls import protobuf
-from trackway.trainer.calls.protobuf import check, decode, encode, schema
+from trackway.trainer.calls.protobuf import decode, encode, schema
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 GOOD = ([1, 2, 3], {"target_tokens": [2, 3, 4], "logprobs": [0.0, -1.0, -2.0], "advantages": [0.0, 1.0, 1.0]})
@@ -87,7 +87,7 @@ def with_inputs(**inputs: Any) -> tuple[list[int], dict[str, Any]]:
 )
 def test_a_request_that_cannot_be_computed_is_refused_with_its_place(make: Callable[[], bytes], message: str) -> None:
     with pytest.raises(TrackwayError, match=message) as raised:
-        check(make())
+        decode(make())
     assert raised.value.code is ErrorCode.INVALID_REQUEST
 
 

@@ -1,6 +1,7 @@
 """Tinker's API on a port: a real rollout service of the tiny model, and runs that answer at once."""
 
 import gc
+import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from trackway.rollout.app import create_app as rollout_app
 from trackway.rollout.settings import RolloutSettings
 from trackway.serving import service_app
 from trackway.tracing import Tracing, TracingSettings
+from trackway.tracing import attributes as names
 from trackway.trainer.settings import TrainerSettings
 from trackway.trainer.tinker.api import TinkerApi
 
@@ -35,7 +37,7 @@ def sockets_of_the_sdk() -> Iterator[None]:
 
 @dataclass
 class Spans:
-    """The spans of the rollout service."""
+    """The spans of a service."""
 
     exporter: InMemorySpanExporter
     tracing: Tracing
@@ -52,11 +54,28 @@ class Spans:
             if span.context is not None and span.parent is not None
         }
 
+    def samples(self) -> dict[str, tuple[str, str | None, str]]:
+        """Trace, parent and id of the span of each sample, by the sample's id."""
+        self.tracing.flush(5)
+        return {
+            json.loads(str((span.attributes or {})[names.INPUTS]))["id"]: (
+                format(span.context.trace_id, "032x"),
+                format(span.parent.span_id, "016x") if span.parent else None,
+                format(span.context.span_id, "016x"),
+            )
+            for span in self.exporter.get_finished_spans()
+            if span.name == "sample" and span.context is not None
+        }
+
+
+def spans_of(service: str) -> Spans:
+    exporter = InMemorySpanExporter()
+    return Spans(exporter, Tracing(service, TracingSettings(mlflow_uri=None, weave_api_key=None), exporter))
+
 
 @pytest.fixture(scope="session")
 def spans() -> Spans:
-    exporter = InMemorySpanExporter()
-    return Spans(exporter, Tracing("rollout", TracingSettings(mlflow_uri=None, weave_api_key=None), exporter))
+    return spans_of("rollout")
 
 
 @pytest.fixture(scope="session")
@@ -79,24 +98,26 @@ class Api:
     outputs: Path
     rollout_url: str
     runs: AnsweringRuns
+    spans: Spans
 
     @contextmanager
     def served(self, port: int = 0, **changes: Any) -> Iterator[str]:
         """Yield the base URL for the SDK."""
         settings = TrainerSettings(outputs_dir=str(self.outputs), rollout_url=self.rollout_url, **changes)
-        with served_in_thread(app_of(settings, self.runs), port) as url:
+        with served_in_thread(app_of(settings, self.runs, self.spans.tracing), port) as url:
             yield url
 
 
-def app_of(settings: TrainerSettings, runs: AnsweringRuns) -> FastAPI:
+def app_of(settings: TrainerSettings, runs: AnsweringRuns, tracing: Tracing | None = None) -> FastAPI:
     """A trainer service that has Tinker's routes alone."""
     tinker_api = TinkerApi(settings, runs)
-    return service_app("trainer", settings, routers=[tinker_api.routes], lifespan=lambda _: tinker_api.running())
+    routers = [tinker_api.routes]
+    return service_app("trainer", settings, routers=routers, lifespan=lambda _: tinker_api.running(), tracing=tracing)
 
 
 @pytest.fixture
 def api(tmp_path: Path, rollout_url: str) -> Api:
-    return Api(tmp_path / "outputs", rollout_url, AnsweringRuns(tmp_path / "outputs"))
+    return Api(tmp_path / "outputs", rollout_url, AnsweringRuns(tmp_path / "outputs"), spans_of("trainer"))
 
 
 @pytest.fixture

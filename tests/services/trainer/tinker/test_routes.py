@@ -9,11 +9,13 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.services.trainer.calls.requests import request_of
 from tests.services.trainer.tinker.conftest import Api, Spans
 from tests.waiting import until
 from tests.weight_proofs import ANY_PROOF
 from trackway.clients.weights import WeightStore
 from trackway.deploy.bundled import TINY_MODEL
+from trackway.trainer.calls.log import RequestLog
 from trackway.trainer.calls.protobuf import schema
 from trackway.trainer.tinker import routes, sampling, service, sessions
 from trackway.wire.trainer import RunInfo, RunState
@@ -335,23 +337,36 @@ def test_a_finished_session_takes_nothing_and_makes_room(api: Api):
     assert "(tinker_max_sessions)" in message(full) and "finished by its client: success" in message(gone)
 
 
-def test_a_sample_joins_the_callers_trace_or_else_the_sessions(caller: Caller, api: Api, spans: Spans):
+def test_a_sample_joins_the_callers_trace_or_else_the_sessions_and_data_link_to_it(
+    caller: Caller, api: Api, spans: Spans
+):
     session = caller.session()
-    sampler = caller.sampler(session)
+    model_id, sampler = caller.model(session), caller.sampler(session)
     trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-    ids = []
+    futures = []
     for seq_id, carried in enumerate(({"traceparent": f"00-{trace}-{parent}-01"}, {})):
         caller.http.headers.update(carried)
         seed = {"seed": 7_000_000 + seq_id}
-        ids.append(caller.asample(sampler, seq_id, num_samples=1, sampling_params=seed)["request_id"])
+        futures.append(caller.asample(sampler, seq_id, num_samples=2, sampling_params=seed))
         for name in carried:
             del caller.http.headers[name]
-    for id in ids:
-        caller.drawn(id)
+    for future in futures:
+        caller.drawn(future["request_id"])
+    named = [id for future in futures for id in future["sample_sequence_ids"]] + ["another:sample:0:0:0"]
+    data = [([1, 2], {"target_tokens": [2, 3]})] * len(named)
+    request = schema().ForwardBackwardRequest.FromString(request_of(data, "cross_entropy", samples=named))
+    request.model_id = model_id
+    headers = {"content-type": "application/x-protobuf"}
+    caller.http.post("forward_backward", content=request.SerializeToString(), headers=headers).raise_for_status()
     record = json.loads((api.outputs / session / "calls" / "session.json").read_text())
     _, of_session, root, _ = record["traceparent"].split("-")
-    chats = until(lambda: spans.chats() if "7000001" in spans.chats() else None)
-    assert (chats["7000000"], chats["7000001"]) == ((trace, parent), (of_session, root))
+    chats = until(lambda: spans.chats() if "7000002" in spans.chats() else None)
+    samples = [api.spans.samples()[future["request_id"]] for future in futures]
+    [*_, (_, call, _)] = RequestLog(api.outputs / session / "calls").read()
+    assert [sample[:2] for sample in samples] == [(trace, parent), (of_session, root)]
+    assert [chats[seed] for seed in ("7000000", "7000002")] == [(sample[0], sample[2]) for sample in samples]
+    assert [link.split("-")[1:3] for link in call.links] == [[sample[0], sample[2]] for sample in samples]
+    assert call.traceparent == record["traceparent"]
 
 
 def test_only_an_operators_token_trains(api: Api):
