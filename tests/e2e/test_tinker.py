@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tests.e2e.access_tokens import OPERATOR
 from tests.waiting import until
 from trackway.deploy.deployment.record import Deployment
-from trackway.trainer.calls.models import weights_file
+from trackway.trainer.calls.paths import weights_file
 from trackway.wire.trainer import RunInfo, RunList, RunState
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

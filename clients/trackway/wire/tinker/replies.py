@@ -129,6 +129,7 @@ class SavedCheckpoint(TinkerReply):
     checkpoint_type: Literal["training", "sampler"]
     time: datetime
     tinker_path: str
+    expires_at: datetime | None = None
     user_metadata: dict[str, str] | None = None
 
 

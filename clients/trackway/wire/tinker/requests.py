@@ -41,7 +41,8 @@ Place = Annotated[Int, Field(ge=0, lt=10**9)]
 """Number of a model or a sampler in its session."""
 SeqId = Annotated[Int, Field(ge=1, lt=MAX_SEQ_ID)]
 """Place of a request among its model's."""
-Seconds = Annotated[Int, Field(ge=1)]
+Seconds = Annotated[Int, Field(ge=1, le=10**9)]
+CheckpointId = Annotated[str, StringConstraints(pattern=r"^(weights|sampler_weights)/[A-Za-z0-9][\w.\-]*$")]
 
 
 class ClientConfigRequest(WireRequest):
@@ -141,8 +142,15 @@ class _SaveRequest(WireRequest):
     model_id: ModelId
     seq_id: SeqId
     ttl_seconds: Seconds | None = None
-    """No effect: a checkpoint stays until its session's folder is removed."""
+    """Seconds until named weights are deleted. None keeps them until their session's folder is removed."""
     user_metadata: Annotated[dict[str, str], AfterValidator(_small)] | None = None
+
+
+class TtlRequest(WireRequest):
+    """Set when saved weights are deleted."""
+
+    ttl_seconds: Seconds | None
+    """None keeps them."""
 
 
 class SaveWeightsRequest(_SaveRequest):

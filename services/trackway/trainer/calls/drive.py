@@ -32,11 +32,10 @@ from trackway.trainer.calls.models import (
     SavedAdapter,
     TrainedModel,
     arguments_of,
-    model_folder,
     read_adapter,
-    weights_file,
     write_adapter,
 )
+from trackway.trainer.calls.paths import model_folder, weights_file
 from trackway.trainer.calls.protobuf import decode, encode
 from trackway.trainer.calls.results import Result, Results
 from trackway.trainer.calls.trajectories import write_step

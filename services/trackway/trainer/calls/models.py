@@ -1,16 +1,11 @@
-"""A model in training by calls: an adapter of the session's base model, its AdamW and its files.
-
-    calls/models/<digest of the model's id>/state.safetensors     as its last change of weights left it
-    calls/models/<digest of the model's id>/weights/<digest of a name>.safetensors
+"""A model in training by calls: an adapter of the session's base model, its AdamW and its files (paths.py).
 
 A file has the adapter, AdamW's moments and an AdapterHeader. It is replaced whole.
 """
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
@@ -22,6 +17,7 @@ from torch import Tensor
 
 from trackway.system import replacing, writing
 from trackway.trainer.calls.losses import LossOutput, forward_backward
+from trackway.trainer.calls.paths import digest_of
 from trackway.trainer.calls.protobuf import ForwardBackward
 from trackway.trainer.calls.trajectories import TrainedDatum, trained_data
 from trackway.trainer.learner import optimizer as adamw
@@ -29,7 +25,6 @@ from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.policy import Policy
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.names import checked_run_name
 from trackway.wire.trainer import MetricsRow
 
 Arguments = TypeVar("Arguments", bound=BaseModel)
@@ -38,7 +33,6 @@ ALPHA = 32.0
 (https://thinkingmachines.ai/blog/lora)."""
 ATTENTION = r".*(attn|attention).*"
 """Names of the layers that `train_attn` chooses. `train_mlp` chooses all others below the head."""
-_PATH = re.compile(r"tinker://(?P<model_id>(?P<run>[^/:]+):train:\d+)/weights/(?P<name>[^/]+)")
 _HEADER, _MODEL, _OPTIMIZER = "header", "model.", "optimizer."
 
 
@@ -203,31 +197,6 @@ def learner_config_of(config: LearnerConfig, header: AdapterHeader) -> LearnerCo
     seed = int(digest_of(header.model_id), 16) % 2**31 if lora.seed is None else lora.seed
     values = {"lora_rank": lora.rank, "lora_alpha": ALPHA, "target_modules": "all-linear", "exclude_modules": excluded}
     return replace(config, model=config.model.with_values(values), seed=seed)
-
-
-def digest_of(text: str) -> str:
-    """A name for files of what the network named."""
-    return sha256(text.encode()).hexdigest()[:32]
-
-
-def model_folder(calls: Path, model_id: str) -> Path:
-    """Folder of a model's files."""
-    return calls / "models" / digest_of(model_id)
-
-
-def weights_file(outputs: Path, path: str) -> Path:
-    """The file of `tinker://<run>:train:<n>/weights/<name>` below the runs' folder. Raises INVALID_REQUEST."""
-    named = _PATH.fullmatch(path)
-    if named is None:
-        message = f"expected tinker://<model_id>/weights/<name>, got {path[:256]!a}; take the path of save_state"
-        raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
-    try:
-        run = checked_run_name(named["run"])
-    except ValueError as error:
-        raise TrackwayError(ErrorCode.INVALID_REQUEST, str(error)) from error
-    return (
-        model_folder(outputs / run / "calls", named["model_id"]) / "weights" / f"{digest_of(named['name'])}.safetensors"
-    )
 
 
 def write_adapter(file: Path, saved: SavedAdapter) -> None:

@@ -178,8 +178,9 @@ def _datum(datum: "pb.Datum", spec: LossSpec, where: str) -> Datum:
         inputs["weights"] = np.ones(shape)
     if (tokens < 0).any() or (targets < 0).any():
         raise _refused(where, "token ids of at least 0", "a negative one", "weight such tokens with 0 instead")
-    spans = (span.sampled_tokens.sequence_id for span in datum.model_input_spans if span.HasField("sampled_tokens"))
-    return Datum(tokens, targets.astype(np.int64), inputs, [*dict.fromkeys(spans)])
+    spans = (*datum.model_input_spans, *datum.loss_fn_input_spans)
+    sampled = dict.fromkeys(span.sampled_tokens.sequence_id for span in spans if span.HasField("sampled_tokens"))
+    return Datum(tokens, targets.astype(np.int64), inputs, [*sampled])
 
 
 def _tensor(tensor: "pb.Tensor", length: int, where: str, may_have_columns: bool) -> Array:

@@ -19,16 +19,18 @@ class TinkerApi:
 
     def __init__(self, settings: TrainerSettings, runs: SessionRuns) -> None:
         outputs = Path(settings.outputs_dir)
-        self._sessions = TinkerSessions(outputs, runs, settings.tinker_max_sessions, settings.tinker_idle_s)
+        self._sessions = TinkerSessions(
+            outputs, runs, WeightStore(settings.weights_url), settings.tinker_max_sessions, settings.tinker_idle_s
+        )
         rollout = RolloutClient(
             settings.url("rollout"), policy=CALL_POLICY, token=settings.token, direct=settings.direct
         )
-        self._service = TinkerService(self._sessions, rollout, WeightStore(settings.weights_url))
+        self._service = TinkerService(self._sessions, rollout)
         self.routes = tinker_routes(self._service)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Restore the sessions, and end idle ones until the block ends."""
+        """Restore the sessions, and end idle ones and delete expired weights until the block ends."""
         await asyncio.to_thread(self._sessions.restore)
         idle = asyncio.create_task(self._sessions.end_idle())
         try:

@@ -12,6 +12,7 @@ from trackway.serving.routes import ErrorFormatRoute
 from trackway.trainer.calls.protobuf import decode, schema
 from trackway.trainer.tinker.sampling import MAX_DRAWS
 from trackway.trainer.tinker.service import TinkerService
+from trackway.trainer.tinker.sessions import CALLER_NAME
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tinker.replies import (
     ApiHealth,
@@ -38,6 +39,7 @@ from trackway.wire.tinker.replies import (
 )
 from trackway.wire.tinker.requests import (
     CancelFutureRequest,
+    CheckpointId,
     ClientConfigRequest,
     CreateModelRequest,
     CreateSamplingSessionRequest,
@@ -54,6 +56,7 @@ from trackway.wire.tinker.requests import (
     SaveWeightsRequest,
     SessionHeartbeatRequest,
     SessionId,
+    TtlRequest,
     UnloadModelRequest,
     WeightsInfoRequest,
 )
@@ -69,6 +72,11 @@ async def _needs_schema() -> None:
     schema()
 
 
+async def _called(request: Request) -> None:
+    """Note the caller, who sees the sessions of its own token."""
+    CALLER_NAME.set(request.scope[CALLER].name)
+
+
 class TinkerRoute(ErrorFormatRoute):
     """A route whose invalid requests are answered 400, as the SDK expects. The body is Trackway's."""
 
@@ -81,7 +89,10 @@ class TinkerRoute(ErrorFormatRoute):
 def tinker_routes(service: TinkerService) -> ServiceRouter:
     """The API. Training needs an operator's token, as runs do. Samples and lists need any."""
     router = ServiceRouter(
-        prefix="/api/v1", tags=["tinker"], route_class=TinkerRoute, dependencies=[Depends(_needs_schema)]
+        prefix="/api/v1",
+        tags=["tinker"],
+        route_class=TinkerRoute,
+        dependencies=[Depends(_needs_schema), Depends(_called)],
     )
     for routes in (_client_routes, _training_routes, _sampling_routes, _list_routes):
         routes(router, service)
@@ -119,9 +130,9 @@ def _client_routes(router: ServiceRouter, service: TinkerService) -> None:
         return ServerCapabilities(supported_models=models)
 
     @router.post("/create_session")
-    async def create_session(request: CreateSessionRequest, raw: Request) -> CreatedSession:
+    async def create_session(request: CreateSessionRequest) -> CreatedSession:
         """Open a session. It becomes a run with its first model, and ends when its heartbeats stop."""
-        session = service.create_session(request, raw.scope[CALLER].name)
+        session = service.create_session(request)
         return CreatedSession(session_id=session.id)
 
     @router.post("/session_heartbeat")
@@ -176,7 +187,8 @@ def _training_routes(router: ServiceRouter, service: TinkerService) -> None:
     @router.post("/save_weights", dependencies=operator)
     async def save_weights(request: SaveWeightsRequest) -> FutureReply:
         """Save weights and optimizer state."""
-        arguments = request.model_dump(mode="json", exclude_none=True, include={"path", "overwrite", "user_metadata"})
+        fields = {"path", "overwrite", "ttl_seconds", "user_metadata"}
+        arguments = request.model_dump(mode="json", exclude_none=True, include=fields)
         return await service.enqueue(request.model_id, request.seq_id, "save_weights", arguments)
 
     @router.post("/save_weights_for_sampler", dependencies=operator)
@@ -185,7 +197,7 @@ def _training_routes(router: ServiceRouter, service: TinkerService) -> None:
         if (request.path is None) == (request.sampling_session_seq_id is None):
             message = "expected either path or sampling_session_seq_id, got both or neither; give one"
             raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
-        fields = {"path", "sampling_session_seq_id", "kind", "user_metadata"}
+        fields = {"path", "sampling_session_seq_id", "kind", "ttl_seconds", "user_metadata"}
         arguments = request.model_dump(mode="json", exclude_none=True, include=fields)
         return await service.enqueue(request.model_id, request.seq_id, "save_weights_for_sampler", arguments)
 
@@ -217,6 +229,8 @@ def _identified(body: bytes) -> tuple[str, int]:
 
 
 def _sampling_routes(router: ServiceRouter, service: TinkerService) -> None:
+    sessions = service.sessions
+
     @router.post("/create_sampling_session")
     async def create_sampling_session(request: CreateSamplingSessionRequest) -> CreatedSamplingSession:
         """Open a sampling session."""
@@ -238,6 +252,7 @@ def _sampling_routes(router: ServiceRouter, service: TinkerService) -> None:
         if request.request_id.split(":")[1] != "sample":
             message = f"expected the id of a sample, got {request.request_id}; let it end"
             raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
+        sessions.any(request.request_id)
         service.draws.cancel(request.request_id)
         return NothingReply()
 
@@ -284,6 +299,21 @@ def _list_routes(router: ServiceRouter, service: TinkerService) -> None:
         """The saved weights of a model."""
         session = sessions.any(training_run_id)
         return CheckpointList(checkpoints=session.checkpoints(session.model(training_run_id)))
+
+    operator, checkpoint = [Depends(needs_admin)], "/training_runs/{training_run_id}/checkpoints/{checkpoint_id:path}"
+
+    @router.delete(checkpoint, status_code=204, dependencies=operator)
+    async def delete_checkpoint(training_run_id: ModelId, checkpoint_id: CheckpointId) -> None:
+        """Delete saved weights."""
+        session = sessions.any(training_run_id)
+        await sessions.delete(session, session.model(training_run_id), checkpoint_id)
+
+    @router.put(f"{checkpoint}/ttl", status_code=204, dependencies=operator)
+    async def set_ttl(training_run_id: ModelId, checkpoint_id: CheckpointId, request: TtlRequest) -> None:
+        """Delete saved weights after some seconds, or never."""
+        session = sessions.any(training_run_id)
+        saved = session.saved(session.model(training_run_id), checkpoint_id)
+        await sessions.set_expiry(session, saved.call_id, request.ttl_seconds)
 
     @router.get("/sessions")
     async def list_sessions(

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -10,7 +9,6 @@ from datetime import UTC, datetime
 from pydantic import JsonValue
 
 from trackway.clients import RolloutClient
-from trackway.clients.weights import WeightStore
 from trackway.tracing import attributes as names
 from trackway.tracing import extracted, inject
 from trackway.tracing.attributes import SpanKind
@@ -21,6 +19,7 @@ from trackway.trainer.tinker.base_models import BaseModels
 from trackway.trainer.tinker.samples_log import SampleRecord
 from trackway.trainer.tinker.sampling import Draws, Weights, check_sample, drawn_seed
 from trackway.trainer.tinker.sessions import (
+    CALLER_NAME,
     KEPT_SNAPSHOTS,
     MAX_MODELS,
     MAX_SAMPLERS,
@@ -48,8 +47,6 @@ from trackway.wire.tinker.requests import (
 )
 from trackway.wire.trainer import ENDED
 
-logger = logging.getLogger("trackway.trainer")
-
 POLL_S = 30.0
 """Longest wait of one `retrieve_future`. The SDK gives up after 45 s."""
 LOOK_EVERY_S = 0.01
@@ -62,12 +59,12 @@ _PRIVATE = frozenset({"policy", "version", "sampling_session_seq_id"})
 class TinkerService:
     """The API over the sessions of an outputs folder. Methods raise TrackwayError."""
 
-    def __init__(self, sessions: TinkerSessions, rollout: RolloutClient, weights: WeightStore) -> None:
-        self.sessions, self._weights = sessions, weights
+    def __init__(self, sessions: TinkerSessions, rollout: RolloutClient) -> None:
+        self.sessions = sessions
         self.bases = BaseModels(rollout)
         self.draws = Draws(rollout, self._weights_of)
 
-    def create_session(self, request: CreateSessionRequest, owner: str) -> TinkerSession:
+    def create_session(self, request: CreateSessionRequest) -> TinkerSession:
         """Open a session, whose trace begins with a span of its name."""
         id, headers = new_session_id(), dict[str, str]()
         with root_span("session", {"session": id}, {names.TITLE: id}, True, kind=SpanKind.OPERATION) as span:
@@ -77,7 +74,7 @@ class TinkerService:
             SessionRecord(
                 session_id=id,
                 created_at=datetime.now(UTC),
-                owner=owner,
+                owner=CALLER_NAME.get() or "",
                 tags=request.tags,
                 user_metadata=request.user_metadata or {},
                 display_name=request.display_name,
@@ -176,6 +173,9 @@ class TinkerService:
                 return FutureReply(request_id=call.id, model_id=call.model_id)
             session.require_room(model, seq_id, len(body))
             reply = await self._append(session, call, body)
+            ttl_s = arguments.get("ttl_seconds")
+            if isinstance(ttl_s, int) and call.id not in session.record.expires:
+                await self.sessions.set_expiry(session, call.id, ttl_s)
             await asyncio.to_thread(session.compact)
             return reply
 
@@ -317,14 +317,8 @@ class TinkerService:
                 continue
             policy = json.loads(result.body).get("policy", "") if result is not None else ""
             if policy.endswith(f".{UNNAMED}{id.rpartition(':')[2]}"):  # not the model's line of versions
-                await asyncio.to_thread(self._remove_policy, policy)
+                await asyncio.to_thread(self.sessions.remove_policy, policy)
             session.results.remove(id)
-
-    def _remove_policy(self, policy: str) -> None:
-        try:
-            self._weights.remove_policy(policy)
-        except OSError as error:
-            logger.warning("the weights of policy %s are not removed: %s", policy, error)
 
     def _require_run(self, session: TinkerSession) -> None:
         """Raise GONE when the session's run has ended, so that no result can come."""
@@ -335,6 +329,7 @@ class TinkerService:
             raise TrackwayError(ErrorCode.GONE, message)
 
     async def _sampled(self, id: str, within_s: float) -> Result | None:
+        session = self.sessions.any(id)
         task = self.draws.known(id)
         if task is None:
             session = self.sessions.required(id)

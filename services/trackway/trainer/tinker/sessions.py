@@ -6,21 +6,26 @@ outputs/<session>/calls/samples.log     acknowledged samples
 """
 
 import asyncio
+import json
 import logging
 import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 from pydantic import BaseModel, Field, JsonValue, ValidationError
 
+from trackway.clients.weights import WeightStore
 from trackway.system import atomic_write
 from trackway.trainer.calls.log import RequestLog, TrainingCall
+from trackway.trainer.calls.paths import weights_file
 from trackway.trainer.calls.results import Result, Results
 from trackway.trainer.tinker.samples_log import SampleLog
 from trackway.wire.base import NON_FINITE
@@ -50,6 +55,8 @@ KEPT_SNAPSHOTS = 4
 CHECK_IDLE_S = 5.0
 _KEPT_ENDED = 16
 
+CALLER_NAME: ContextVar[str | None] = ContextVar("tinker_caller", default=None)
+"""Name of the token of the request in progress. None outside of requests."""
 CALLS = "calls"
 _RECORD = "session.json"
 
@@ -98,6 +105,10 @@ class SessionRecord(BaseModel):
     samplers: dict[int, Sampler] = Field(default_factory=dict)
     traceparent: str = ""
     """Trace that samples join whose requests have none. Empty when nothing is traced."""
+    expires: dict[str, float] = Field(default_factory=dict)
+    """When weights are deleted, in seconds since 1970, by the request that saved them."""
+    deleted: list[str] = Field(default_factory=list[str])
+    """Requests whose saved weights were deleted."""
     ended: str = ""
     """Why the session has ended. Empty while it is open."""
 
@@ -206,11 +217,11 @@ class TinkerSession:
             model.changes.add(call.seq_id)
         elif call.op == "unload_model":
             model.unload = call
-        elif call.op.startswith("save_weights") and name is not None:
+        elif call.op.startswith("save_weights") and name is not None and call.id not in self.record.deleted:
             kind = "weights" if call.op == "save_weights" else "sampler_weights"
             model.published |= {call.id} if kind == "sampler_weights" else set()
             model.saved[f"{kind}/{name}"] = Saved(call.id, _texts(call.arguments.get("user_metadata")))
-        elif isinstance(place, int):
+        elif isinstance(place, int) and name is None:
             self.samplers[place] = Sampler(base_model=model.base_model, saved_by=call.id)
             self.overlays[call.id] = {"sampling_session_id": self.sampler_id(place)}
 
@@ -303,6 +314,7 @@ class TinkerSession:
         found: list[SavedCheckpoint] = []
         for name, saved in model.saved.items():
             result, written_at = self.results.read(saved.call_id), self.results.written_at(saved.call_id)
+            due = self.record.expires.get(saved.call_id)
             if result is not None and result.kind == "json" and written_at is not None:
                 found.append(
                     SavedCheckpoint(
@@ -310,10 +322,26 @@ class TinkerSession:
                         checkpoint_type="training" if name.startswith("weights/") else "sampler",
                         time=datetime.fromtimestamp(written_at, UTC),
                         tinker_path=f"tinker://{model.create.model_id}/{name}",
+                        expires_at=None if due is None else datetime.fromtimestamp(due, UTC),
                         user_metadata=saved.metadata,
                     )
                 )
         return sorted(found, key=lambda checkpoint: checkpoint.time)
+
+    def saved(self, model: TrackedModel, name: str) -> Saved:
+        """Return the request that saved weights. Raises NOT_FOUND unless they are there."""
+        saved = model.saved.get(name)
+        if saved is None or self.results.written_at(saved.call_id) is None:
+            known = ", ".join(model.saved) or "none"
+            message = f"expected saved weights of {model.create.model_id} ({known}), got {name}; save them first"
+            raise TrackwayError(ErrorCode.NOT_FOUND, message)
+        return saved
+
+    def expired(self) -> list[tuple[TrackedModel, str]]:
+        """Return the model and the name of the saved weights whose time is over."""
+        due = {id for id, end in self.record.expires.items() if end <= time.time()}
+        saved = [(model, name, saved.call_id) for model in self.models.values() for name, saved in model.saved.items()]
+        return [(model, name) for model, name, id in saved if id in due]
 
     @property
     def last_request_time(self) -> datetime:
@@ -326,14 +354,18 @@ class TinkerSession:
 class TinkerSessions:
     """The sessions of an outputs folder. Methods raise TrackwayError."""
 
-    def __init__(self, outputs: Path, runs: SessionRuns, max_sessions: int, idle_s: float) -> None:
-        self._outputs, self.runs = outputs, runs
+    def __init__(
+        self, outputs: Path, runs: SessionRuns, weights: WeightStore, max_sessions: int, idle_s: float
+    ) -> None:
+        self._outputs, self.runs, self._weights = outputs, runs, weights
         self._max_sessions, self._idle_s = max_sessions, idle_s
         self._sessions: dict[str, TinkerSession] = {}
         self._names: set[str] = set()
         """Sessions on disk. A name of a request is looked up here before it becomes part of a path."""
         self._ended: OrderedDict[str, TinkerSession] = OrderedDict()
         """The ended sessions that were asked for last."""
+        self._due: dict[str, float] = {}
+        """When the next weights of a session expire."""
 
     def restore(self) -> None:
         """Take up the sessions that were open when the service was last lost."""
@@ -342,6 +374,7 @@ class TinkerSessions:
             if session is None:
                 continue
             self._names.add(session.id)
+            self._note_due(session)
             if not session.record.ended:
                 self._sessions[session.id] = session
 
@@ -367,7 +400,7 @@ class TinkerSessions:
         return session
 
     def __iter__(self) -> Iterator[TinkerSession]:
-        yield from [*self._sessions.values()]
+        yield from filter(_is_visible, [*self._sessions.values()])
 
     def required(self, id: str) -> TinkerSession:
         """Return the open session that an id begins with, and count this as a sign of life.
@@ -376,7 +409,7 @@ class TinkerSessions:
         """
         name = id.partition(":")[0]
         session = self._sessions.get(name)
-        if session is not None:
+        if session is not None and _is_visible(session):
             session.beat_at = time.monotonic()
             return session
         ended = self.any(name)
@@ -389,8 +422,9 @@ class TinkerSessions:
         session = self._sessions.get(name) or self._ended.get(name)
         if session is None and name in self._names:
             session = self._from_disk(self._outputs / name / CALLS)
-        if session is None:
-            raise TrackwayError(ErrorCode.NOT_FOUND, f"expected the id of a session, got {name}; create one")
+        if session is None or not _is_visible(session):
+            message = f"expected the id of a session of this token, got {name}; create one"
+            raise TrackwayError(ErrorCode.NOT_FOUND, message)
         if session.record.ended:
             self._ended[name] = session
             while len(self._ended) > _KEPT_ENDED:
@@ -407,7 +441,7 @@ class TinkerSessions:
         await self.runs.end_session(session.id)
 
     async def end_idle(self) -> None:
-        """End each session without a sign of life for `idle_s` seconds. SessionRuns until it is cancelled."""
+        """End each session without a sign of life for `idle_s` seconds, and delete expired weights, until cancelled."""
         while True:
             await asyncio.sleep(min(CHECK_IDLE_S, self._idle_s))
             for session in self:
@@ -417,6 +451,52 @@ class TinkerSessions:
                     await self.end(session, f"no heartbeat for {self._idle_s:g} s")
                 except Exception:
                     logger.exception("the idle session %s could not be ended", session.id)
+            try:
+                await self._delete_expired()
+            except Exception:
+                logger.exception("expired weights could not be deleted")
+
+    async def _delete_expired(self) -> None:
+        for name in [name for name, due in self._due.items() if due <= time.time()]:
+            session = self.any(name)
+            for model, weights in session.expired():
+                await self.delete(session, model, weights)
+            session.record.expires = {id: due for id, due in session.record.expires.items() if due > time.time()}
+            self._note_due(session)
+
+    def _note_due(self, session: TinkerSession) -> None:
+        self._due[session.id] = min(session.record.expires.values(), default=inf)
+
+    async def set_expiry(self, session: TinkerSession, call_id: str, seconds: int | None) -> None:
+        """Delete the weights that a request saved after so many seconds, or never. Raises StorageError."""
+        if seconds is None:
+            session.record.expires.pop(call_id, None)
+        else:
+            session.record.expires[call_id] = time.time() + seconds
+        await asyncio.to_thread(session.write)
+        self._note_due(session)
+
+    async def delete(self, session: TinkerSession, model: TrackedModel, name: str) -> None:
+        """Delete saved weights of a model. Raises NOT_FOUND when no weights have the name."""
+        saved = session.saved(model, name)
+        result = session.results.read(saved.call_id)
+        del model.saved[name]
+        session.record.deleted.append(saved.call_id)
+        session.record.expires.pop(saved.call_id, None)
+        await asyncio.to_thread(session.write)
+        if name.startswith("weights/"):
+            weights_file(self._outputs, f"tinker://{model.create.model_id}/{name}").unlink(missing_ok=True)
+        elif result is not None and result.kind == "json":
+            await asyncio.to_thread(self.remove_policy, json.loads(result.body)["policy"])
+
+    def remove_policy(self, policy: str) -> None:
+        """Remove the published weights of a policy, if they are there."""
+        try:
+            self._weights.remove_policy(policy)
+        except FileNotFoundError:
+            logger.info("policy %s was removed before", policy)
+        except OSError as error:
+            logger.warning("the weights of policy %s are not removed: %s", policy, error)
 
     def result(self, call_id: str) -> Result | None:
         """Return the result of a request of any session."""
@@ -436,6 +516,12 @@ class TinkerSessions:
             message = f"expected a path of saved weights ({known}), got {path}; save them first"
             raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
         return Checkpoint(model, saved.call_id)
+
+
+def _is_visible(session: TinkerSession) -> bool:
+    """Return whether the request in progress may see a session: its token opened it."""
+    name = CALLER_NAME.get()
+    return name is None or session.record.owner == name
 
 
 def new_session_id() -> str:

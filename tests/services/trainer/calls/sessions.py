@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tests.services.trainer.calls.requests import request_of
 from trackway.trainer.calls.drive import STATE, CallDriver
 from trackway.trainer.calls.log import Op, RequestLog, TrainingCall
-from trackway.trainer.calls.models import model_folder
+from trackway.trainer.calls.paths import model_folder
 from trackway.trainer.calls.results import Result, Results
 from trackway.trainer.config import resolve
 from trackway.trainer.delivery import FileSink

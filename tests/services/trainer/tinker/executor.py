@@ -26,6 +26,8 @@ class AnsweringRuns:
         self.ended: list[str] = []
         self.frozen = False
         """Execute nothing, as a process that is busy."""
+        self.policy = "base"
+        """Policy that published weights have."""
         self.told = RunInfo(run="run", state=RunState.RUNNING)
 
     async def start_session(self, name: str, values: Mapping[str, JsonValue]) -> RunInfo:
@@ -51,11 +53,11 @@ class AnsweringRuns:
             for id, (call, body) in sorted(calls.items(), key=lambda item: item[1][0].seq_id):
                 before = f"{call.model_id}:{call.seq_id - 1}"
                 if id not in self.executed and (call.seq_id == 0 or before in self.executed):
-                    results.write(id, _answer(call, body))
+                    results.write(id, _answer(call, body, self.policy))
                     self.executed.append(id)
 
 
-def _answer(call: TrainingCall, body: bytes) -> Result:
+def _answer(call: TrainingCall, body: bytes, policy: str) -> Result:
     if call.op == "forward_backward":
         return Result("protobuf", _output(body))
     name = call.arguments.get("path")
@@ -65,7 +67,7 @@ def _answer(call: TrainingCall, body: bytes) -> Result:
         "save_weights": {"path": f"tinker://{call.model_id}/weights/{name}"},
         "save_weights_for_sampler": {
             **({} if name is None else {"path": f"tinker://{call.model_id}/sampler_weights/{name}"}),
-            "policy": "base",
+            "policy": policy,
             "version": 0,
         },
         "load_weights": {"path": name, "model_id": call.model_id},

@@ -1,8 +1,10 @@
 """The routes without the SDK: refusals, order, bounds, and what a restarted service still knows."""
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from tests.weight_proofs import ANY_PROOF
 from trackway.clients.weights import WeightStore
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.trainer.calls.log import RequestLog
+from trackway.trainer.calls.paths import weights_file
 from trackway.trainer.calls.protobuf import schema
 from trackway.trainer.tinker import routes, sampling, service, sessions
 from trackway.wire.trainer import RunInfo, RunState
@@ -369,23 +372,117 @@ def test_a_sample_joins_the_callers_trace_or_else_the_sessions_and_data_link_to_
     assert call.traceparent == record["traceparent"]
 
 
+TOKENS = {name: f"the-token-of-{name}-0123" for name in ("agent", "operator", "other")}
+AUTH = {"tokens": {name: {"secret": TOKENS[name], "scopes": ["admin"]} for name in ("operator", "other")}}
+AUTH["tokens"]["agent"] = {"secret": TOKENS["agent"]}
+
+
 def test_only_an_operators_token_trains(api: Api):
-    agent, operator = "an-agents-token-0123", "an-operators-token-01"
-    tokens = {"agent": {"secret": agent}, "operator": {"secret": operator, "scopes": ["admin"]}}
     with (
-        api.served(auth={"tokens": tokens}) as url,
-        calling(url, f"tml-{operator}") as admin,
-        calling(url, f"tml-{agent}") as user,
+        api.served(auth=AUTH) as url,
+        calling(url, f"tml-{TOKENS['operator']}") as admin,
+        calling(url, f"tml-{TOKENS['agent']}") as user,
         calling(url, "tml-another-token-0123") as stranger,
     ):
-        session = admin.session()
+        session, users = admin.session(), user.session()
         model_id = admin.model(session)
         forbidden = user.optim_step(model_id, 1, status=403)
-        drawn = user.drawn(user.asample(user.sampler(session))["request_id"])
+        drawn = user.drawn(user.asample(user.sampler(users))["request_id"])
         unknown = stranger.http.post("create_session", json=SESSION)
         owner = admin.http.get(f"training_runs/{model_id}").json()["model_owner"]
     assert "expected a token with the scope 'admin'" in message(forbidden) and len(drawn.sequences) == 1
     assert (unknown.status_code, owner) == (401, "operator")
+
+
+def test_a_session_is_that_of_its_token(api: Api):
+    with (
+        api.served(auth=AUTH) as url,
+        calling(url, f"tml-{TOKENS['operator']}") as owner,
+        calling(url, f"tml-{TOKENS['other']}") as other,
+    ):
+        session = owner.session()
+        model_id, sampler = owner.model(session), owner.sampler(session)
+        sample = owner.asample(sampler)["request_id"]
+        owner.drawn(sample)
+        saved = owner.post("save_weights", {"model_id": model_id, "seq_id": 1, "path": "ck1"})["request_id"]
+        path = owner.result(saved)["path"]
+        theirs = other.session()
+        new_model = {"session_id": theirs, "model_seq_id": 0, "path": path, "optimizer": False}
+        answers = [
+            other.asample(sampler, 1, status=404),
+            other.optim_step(model_id, 2, status=404),
+            other.result(sample, status=404),
+            other.result(saved, status=404),
+            other.post("cancel_future", {"request_id": sample}, status=404),
+            other.post("session_heartbeat", {"session_id": session}, status=404),
+            other.post(f"sessions/{session}/finish", {"reason": {"type": "success"}}, status=404),
+            other.post("load_weights", new_model, status=404),
+            other.post("weights_info", {"tinker_path": path}, status=404),
+            other.http.get(f"training_runs/{model_id}/checkpoints").json(),
+            other.http.delete(f"training_runs/{model_id}/checkpoints/weights/ck1").json(),
+        ]
+        lists = [caller.http.get("sessions").json()["sessions"] for caller in (owner, other)]
+        runs = [caller.http.get("training_runs").json()["cursor"]["total_count"] for caller in (owner, other)]
+        owner.drawn(sample)
+    refusal = f"expected the id of a session of this token, got {session}; create one"
+    assert [message(answer) for answer in answers] == [refusal] * len(answers)
+    assert (lists, runs) == ([[session], [theirs]], [1, 0])
+
+
+def weights_of(api: Api, store: Path, session: str) -> list[str]:
+    """Save `kept` and `dropped`, as a run's process does. Returns their files and policies."""
+    model_id, found = f"{session}:train:0", []
+    for name in ("kept", "dropped"):
+        file = weights_file(api.outputs, f"tinker://{model_id}/weights/{name}")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        folder = store / "policies" / name
+        folder.mkdir(parents=True)
+        (folder / "latest.json").write_text("{}")
+        found += [str(file), str(folder)]
+    return found
+
+
+def test_weights_are_deleted_by_their_owner_or_when_their_time_is_over(
+    api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sessions, "CHECK_IDLE_S", 0.05)
+    store, now = tmp_path / "weights", time.time()
+    with api.served(weights_url=str(store)) as url, calling(url) as caller:
+        session = caller.session()
+        model_id = caller.model(session)
+        files = weights_of(api, store, session)
+        for seq_id, (op, name, ttl_s) in enumerate(
+            (op, name, ttl_s)
+            for op in ("save_weights", "save_weights_for_sampler")
+            for name, ttl_s in (("kept", None), ("dropped", 3600))
+        ):
+            api.runs.policy = name
+            body = {"model_id": model_id, "seq_id": seq_id + 1, "path": name, "ttl_seconds": ttl_s}
+            caller.result(caller.post(op, body)["request_id"])
+        listed = caller.http.get(f"training_runs/{model_id}/checkpoints").json()["checkpoints"]
+        caller.post(f"sessions/{session}/finish", {"reason": {"type": "success"}})
+    with api.served(weights_url=str(store)) as url, calling(url) as caller:
+        checkpoints = f"training_runs/{model_id}/checkpoints"
+        before = [Path(file).exists() for file in files]
+        monkeypatch.setattr(time, "time", lambda: now + 3700)
+        until(lambda: len(caller.http.get(checkpoints).json()["checkpoints"]) == 2)
+        until(lambda: [Path(file).exists() for file in files] == [True, True, False, False])
+        monkeypatch.undo()
+        put = caller.http.put(f"{checkpoints}/weights/kept/ttl", json={"ttl_seconds": 60})
+        due = caller.http.get(checkpoints).json()["checkpoints"][0]["expires_at"]
+        caller.http.put(f"{checkpoints}/weights/kept/ttl", json={"ttl_seconds": None}).raise_for_status()
+        deleted = [caller.http.delete(f"{checkpoints}/{kind}/kept") for kind in ("weights", "sampler_weights")]
+        again = caller.http.delete(f"{checkpoints}/weights/kept")
+    with api.served(weights_url=str(store)) as url, calling(url) as caller:
+        assert caller.http.get(checkpoints).json()["checkpoints"] == []
+    assert [datetime.fromisoformat(ck["expires_at"]).timestamp() if ck["expires_at"] else 0 for ck in listed] == [
+        pytest.approx(time, abs=60) for time in (0, now + 3600, 0, now + 3600)
+    ]
+    assert before == [True] * 4 and not any(Path(file).exists() for file in files)
+    assert [answer.status_code for answer in (put, *deleted, again)] == [204, 204, 204, 404]
+    assert datetime.fromisoformat(due).timestamp() == pytest.approx(now + 60, abs=30)
+    assert "expected saved weights of" in message(again.json())
 
 
 def test_a_deployment_without_the_schema_says_what_to_install(caller: Caller, monkeypatch: pytest.MonkeyPatch):

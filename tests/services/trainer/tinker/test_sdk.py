@@ -84,6 +84,17 @@ def test_facts_of_models_checkpoints_and_sessions(
     assert trainer.get_info().model_data.tokenizer_id == str(TINY_MODEL)
 
 
+def test_a_checkpoint_expires_or_is_deleted(trainer: tinker.TrainingClient, url: str):
+    path = trainer.save_state("ck1", ttl_seconds=7200).result().path
+    rest = tinker.RestClient(base_url=url, api_key="tml-any")
+    [expiring] = rest.list_checkpoints(trainer.model_id).result().checkpoints
+    rest.set_checkpoint_ttl_from_tinker_path(path, None).result()
+    [kept] = rest.list_checkpoints(trainer.model_id).result().checkpoints
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    assert expiring.expires_at is not None and (expiring.expires_at - expiring.time).total_seconds() > 7000
+    assert kept.expires_at is None and rest.list_checkpoints(trainer.model_id).result().checkpoints == []
+
+
 def test_a_model_is_created_from_a_checkpoint(trainer: tinker.TrainingClient, client: tinker.ServiceClient):
     path = trainer.save_state("ck1").result().path
     other = client.create_training_client_from_state_with_optimizer(path).result()
