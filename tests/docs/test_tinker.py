@@ -5,8 +5,8 @@ from pathlib import Path
 
 from trackway.trainer.app import create_app
 from trackway.trainer.settings import TrainerSettings
+from trackway.trainer.tinker import sessions
 from trackway.trainer.tinker.sampling import MAX_DRAWS
-from trackway.trainer.tinker.sessions import MAX_MODELS
 from trackway.wire.tinker.requests import MAX_SAMPLES
 
 PAGE = (Path(__file__).parents[2] / "docs/guides/tinker.md").read_text()
@@ -23,8 +23,12 @@ def test_the_bounds_are_those_of_the_code() -> None:
     settings = TrainerSettings()
     for text in (
         f"`tinker_idle_s` ({settings.tinker_idle_s:g}) seconds",
-        f"`tinker_max_sessions` ({settings.tinker_max_sessions}) are open, with {MAX_MODELS} models each",
+        f"`tinker_max_sessions` ({settings.tinker_max_sessions}) are open, with {sessions.MAX_MODELS} models each",
         f"at most {MAX_SAMPLES} sequences",
         f"At most {MAX_DRAWS} requests are drawn at once",
+        f"once it has\n{sessions.COMPACT_BYTES // 2**20} MiB",
+        f"except the newest {sessions.KEPT_RESULTS}",
+        f"newest {sessions.MAX_RESULTS:,} stay",
+        f"the newest {sessions.KEPT_SNAPSHOTS} of a model stay",
     ):
         assert text in PAGE

@@ -12,6 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 from safetensors.torch import load_file
 
 from tests.e2e.access_tokens import OPERATOR
@@ -51,8 +53,8 @@ def test_the_sdk_trains_and_samples_while_the_service_is_killed(deployment: Depl
     assert after != before and copied == pytest.approx(after, abs=1e-6)
     assert again == first != [[], []]
     assert scores[0] is None and scores[1:] == pytest.approx(named[1:], abs=1e-6) and scores[1:] != base[1:]
-    info = run_of(deployment, session)
-    assert (info.state, info.step) == (RunState.FINISHED, 1)
+    until(lambda: run_of(deployment, session).state is RunState.FINISHED)
+    assert run_of(deployment, session).step == 1
 
 
 def looped(url: str, interfere: Callable[[str], None]) -> dict[str, Any]:
@@ -72,9 +74,24 @@ def looped(url: str, interfere: Callable[[str], None]) -> dict[str, Any]:
     raise AssertionError("expected the loop to end with JSON, got no such line")
 
 
+SPANS = {"session", "create_model", "sample", "forward_backward", "optim_step", "save_weights_for_sampler"}
+
+
+def spans_of(deployment: Deployment, saved: str) -> set[str]:
+    """Names of the spans that MLflow has of the session's trace."""
+    session = saved.removeprefix("tinker://").partition(":")[0]
+    record = json.loads((deployment.outputs / session / "calls/session.json").read_text())
+    try:
+        trace = MlflowClient(tracking_uri=deployment.mlflow_uri).get_trace(f"tr-{record['traceparent'].split('-')[1]}")
+    except MlflowException:  # nothing of it has arrived
+        return set()
+    return {span.name for span in trace.data.spans}
+
+
 def test_a_loop_with_kills_ends_in_the_weights_of_the_loop_without(deployment: Deployment) -> None:
     url, killed = deployment.url("trainer"), list[str]()
     calm = looped(url, lambda place: None)
+    until(lambda: spans_of(deployment, calm["saved"]) >= SPANS, state=lambda: spans_of(deployment, calm["saved"]))
     ended = {folder.parent for folder in deployment.outputs.glob("tinker-*/calls")}
 
     def kill_worker() -> None:

@@ -20,17 +20,21 @@ def at(step: int, place: str) -> None:
     sys.stdin.readline()
 
 
-def data_of(trainer: tinker.TrainingClient, drawn: list[tuple[types.ModelInput, list[int]]]) -> list[types.Datum]:
+def data_of(trainer: tinker.TrainingClient, drawn: list[tuple[types.ModelInput, Any]]) -> list[types.Datum]:
     """The data of drawn sequences. The advantage is 1 for an even last token, else -1.
 
     The old logprobs are the trainer's: those of samples are rounded by what shares their batch.
     """
     data = []
-    for prompt, tokens in drawn:
+    for prompt, sequence in drawn:
+        tokens, id = sequence.tokens, sequence.sequence_id
         seen, advantage = prompt.to_ints(), 1.0 - 2.0 * (tokens[-1] % 2)
         inputs: Any = {"target_tokens": [*seen, *tokens][1:]}
         inputs["weights"] = [0.0] * (len(seen) - 1) + [advantage] * len(tokens)
-        data.append(types.Datum(types.ModelInput.from_ints([*seen, *tokens][:-1]), inputs))
+        datum = types.Datum(types.ModelInput.from_ints([*seen, *tokens][:-1]), inputs)
+        sampled = [types.SampledProvenanceSpan(sequence_id=id, length=len(tokens) - left) for left in (1, 0)]
+        given = [types.PromptProvenanceSpan(sequence_id=id, offset=first, length=len(seen) - first) for first in (0, 1)]
+        data.append(datum.with_provenance(model_input=[given[0], sampled[0]], loss_fn_inputs=[given[1], sampled[1]]))
     for datum, out in zip(data, trainer.forward(data, "cross_entropy").result().loss_fn_outputs, strict=True):
         datum.loss_fn_inputs["logprobs"] = out["logprobs"]
         datum.loss_fn_inputs["advantages"] = datum.loss_fn_inputs.pop("weights")
@@ -50,11 +54,11 @@ def main() -> None:
         drawing = [sampler.sample(prompt, 4, params) for prompt in PROMPTS]
         at(step, "sampling")
         sequences = [
-            (prompt, sequence.tokens)
+            (prompt, sequence)
             for prompt, sampling in zip(PROMPTS, drawing, strict=True)
             for sequence in sampling.result().sequences
         ]
-        drawn += [tokens for _, tokens in sequences]
+        drawn += [sequence.tokens for _, sequence in sequences]
         data = data_of(trainer, sequences)
         first = trainer.forward_backward(data[:4], "importance_sampling")
         second = trainer.forward_backward(data[4:], "ppo")
