@@ -162,7 +162,7 @@ class TinkerService:
             links=await asyncio.to_thread(session.samples.traceparents, samples) if samples else [],
         )
         async with session.lock:
-            if model.unload is not None and seq_id > model.unload.seq_id:
+            if model.unload is not None and op != "unload_model" and seq_id >= model.unload.seq_id:
                 message = (
                     f"expected a model in memory, got {model_id}, which was unloaded; create another from a checkpoint"
                 )

@@ -173,6 +173,24 @@ def test_a_step_and_its_computations_link_to_the_samples_that_they_used(tmp_path
     assert outputs["metrics"]["grad_norm"] > 0 and not spans["load_weights"].status.is_ok
 
 
+def test_data_of_weight_0_add_nothing_and_a_restored_model_computes_the_same(tmp_path: Path, tiny_model: Path) -> None:
+    session, zero = Session(tmp_path, tiny_model), {"target_tokens": [5, 6], "weights": [0.0, 0.0]}
+    session.call(0, "create_model", {"lora_config": LORA})
+    session.call(1, "save_weights", {"path": "first"})
+    session.call(2, "forward_backward", body=request_of([([4, 5], zero)], "cross_entropy"))
+    session.call(3, "forward_backward", body=body(2))
+    session.call(4, "optim_step", LR)
+    session.call(5, "forward_backward", body=body(2, forward_only=True))
+    checkpoint = {"lora_config": LORA, "checkpoint": "tinker://session:train:0/weights/first"}
+    session.call(0, "create_model", checkpoint, n=1)
+    session.call(1, "forward_backward", body=body(2, forward_only=True), n=1)
+    session.run()
+
+    nothing = schema().ForwardBackwardOutput.FromString(session.result(2).body)
+    assert nothing.metrics["loss:sum"] == 0
+    assert session.result(1, n=1) == session.result(3) != session.result(5)
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_a_log_without_the_requests_before_the_state_leads_to_the_same_weights(
     tmp_path: Path, tiny_model: Path, is_lost: bool

@@ -60,6 +60,14 @@ def with_inputs(**inputs: Any) -> tuple[list[int], dict[str, Any]]:
             r"data\[1\].loss_fn_inputs: expected logprobs, got none",
         ),
         (
+            lambda: request_of([([1], {"target_tokens": [1]})], "cross_entropy", {"clip_low_threshold": 0.8}),
+            r"loss_fn_config.'clip_low_threshold': expected options of cross_entropy \(none\), got another",
+        ),
+        (
+            lambda: request_of([with_inputs()], "ppo", {"value_clip": 0.2}),
+            r"expected options of ppo \(clip_low_threshold, clip_high_threshold\), got another",
+        ),
+        (
             lambda: request_of([with_inputs(mask=[1.0, 1.0, 1.0])], "ppo"),
             r"data\[0\].loss_fn_inputs: expected inputs from advantages, logprobs, target_tokens, got 'mask'",
         ),

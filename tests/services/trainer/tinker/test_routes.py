@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -149,6 +150,27 @@ def test_a_repeated_request_is_executed_once_and_another_under_its_id_refused(ca
     )
     assert "expected a repeated request" in message(refused)
     until(lambda: api.runs.executed == [f"{model_id}:0", f"{model_id}:1"])
+
+
+def test_requests_of_two_kinds_at_once_cannot_have_one_sequence_id(caller: Caller, api: Api):
+    model_id = caller.model(caller.session())
+    save = {"model_id": model_id, "seq_id": 1, "path": "ck1"}
+    steps = {"model_id": model_id, "seq_id": 1, "adam_params": {}}
+    with ThreadPoolExecutor(8) as pool:
+        sent = [
+            pool.submit(caller.http.post, path, json=body)
+            for path, body in [("save_weights", save), ("optim_step", steps)] * 4
+        ]
+        statuses = sorted(future.result().status_code for future in sent)
+    assert statuses == [200] * 4 + [400] * 4
+    until(lambda: api.runs.executed == [f"{model_id}:0", f"{model_id}:1"])
+
+
+def test_a_request_that_was_never_sent_has_no_result(caller: Caller):
+    session = caller.session()
+    model_id = caller.model(session)
+    for id in (f"{model_id}:7", f"{session}:train:3:0", f"{session}:sample:0:0", "another:train:0:0"):
+        assert caller.http.post("retrieve_future", json={"request_id": id}).status_code in (404, 410)
 
 
 def test_a_result_that_takes_longer_is_asked_for_again(caller: Caller, api: Api, monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import httpx
 import pytest
 import tinker
 from tinker import types
@@ -93,6 +94,45 @@ def test_a_checkpoint_expires_or_is_deleted(trainer: tinker.TrainingClient, url:
     rest.delete_checkpoint_from_tinker_path(path).result()
     assert expiring.expires_at is not None and (expiring.expires_at - expiring.time).total_seconds() > 7000
     assert kept.expires_at is None and rest.list_checkpoints(trainer.model_id).result().checkpoints == []
+
+
+def test_a_checkpoint_is_deleted_by_its_kind_and_name_alone(trainer: tinker.TrainingClient, url: str):
+    trainer.save_state("0000").result()
+    trainer.save_weights_for_sampler("0000").result()
+    rest = tinker.RestClient(base_url=url, api_key="tml-any")
+    with pytest.raises(tinker.BadRequestError):
+        rest.delete_checkpoint(trainer.model_id, "0000").result()
+    rest.delete_checkpoint(trainer.model_id, "sampler_weights/0000").result()
+    [left] = rest.list_checkpoints(trainer.model_id).result().checkpoints
+    assert left.checkpoint_id == "weights/0000"
+
+
+def test_the_most_likely_token_is_the_same_for_every_seed(client: tinker.ServiceClient):
+    sampler = client.create_sampling_client(base_model="tiny").result()
+    drawn = {
+        top_k: {
+            tuple(sample(sampler, seed=seed, top_k=top_k, temperature=2.0).sequences[0].tokens) for seed in range(3)
+        }
+        for top_k in (1, -1)
+    }
+    assert (len(drawn[1]), len(drawn[-1])) == (1, 3)
+
+
+def test_a_sampler_has_its_tokenizer_and_scores_a_prompt_when_it_is_asked_to(client: tinker.ServiceClient):
+    sampler = client.create_sampling_client(base_model=str(TINY_MODEL)).result()
+    plain = sample(sampler)
+    scored = sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=1), include_prompt_logprobs=True).result()
+    assert sampler.get_tokenizer().decode(PROMPT.to_ints()) and plain.prompt_logprobs is None
+    assert scored.prompt_logprobs is not None and len(scored.prompt_logprobs) == PROMPT.length
+    assert scored.topk_prompt_logprobs is None
+
+
+def test_a_model_that_was_unloaded_computes_nothing(trainer: tinker.TrainingClient, url: str):
+    trainer.forward([DATUM], "importance_sampling").result()
+    answer = httpx.post(f"{url}/api/v1/unload_model", json={"model_id": trainer.model_id}, timeout=60)
+    assert answer.json()["request_id"] == f"{trainer.model_id}:2"
+    with pytest.raises(tinker.BadRequestError, match="which was unloaded"):
+        trainer.forward([DATUM], "importance_sampling").result()
 
 
 def test_a_model_is_created_from_a_checkpoint(trainer: tinker.TrainingClient, client: tinker.ServiceClient):
