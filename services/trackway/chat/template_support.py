@@ -84,52 +84,53 @@ class WrittenCall(NamedTuple):
         ]
 
 
+class AssistantTurn:
+    """An assistant's turn behind a stand-in question, as `ids_after_answer` renders what follows it."""
+
+    def __init__(self, tokenizer: Renders, variables: Mapping[str, JsonValue] | None = None) -> None:
+        """Raises TemplateError, TypeError or ValueError for a template that rejects a question or an answer."""
+        self._tokenizer, self._variables = tokenizer, variables or {}
+        self.before = self._render([_QUESTION], ends_open=True)
+        """The question with the generation prompt."""
+        answered = self.rendered({"role": "assistant", "content": _ANSWER})
+        self.end = answered.partition(_ANSWER)[2]
+        """The text that ends the turn."""
+
+    def rendered(self, message: Mapping[str, Any]) -> str:
+        """The question with the message. Raises TemplateError, TypeError or ValueError for a rejected message."""
+        return self._render([_QUESTION, message], ends_open=False)
+
+    def written(self, message: Mapping[str, Any]) -> str:
+        """The text that a model writes for the message, without what ends the turn.
+
+        Raises ValueError for a template that shows it elsewhere than behind the generation prompt, and as `rendered`.
+        """
+        text = self.rendered(message)
+        if not (text.startswith(self.before) and text.endswith(self.end) and self.end):
+            raise ValueError(
+                "expected a chat template that shows the assistant's message behind its generation prompt, got "
+                f"{text[-80:]!r} and the prompt {self.before[-40:]!r}; set the template's variables, or use another"
+            )
+        return text[len(self.before) : len(text) - len(self.end)]
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], *, ends_open: bool) -> str:
+        options = {"add_generation_prompt": ends_open, "tokenize": False, **self._variables}
+        return str(self._tokenizer.apply_chat_template([*messages], None, **options))
+
+
 def written_call(tokenizer: Renders, variables: Mapping[str, JsonValue] | None = None) -> WrittenCall | None:
     """The text of an assistant turn that is one call, or None when the template writes none."""
-
     arguments: dict[str, JsonValue] = {"text": _RESULT}
     call = {"id": "call00000", "type": "function", "function": {"name": _TOOL, "arguments": arguments}}
     try:
-        before, called, end = _turn(tokenizer, {"role": "assistant", "content": "", "tool_calls": [call]}, variables)
+        turn = AssistantTurn(tokenizer, variables)
+        called = turn.rendered({"role": "assistant", "content": "", "tool_calls": [call]})
     except REJECTIONS:
         return None
-    shared = next((place for place, (a, b) in enumerate(zip(before, called, strict=False)) if a != b), len(before))
-    text = called[shared:].removesuffix(end)
+    pairs = enumerate(zip(turn.before, called, strict=False))
+    shared = next((place for place, (a, b) in pairs if a != b), len(turn.before))
+    text = called[shared:].removesuffix(turn.end)
     return WrittenCall(text, _TOOL, arguments) if _TOOL in text else None
-
-
-def written_text(
-    tokenizer: Renders, message: Mapping[str, Any], variables: Mapping[str, JsonValue] | None = None
-) -> str:
-    """The text that a model writes for an assistant's message, without what ends the turn.
-
-    The message is rendered behind a stand-in question, as `ids_after_answer` renders what follows it.
-
-    Raises:
-        ValueError: the template shows the message elsewhere than behind its generation prompt.
-        TemplateError, TypeError: the template rejects the message.
-    """
-    before, written, end = _turn(tokenizer, message, variables)
-    if not (written.startswith(before) and written.endswith(end) and end):
-        raise ValueError(
-            "expected a chat template that shows the assistant's message behind its generation prompt, got "
-            f"{written[-80:]!r} and the prompt {before[-40:]!r}; set the template's variables, or use another"
-        )
-    return written[len(before) : len(written) - len(end)]
-
-
-def _turn(
-    tokenizer: Renders, message: Mapping[str, Any], variables: Mapping[str, JsonValue] | None
-) -> tuple[str, str, str]:
-    """The generation prompt behind a question, the question with the message, and what ends an assistant's turn."""
-
-    def render(messages: list[Mapping[str, Any]], *, ends_open: bool) -> str:
-        options = {"add_generation_prompt": ends_open, "tokenize": False, **(variables or {})}
-        return str(tokenizer.apply_chat_template(messages, None, **options))
-
-    answered = render([_QUESTION, {"role": "assistant", "content": _ANSWER}], ends_open=False)
-    end = answered.partition(_ANSWER)[2]
-    return render([_QUESTION], ends_open=True), render([_QUESTION, message], ends_open=False), end
 
 
 def encoded_behind(mark: str, text: str, encode: Callable[[str], Sequence[int]]) -> list[int]:

@@ -20,10 +20,10 @@ from pydantic_core import from_json, to_json
 from trackway.chat.encoding import chars_per_token, check_chars, encode_within
 from trackway.chat.template_support import (
     REJECTIONS,
+    AssistantTurn,
     TemplateSupport,
     encoded_behind,
     ids_after_answer,
-    written_text,
 )
 from trackway.chat.tokenizer import ChatTokenizer, offload, template_message
 from trackway.chat.tool_format import ToolFormat
@@ -152,7 +152,7 @@ class ChatTokens:
                 behind its generation prompt.
         """
         try:
-            text = written_text(self.fast, template_message(message), self._template_kwargs)
+            text = self._turn.written(template_message(message))
             end = self._behind(_NEXT_QUESTION, to_json(self._template_kwargs)).ids[0]
         except REJECTIONS as error:
             raise _rejected(error) from error
@@ -190,6 +190,10 @@ class ChatTokens:
     def tool_format(self) -> ToolFormat:
         """How the model writes tool calls."""
         return self.fast.tool_format
+
+    @cached_property
+    def _turn(self) -> AssistantTurn:
+        return AssistantTurn(self.fast, self._template_kwargs)
 
     @cached_property
     def _added(self) -> frozenset[int]:

@@ -481,3 +481,12 @@ def test_what_a_reward_model_is_stands_in_its_config_and_is_said(tmp_path: Path)
         **{"engine": "torch", "model_path": str(tmp_path), "model_name": str(tmp_path), "max_model_len": 4500},
     }
     assert "max_model_len" not in args(generates, "reward_model")
+
+
+def test_an_engine_on_the_gpu_sleeps_for_the_whole_of_supervised_training():
+    words = ["trackway.rollouts_from=rows", "data.train_files=rows.jsonl"]
+
+    on_gpu, on_cpu = made(1, *words), made(0, *words)
+
+    assert (args(on_gpu)["enable_sleep"], on_gpu.config.actor_rollout_ref.rollout.free_cache_engine) == (True, True)
+    assert "enable_sleep" not in args(on_cpu) and "enable_sleep" not in args(made(1))

@@ -27,6 +27,15 @@ _ALWAYS = frozenset(
     }
 )
 
+_OF_ROLLOUTS = frozenset(
+    {
+        *("data.max_prompt_length", "data.max_response_length", "actor_rollout_ref.actor.ppo_mini_batch_size"),
+        *("actor_rollout_ref.actor.use_kl_loss", "actor_rollout_ref.rollout.n", "algorithm.adv_estimator"),
+        "actor_rollout_ref.rollout.trace.backend",
+    }
+)
+"""Keys of these that supervised training does not read."""
+
 
 def settings_report(config: RunConfig, decisions: Sequence[Decision]) -> RenderableType:
     """Important and non-default settings, decisions about the deployment, and settings without effect."""
@@ -116,10 +125,11 @@ def _correction(config: RunConfig) -> str:
 def _settings(config: RunConfig) -> Table:
     values = leaves(config.model_dump(mode="json"))
     defaults = leaves(RunConfig().model_dump(mode="json"))
+    always = _ALWAYS - _OF_ROLLOUTS if config.is_supervised else _ALWAYS
     rows = [
         (key, shown(value), "" if value == defaults.get(key) else shown(defaults.get(key)))
         for key, value in values.items()
-        if key not in RECORDED and (key in _ALWAYS or value != defaults.get(key))
+        if key not in RECORDED and (key in always or value != defaults.get(key))
     ]
     return table("settings", ("key", "value", "default, where it differs"), rows)
 

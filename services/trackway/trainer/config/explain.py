@@ -8,6 +8,7 @@ from trackway.trainer.config.algorithm import ESTIMATORS
 from trackway.trainer.config.compose import free_key, known_keys, leaves, unknown_key
 from trackway.trainer.config.models import RunConfig
 from trackway.trainer.config.policy import LOSSES
+from trackway.trainer.config.supervised import spelled
 from trackway.trainer.config.unsupported_keys import (
     DEPLOYMENT,
     MOVED,
@@ -39,7 +40,7 @@ def explain(word: str = "") -> list[Explanation]:
 
     Raises TrackwayError(INVALID_REQUEST) naming the nearest keys.
     """
-    explanations, name = _all(), free_key(word) or word
+    explanations, name = _all(), free_key(word) or spelled(word)
     matches = [known for known in explanations if not name or known.key == name or known.key.startswith(f"{name}.")]
     if matches:
         return matches

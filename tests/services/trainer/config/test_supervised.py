@@ -3,7 +3,7 @@
 import pytest
 from pydantic import JsonValue
 
-from trackway.trainer.config import UnsupportedKey, compose, resolve
+from trackway.trainer.config import UnsupportedKey, compose, explain, resolve
 from trackway.trainer.config.compose import leaves
 from trackway.trainer.config.supervised import SECTIONS
 from trackway.wire.errors import TrackwayError
@@ -119,3 +119,7 @@ def test_sections_of_the_sft_trainer_are_unknown_in_reinforcement_learning(secti
 def test_keys_of_conversations_are_refused_in_reinforcement_learning():
     with pytest.raises(TrackwayError, match=r"data\.max_length: expected the default 1024, got 9; only supervised"):
         compose(["data.max_length=9"])
+
+
+def test_a_key_of_the_sft_trainer_is_explained_by_the_key_that_it_sets():
+    assert [explanation.key for explanation in explain("optim.lr")] == ["actor_rollout_ref.actor.optim.lr"]

@@ -94,7 +94,8 @@ def test_a_learner_of_two_ranks_does_what_one_process_does_until_a_command_fails
 ):
     alone = Learner(config)
     alone.save(tmp_path / "start")
-    expected = [alone.update(batch).metrics for _ in range(2)]
+    rows = [([3, 4, 5, 6, 7][: 2 + row], [0, 1, 1, 0, 1][: 2 + row]) for row in range(3)]
+    expected = [alone.update(batch).metrics, alone.supervise(rows), alone.update(batch).metrics]
 
     with leading(config) as (learner, group):
         learner.load(tmp_path / "start")
@@ -108,7 +109,8 @@ def test_a_learner_of_two_ranks_does_what_one_process_does_until_a_command_fails
         with only_here(tmp_path) as folder, pytest.raises(ValueError, match=error):
             require_shared(learner, folder, 0.1)
         assert list(tmp_path.glob(".*")) == []
-        metrics.append(learner.update(batch).metrics)
+        metrics += [learner.supervise(rows), learner.update(batch).metrics]
+        loss = learner.supervised_loss(rows)
         learner.export(tmp_path / "several")
         learner.proof(tmp_path / "several", 1)
         log_probs = learner.log_probs(batch)
@@ -119,6 +121,7 @@ def test_a_learner_of_two_ranks_does_what_one_process_does_until_a_command_fails
 
     assert metrics == [pytest.approx(row, abs=1e-10) for row in expected]
     assert log_probs == [pytest.approx(row, abs=1e-10) for row in alone.log_probs(batch)]
+    assert loss == pytest.approx(alone.supervised_loss(rows), abs=1e-10)
 
 
 @pytest.mark.extended
