@@ -24,7 +24,7 @@ from trackway.clients.batches import Batches
 from trackway.clients.deadline import Deadline
 from trackway.clients.direct import Address, DirectRoutes, Headers, R
 from trackway.clients.failures import ForeignServerError, error_of, incident_of, reason_of, worth_retrying
-from trackway.clients.http_client import WholeResponse, fetch, normal_url, shared_http
+from trackway.clients.http_client import WholeResponse, fetch, normal_url, shared_http, text_lines
 from trackway.clients.retry import RetryState
 from trackway.clients.token import authorization, resolve_token
 from trackway.system.waits import note_problem
@@ -292,7 +292,7 @@ class ServiceClient:
                     if not response.is_success:
                         await response.aread()
                         raise self.error_of(WholeResponse.of(response))
-                    yield response.aiter_lines()
+                    yield text_lines(response)
         except TimeoutError as error:
             message = f"{method} {self.base_url}{path}: the stream did not end before the deadline; allow more time"
             raise TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message) from error

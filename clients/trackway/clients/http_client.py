@@ -5,7 +5,7 @@ import errno
 import socket
 import ssl
 import weakref
-from collections.abc import Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -30,6 +30,23 @@ _ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2, "TCP_USER_TI
 """Socket options of each connection, where the system has them. The last bounds the total and exists on Linux only."""
 
 _shared: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient]" = weakref.WeakKeyDictionary()
+
+
+async def text_lines(response: httpx.Response) -> AsyncGenerator[str]:
+    """The lines of a streamed body, split at line feeds alone.
+
+    `aiter_lines` also splits at U+0085, U+2028 and U+2029, which JSON text may have.
+    """
+    read = bytearray()
+    async for chunk in response.aiter_bytes():
+        searched = len(read)
+        read += chunk
+        while (end := read.find(b"\n", searched)) >= 0:
+            yield read[:end].decode(errors="replace").removesuffix("\r")
+            del read[: end + 1]
+            searched = 0
+    if read:
+        yield read.decode(errors="replace")
 
 
 @dataclass(frozen=True)

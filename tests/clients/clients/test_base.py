@@ -1,6 +1,6 @@
 """How a service is called: retries, deadlines, keys, errors."""
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import FrozenInstanceError
 
 import httpx
@@ -347,3 +347,17 @@ async def test_a_receipt_of_somebody_else_is_nothing_to_fail_on() -> None:
 async def test_an_answer_of_another_shape_names_the_model() -> None:
     with pytest.raises(TrackwayError, match="not a valid Answer"):
         await client_of(Script(httpx.Response(200, json={"other": 1}))).call("GET", "/y", reply=Answer)
+
+
+async def test_a_streamed_line_ends_at_a_line_feed_and_at_nothing_else_that_json_may_have() -> None:
+    lines = ['{"text": "a\x85b\u2028c\u2029d"}', "", '{"text": "e"}', "the end"]
+    body = "\n".join(lines).encode()
+
+    async def in_pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(body), 5):
+            yield body[start : start + 5]
+
+    client = client_of(lambda request: httpx.Response(200, content=in_pieces()))
+
+    async with client.stream("GET", "/lines") as stream:
+        assert [line async for line in stream] == lines

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 from httpx_aiohttp import AiohttpTransport
 
+from trackway.clients.http_client import text_lines
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 Json = dict[str, Any]
@@ -74,7 +75,7 @@ class EngineHttp:
             if reply.is_error:
                 await reply.aread()
                 raise self._refused(reply)
-            async for line in reply.aiter_lines():
+            async for line in text_lines(reply):
                 yield line
 
     async def _call(
