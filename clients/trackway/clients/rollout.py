@@ -88,6 +88,11 @@ class RolloutClient(ServiceClient):
             replica=replica,
         )
 
+    @property
+    def moved(self) -> int:
+        """Turns on another replica than their trajectory's turn before, since the start."""
+        return self._routing.moved if self._routing is not None else 0
+
     def release(self, trajectory: str) -> None:
         """Say that a trajectory has ended, so that its replica counts as having one fewer."""
         if self._routing is not None:

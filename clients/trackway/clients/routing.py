@@ -36,6 +36,8 @@ class TrajectoryRouting:
         self._homes: OrderedDict[str, str] = OrderedDict()
         self._trajectories: Counter[str] = Counter()
         self._groups: OrderedDict[str, _Group] = OrderedDict()
+        self.moved = 0
+        """Turns on another replica than the trajectory's turn before, since the start."""
 
     def place(self, trajectory: str, group: str, prompt_tokens: int, replicas: Sequence[str]) -> str:
         """Return the replica of a trajectory's next turn, on which it counts until it moves or is released.
@@ -61,6 +63,7 @@ class TrajectoryRouting:
             return living * MOVE_MARGIN + missing / MOVE_TOKENS if stays else living + missing / START_TOKENS
 
         best = min(replicas, key=cost)
+        self.moved += home not in (None, best)
         shared.replicas.add(best)
         self._homes[trajectory] = best
         self._trajectories[best] += 1

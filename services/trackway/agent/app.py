@@ -61,7 +61,7 @@ def create_app(
         routers=[_routes(groups, context), *session_routes(context, groups)],
         lifespan=lifespan,
         tracing=tracing,
-        collectors=[groups.metrics, _SpilledCalls(context)],
+        collectors=[groups.metrics, _RoutedCalls(context)],
         guests=partial(guest, context.sessions),
     )
     app.state.passing_on = PassingOn(context.sessions, own)
@@ -107,10 +107,11 @@ def _routes(groups: Groups, context: AgentContext) -> ServiceRouter:
     return router
 
 
-class _SpilledCalls(Collector):
-    """Calls that a full replica passed on to the next one, by service."""
+class _RoutedCalls(Collector):
+    """Calls that a full replica passed on to the next one, by service, and turns that left their replica."""
 
     def __init__(self, context: AgentContext) -> None:
+        self._rollout = context.rollout
         self._clients = {"rollout": context.rollout, "tools": context.tools, "reward": context.reward}
 
     def collect(self) -> Iterator[Metric]:
@@ -119,6 +120,8 @@ class _SpilledCalls(Collector):
         for service, client in self._clients.items():
             spilled.add_metric([service], client.spilled)
         yield spilled
+        description = "Turns on another rollout replica than their trajectory's turn before"
+        yield CounterMetricFamily("trackway_moved_turns", description, value=self._rollout.moved)
 
 
 async def _lines(trajectories: AsyncGenerator[Trajectory | GroupWaits, None]) -> AsyncGenerator[str, None]:

@@ -49,7 +49,7 @@ def test_a_trajectory_stays_as_its_prompt_grows() -> None:
     chosen = TrajectoryRouting()
     chosen.place("other", "x", PROMPT, AB)
     turns = [chosen.place("own", "y", length, order) for length in (1000, 5000, 9000) for order in (AB, AB[::-1])]
-    assert turns == ["b"] * 6
+    assert (turns, chosen.moved) == (["b"] * 6, 0)
 
 
 def test_a_trajectory_that_ended_counts_no_more() -> None:
@@ -86,6 +86,7 @@ def test_trajectories_of_a_lost_replica_are_shared_by_the_others() -> None:
         name: before[name] for name in names if before[name] != "b"
     }
     assert sorted(after[name] for name in names if before[name] == "b") in (["a", "a", "c"], ["a", "c", "c"])
+    assert chosen.moved == 3
 
 
 def test_a_lost_replicas_prompt_is_not_looked_for() -> None:

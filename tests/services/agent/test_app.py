@@ -153,6 +153,7 @@ async def test_calls_that_full_replicas_passed_on_are_counted_by_service(service
     assert {line for line in lines if line.startswith("trackway_spilled_calls")} == {
         f'trackway_spilled_calls_total{{service="{service}"}} 0.0' for service in ("rollout", "tools", "reward")
     }
+    assert "trackway_moved_turns_total 0.0" in lines
 
 
 @pytest.mark.anyio
