@@ -42,7 +42,7 @@ Place = Annotated[Int, Field(ge=0, lt=10**9)]
 SeqId = Annotated[Int, Field(ge=1, lt=MAX_SEQ_ID)]
 """Place of a request among its model's."""
 Seconds = Annotated[Int, Field(ge=1, le=10**9)]
-CheckpointId = Annotated[str, StringConstraints(pattern=r"^(weights|sampler_weights)/[A-Za-z0-9][\w.\-]*$")]
+CheckpointKind = Literal["weights", "sampler_weights"]
 
 
 class ClientConfigRequest(WireRequest):

@@ -39,7 +39,8 @@ from trackway.wire.tinker.replies import (
 )
 from trackway.wire.tinker.requests import (
     CancelFutureRequest,
-    CheckpointId,
+    CheckpointKind,
+    CheckpointName,
     ClientConfigRequest,
     CreateModelRequest,
     CreateSamplingSessionRequest,
@@ -300,19 +301,21 @@ def _list_routes(router: ServiceRouter, service: TinkerService) -> None:
         session = sessions.any(training_run_id)
         return CheckpointList(checkpoints=session.checkpoints(session.model(training_run_id)))
 
-    operator, checkpoint = [Depends(needs_admin)], "/training_runs/{training_run_id}/checkpoints/{checkpoint_id:path}"
+    operator, checkpoint = [Depends(needs_admin)], "/training_runs/{training_run_id}/checkpoints/{kind}/{name}"
 
     @router.delete(checkpoint, status_code=204, dependencies=operator)
-    async def delete_checkpoint(training_run_id: ModelId, checkpoint_id: CheckpointId) -> None:
+    async def delete_checkpoint(training_run_id: ModelId, kind: CheckpointKind, name: CheckpointName) -> None:
         """Delete saved weights."""
         session = sessions.any(training_run_id)
-        await sessions.delete(session, session.model(training_run_id), checkpoint_id)
+        await sessions.delete(session, session.model(training_run_id), f"{kind}/{name}")
 
     @router.put(f"{checkpoint}/ttl", status_code=204, dependencies=operator)
-    async def set_ttl(training_run_id: ModelId, checkpoint_id: CheckpointId, request: TtlRequest) -> None:
+    async def set_ttl(
+        training_run_id: ModelId, kind: CheckpointKind, name: CheckpointName, request: TtlRequest
+    ) -> None:
         """Delete saved weights after some seconds, or never."""
         session = sessions.any(training_run_id)
-        saved = session.saved(session.model(training_run_id), checkpoint_id)
+        saved = session.saved(session.model(training_run_id), f"{kind}/{name}")
         await sessions.set_expiry(session, saved.call_id, request.ttl_seconds)
 
     @router.get("/sessions")

@@ -1,11 +1,13 @@
 """schemathesis calls Tinker's routes with what their schema allows, and with what it does not.
 
-`TRACKWAY_FUZZ_EXAMPLES=200` makes some 5,000 requests.
+`TRACKWAY_FUZZ_EXAMPLES=200` makes 4,000 requests or more, which `pytest -s` counts.
 """
 
 import os
+import re
 from collections.abc import Iterator
 
+import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
@@ -56,6 +58,9 @@ def served(tmp_path_factory: pytest.TempPathFactory, rollout_url: str) -> Iterat
         session = caller.session()
         model_id, sampler = caller.model(session), caller.sampler(session)
         yield url, {"session_id": session, "model_id": model_id, "sampling_session_id": sampler}
+        counts = re.findall(r"^trackway_requests_total\{.* (\d+)", httpx.get(f"{url}/metrics").text, re.MULTILINE)
+        print(f"\n{sum(map(int, counts))} requests")
+        assert sum(map(int, counts)) >= 4000 or EXAMPLES < 200
 
 
 @schema.parametrize()

@@ -100,7 +100,7 @@ def test_a_checkpoint_is_deleted_by_its_kind_and_name_alone(trainer: tinker.Trai
     trainer.save_state("0000").result()
     trainer.save_weights_for_sampler("0000").result()
     rest = tinker.RestClient(base_url=url, api_key="tml-any")
-    with pytest.raises(tinker.BadRequestError):
+    with pytest.raises(tinker.NotFoundError):
         rest.delete_checkpoint(trainer.model_id, "0000").result()
     rest.delete_checkpoint(trainer.model_id, "sampler_weights/0000").result()
     [left] = rest.list_checkpoints(trainer.model_id).result().checkpoints
