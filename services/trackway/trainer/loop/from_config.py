@@ -38,6 +38,9 @@ def learner_config(config: RunConfig, total_steps: int) -> LearnerConfig:
     Raises TrackwayError for a device `auto` without the GPUs that the run or its process was given.
     """
     policy, own = config.actor_rollout_ref, config.trackway
+    if config.is_supervised:  # no entropy is computed
+        uncompiled = {f"actor.{name}": False for name in ("use_torch_compile", "fsdp_config.use_torch_compile")}
+        policy = policy.with_values(uncompiled)
     device, dtype = _device(config), own.dtype
     if dtype == "auto" and policy.actor.fsdp_config.dtype in ("float32", "fp32"):
         dtype = "float32"

@@ -807,3 +807,9 @@ def test_with_a_gpu_the_learner_computes_there_in_bfloat16(monkeypatch):
     learner = learner_config(resolve({}), STEPS)
 
     assert (learner.device, learner.dtype) == ("cuda", "bfloat16")
+
+
+def test_supervised_training_compiles_no_entropy():
+    words = ["engine.use_torch_compile=true", "trackway.device=cpu"]
+
+    assert not learner_config(compose(words, config_name="sft"), 1).compiles_entropy
