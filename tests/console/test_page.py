@@ -496,3 +496,20 @@ def test_the_times_of_a_trajectory_are_lanes_with_the_spans_of_its_trace_below(
         "span 2\n0.50 s",
     ]
     assert browser.evaluate("document.querySelectorAll('.spans li.bad-text').length") == 1
+
+
+def test_a_run_of_supervised_training_shows_its_losses_in_place_of_rewards(
+    browser: Browser, url: str, outputs: Path
+) -> None:
+    folder = write_run(outputs, "taught", steps=0)
+    for step, losses in enumerate(({"train/loss": 2.0}, {"train/loss": 0.5, "val/loss": 0.75}), start=1):
+        data = {**losses, "timing_s/step": 4.0, "perf/total_num_tokens": 10.0}
+        folder.append_row(MetricsRow(step=step, timestamp=1000 + step, data=data))
+
+    browser.open(f"{url}#/run?run=taught")
+
+    charts = browser.evaluate("[...document.querySelectorAll('.chart')].map((chart) => chart.ariaLabel)")
+    assert charts[0] == "train/loss, val/loss: steps 1 to 2, newest 0.5, 0.75"
+    text = browser.text()
+    assert "validation loss\n0.75" in text and "loss\n0.5" in text and "mean reward\n" not in text
+    assert browser.problems == []
