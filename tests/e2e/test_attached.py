@@ -20,8 +20,7 @@ from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.serve_config import Replicas
 from trackway.deploy.deployment import status
-from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.deployment.running import load_running
+from trackway.deploy.deployment.record import Deployment, load_running
 from trackway.deploy.deployment.serve_api import ServeApi
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs import demo

@@ -27,8 +27,7 @@ from tests.vllm.vllm_runs import (
 )
 from tests.waiting import async_until
 from tests.weight_proofs import ANY_PROOF
-from trackway.rollout.engines.generation_builder import Collector
-from trackway.rollout.engines.protocol import Generation, Piece
+from trackway.rollout.engines.protocol import Collector, Generation, Piece
 from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.wire.errors import ErrorCode, TrackwayError
 

@@ -1,11 +1,17 @@
-"""The agent service: a dataset row in, trajectories out, streamed as NDJSON as each one ends."""
+"""The agent service: a dataset row in, trajectories out, streamed as NDJSON as each one ends.
+
+Protocols of other projects' environments have the fields used here.
+
+`Env...`: OpenEnv's `/schema`, and its answers over `/ws` (openenv 0.10, env_server/types.py). `Gym...`: `/verify` of
+NeMo-Gym's resources servers (base_resources_server.py), which ignore fields that they do not know.
+"""
 
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, JsonValue, field_validator
 from pydantic_core import PydanticCustomError
 
-from trackway.wire.base import Float, Int, WireReply, WireRequest
+from trackway.wire.base import Finite, Float, Int, WireReply, WireRequest
 from trackway.wire.chat import MAX_MESSAGES, MAX_TOOLS, Message
 from trackway.wire.errors import TrackwayError
 from trackway.wire.health import Wait
@@ -226,3 +232,62 @@ class AgentList(WireReply):
     """Why the model's chat template carries no tools. Empty when it does."""
     teachers: dict[str, str] = Field(default_factory=dict)
     """URLs of the rollout services that may teach, by name."""
+
+
+class EnvSchema(WireReply):
+    """The JSON schema of an environment's actions."""
+
+    action: dict[str, JsonValue]
+
+
+class EnvMessage(WireReply):
+    """One message from an environment."""
+
+    type: Literal["observation", "state", "error", "mcp"]
+    data: dict[str, JsonValue]
+
+
+class EnvObservation(WireReply):
+    """The answer to `reset` and `step`."""
+
+    observation: dict[str, JsonValue]
+    reward: Finite | None = None
+    """Reward of this step. null counts as 0."""
+    done: bool = False
+
+
+class EnvFailure(WireReply):
+    """Why a request was refused, or failed."""
+
+    message: str = ""
+    code: str = ""
+
+
+class EnvTool(WireReply):
+    """A tool of an environment that offers MCP's tools."""
+
+    name: str
+    description: str | None = None
+    input_schema: dict[str, JsonValue] = Field(alias="inputSchema")
+
+
+class GymResponse(WireReply):
+    """Items of OpenAI's Responses that the agent made."""
+
+    output: list[dict[str, JsonValue]]
+
+
+class GymVerify(WireReply):
+    """A request of `/verify` for a row that also has verl's columns."""
+
+    data_source: str = Field(max_length=1024)
+    reward_model: RewardModel
+    extra_info: dict[str, JsonValue] = Field(default_factory=dict)
+    response: GymResponse
+
+
+class GymReward(WireReply):
+    """The answer of `/verify`, in addition to the request's fields."""
+
+    reward: Finite
+    reward_components: dict[str, Finite] = Field(default_factory=dict)

@@ -7,8 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from trackway.rollout.engines.generation_builder import Collector
-from trackway.rollout.engines.protocol import Engine, FinishReason, Generation, Piece
+from trackway.rollout.engines.protocol import Collector, Engine, FinishReason, Generation, Piece
 from trackway.rollout.weight_watcher import WeightWatcher
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import GenerateRequest, SamplingParams

@@ -7,8 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from trackway.rollout.continuation import ResumableGeneration
-from trackway.rollout.engines.generation_builder import Collector
-from trackway.rollout.engines.protocol import Capability, Engine, Generation, MemoryPart, PauseMode, Piece
+from trackway.rollout.engines.protocol import Capability, Collector, Engine, Generation, MemoryPart, PauseMode, Piece
 from trackway.rollout.metrics import InferenceMetrics
 from trackway.rollout.settings import RolloutSettings
 from trackway.rollout.tokenizer import TokenText

@@ -13,7 +13,7 @@ from pydantic import JsonValue
 from trackway.clients import RewardClient
 from trackway.tools.core.server import ToolServer
 from trackway.tools.core.sessions import SessionInstances, SessionKey
-from trackway.wire.environments import GymVerify
+from trackway.wire.agent import GymVerify
 from trackway.wire.reward import ScoreRequest
 from trackway.wire.tools import ExecuteRequest
 from trackway.wire.trajectory import Reward, ToolCallRecord

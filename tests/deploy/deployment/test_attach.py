@@ -16,8 +16,7 @@ from trackway.deploy.commands.traces import store_uri
 from trackway.deploy.deployment import status
 from trackway.deploy.deployment.attach import attach, wait_for
 from trackway.deploy.deployment.processes import ProcessRecord
-from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.deployment.running import NothingRuns, find_running, load_running, unanswered
+from trackway.deploy.deployment.record import Deployment, NothingRuns, find_running, load_running, unanswered
 from trackway.deploy.deployment.serve_api import ServeApi, ray_token
 from trackway.deploy.deployment.status import service_statuses
 from trackway.deploy.local import preflight

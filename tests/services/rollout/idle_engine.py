@@ -4,9 +4,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from trackway.rollout.engines.generation_builder import Collector
 from trackway.rollout.engines.protocol import (
     Capability,
+    Collector,
     EngineStats,
     Generation,
     MemoryPart,

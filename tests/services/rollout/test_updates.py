@@ -15,8 +15,7 @@ from tests.weight_proofs import ANY_PROOF, WRONG_PROOF
 from trackway.clients.weights import WeightStore
 from trackway.rollout import continuation
 from trackway.rollout.continuation import ResumableGeneration
-from trackway.rollout.engines.generation_builder import Collector
-from trackway.rollout.engines.protocol import Generation, PauseMode, Piece
+from trackway.rollout.engines.protocol import Collector, Generation, PauseMode, Piece
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.weight_watcher import WeightWatcher
 from trackway.wire.errors import ErrorCode, TrackwayError

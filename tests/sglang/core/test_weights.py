@@ -15,7 +15,7 @@ from tests.vllm.vllm_runs import (
     proof_of,
     worst,
 )
-from trackway.rollout.engines.generation_builder import Collector
+from trackway.rollout.engines.protocol import Collector
 from trackway.rollout.engines.remote.sglang import SglangEngine
 from trackway.wire.errors import ErrorCode, TrackwayError
 

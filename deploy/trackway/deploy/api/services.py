@@ -17,8 +17,7 @@ from trackway.deploy.api.run import Run
 from trackway.deploy.checks.run import check_run
 from trackway.deploy.config import serve_config
 from trackway.deploy.deployment.attach import attach
-from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.deployment.running import recorded
+from trackway.deploy.deployment.record import Deployment, recorded
 from trackway.deploy.local.reload import reload
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs import evaluate as evaluations

@@ -132,7 +132,7 @@ def _attached(
 
 
 def _check_free(outputs: Path) -> None:
-    from trackway.deploy.deployment.running import recorded
+    from trackway.deploy.deployment.record import recorded
 
     previous = recorded(outputs)
     if previous and previous.attached:

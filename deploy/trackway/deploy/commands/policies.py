@@ -19,7 +19,7 @@ def list_policies(
 ) -> None:
     """List the policies that a request can name by its field `model`.  Example: trackway policies list"""
     from trackway.clients import RolloutClient, run
-    from trackway.deploy.deployment.running import load_running
+    from trackway.deploy.deployment.record import load_running
     from trackway.deploy.terminal.tables import table, wide
 
     policies = run(RolloutClient(load_running(outputs).url("rollout")).policies()).policies
@@ -49,7 +49,7 @@ def load(
     Requests then name it by `model`. The first one loads it into memory.
     """
     from trackway.clients import Deadline, TrainerClient, run
-    from trackway.deploy.deployment.running import load_running
+    from trackway.deploy.deployment.record import load_running
     from trackway.deploy.terminal.progress import board
 
     trainer = TrainerClient(load_running(outputs).url("trainer"))
@@ -71,7 +71,7 @@ def drop(
 ) -> None:
     """Remove a policy's weights from the weight store; checkpoints stay.  Example: trackway policies drop demo:8"""
     from trackway.clients import TrainerClient, run
-    from trackway.deploy.deployment.running import load_running
+    from trackway.deploy.deployment.record import load_running
 
     dropped = run(TrainerClient(load_running(outputs).url("trainer")).drop_policy(policy))
     if as_json:

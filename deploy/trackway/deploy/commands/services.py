@@ -241,7 +241,7 @@ def status(
     as_json: Annotated[bool, json_of("the services with their replicas, weights, active runs and notes")] = False,
 ) -> None:
     """Show services, replicas, weight versions, runs and undelivered metrics.  Example: trackway status --json"""
-    from trackway.deploy.deployment.running import load_running
+    from trackway.deploy.deployment.record import load_running
     from trackway.deploy.deployment.status import service_statuses
 
     deployment = load_running(outputs)
@@ -295,7 +295,7 @@ def scale(
     """Change the number of replicas of a running service.  Example: trackway scale rollout 2"""
     from trackway.deploy.config.serve_config import Replicas
     from trackway.deploy.deployment import status as statuses
-    from trackway.deploy.deployment.running import load_running
+    from trackway.deploy.deployment.record import load_running
 
     wanted = Replicas.parse(replicas)
     if service == "trainer" and wanted.most != 1:

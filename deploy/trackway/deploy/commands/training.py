@@ -62,7 +62,7 @@ def train(
     --preflight (also what this machine lacks).
     """
     from trackway.deploy.checks.run import check_run
-    from trackway.deploy.deployment.running import load_running, recorded
+    from trackway.deploy.deployment.record import load_running, recorded
     from trackway.deploy.runs.prepare import configured, prepare
     from trackway.deploy.runs.report import as_yaml, settings_report
     from trackway.deploy.runs.session import RunSession, Show

@@ -15,8 +15,7 @@ import httpx
 from pydantic import BaseModel
 
 from trackway.deploy.deployment.progress import Report
-from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.deployment.running import summarize_reasons, unanswered
+from trackway.deploy.deployment.record import Deployment, summarize_reasons, unanswered
 from trackway.deploy.deployment.serve_api import ServeApi, ray_token
 from trackway.system.user_error import UserError
 from trackway.wire.health import Health, ServiceName

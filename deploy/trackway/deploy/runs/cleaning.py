@@ -4,7 +4,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from trackway.deploy.deployment.running import find_running
+from trackway.deploy.deployment.record import find_running
 from trackway.system.user_error import UserError
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.heartbeat import LivenessMonitor

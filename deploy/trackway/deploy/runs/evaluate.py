@@ -28,8 +28,7 @@ from trackway.deploy.checks.run import Subject, check_parts
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.services_for_run import gpus_here, services_for
 from trackway.deploy.deployment.progress import Report
-from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.deployment.running import recorded
+from trackway.deploy.deployment.record import Deployment, recorded
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs.prepare import configured
 from trackway.deploy.runs.trial import agent_of, reward_here

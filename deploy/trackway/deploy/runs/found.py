@@ -8,8 +8,7 @@ from pathlib import Path
 from trackway.clients import run
 from trackway.clients.trainer import TrainerClient
 from trackway.deploy.deployment.attach import folder_here
-from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.deployment.running import find_running
+from trackway.deploy.deployment.record import Deployment, find_running
 from trackway.system.user_error import UserError
 from trackway.trainer.run_state.folder import RunFolder, outputs_folders, run_folders
 from trackway.wire.trainer import MetricsRow, RunInfo

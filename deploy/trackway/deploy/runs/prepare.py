@@ -16,8 +16,7 @@ from trackway.deploy.checks.run import Subject
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.engine_python import SERVERS
 from trackway.deploy.config.services_for_run import gpus_here, not_scoring, services_for
-from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.deployment.running import recorded
+from trackway.deploy.deployment.record import Deployment, recorded
 from trackway.deploy.local.settings import UpSettings
 from trackway.reward.reward_model import REWARD_MODEL
 from trackway.system.user_error import UserError

@@ -11,19 +11,31 @@ import contextlib
 import gc
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from trackway.deploy.serve.lifespan import within_lifespan
 from trackway.serving.batches import BatchLoad
 from trackway.serving.connections import bounded_protocol
 from trackway.serving.idempotency import UNBROKEN
 from trackway.serving.settings import ConnectionSettings
+
+
+def within_lifespan(app: FastAPI, served: Callable[[], AbstractAsyncContextManager[None]]) -> None:
+    """Enter `served()` at the end of the app's start, and leave it before the app stops."""
+    inner = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[Mapping[str, object]]:
+        async with inner(app) as state, served():
+            yield state or {}
+
+    app.router.lifespan_context = lifespan
+
 
 _BACKLOG = 2048
 _POLL_S = 0.1

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
-from trackway.deploy.serve.lifespan import within_lifespan
+from trackway.deploy.serve.direct_port import within_lifespan
 from trackway.wire.health import Ready
 
 _ANSWER_S = 10.0

@@ -12,9 +12,8 @@ from urllib.parse import quote
 from pydantic import JsonValue
 
 from trackway.agent.environments.base import Environment, Step
-from trackway.wire.agent import Sample
+from trackway.wire.agent import GymReward, Sample
 from trackway.wire.chat import FunctionSchema, Message, ToolSchema
-from trackway.wire.environments import GymReward
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import Reward, Turn
 

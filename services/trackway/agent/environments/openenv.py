@@ -14,8 +14,8 @@ from pydantic import JsonValue, TypeAdapter
 
 from trackway.agent.environments.base import Environment, Step
 from trackway.agent.observations import CallFailed
+from trackway.wire.agent import EnvFailure, EnvMessage, EnvObservation, EnvSchema, EnvTool
 from trackway.wire.chat import FunctionSchema, ToolSchema
-from trackway.wire.environments import EnvFailure, EnvMessage, EnvObservation, EnvSchema, EnvTool
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 _HEARTBEAT_S = 20.0

@@ -3,8 +3,7 @@
 import importlib
 from typing import cast
 
-from trackway.rollout.classifiers.model_info import ClassifierInfo, is_classifier
-from trackway.rollout.classifiers.protocol import Classifier
+from trackway.rollout.classifiers.protocol import Classifier, ClassifierInfo, is_classifier
 from trackway.rollout.engines import warn_of_experiments
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError

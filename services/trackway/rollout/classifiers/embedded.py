@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from trackway.rollout.classifiers.admission import Admission
-from trackway.rollout.classifiers.model_info import ClassifierInfo
+from trackway.rollout.classifiers.protocol import Admission, ClassifierInfo
 from trackway.rollout.engines.admission import OF_REWARD_MODEL, too_long
 from trackway.rollout.engines.protocol import EngineStats
 from trackway.rollout.engines.torch.loading import device_of, dtype_of

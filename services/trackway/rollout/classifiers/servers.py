@@ -9,8 +9,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from trackway.rollout.classifiers.admission import Admission
-from trackway.rollout.classifiers.model_info import ClassifierInfo
+from trackway.rollout.classifiers.protocol import Admission, ClassifierInfo
 from trackway.rollout.engines.protocol import EngineStats
 from trackway.rollout.engines.remote.engine import check_server, found, healthy, prepared
 from trackway.rollout.engines.remote.http import EngineHttp, Json

@@ -18,10 +18,9 @@ from trackway.tools.core.server import ToolServer
 from trackway.tools.core.sessions import SessionKey
 from trackway.tools.nemo_gym import COOKIE, NemoGymFace
 from trackway.tools.verl.get_observation import ObservationFace
+from trackway.wire.agent import GymVerify
 from trackway.wire.base import NON_FINITE
-from trackway.wire.environments import GymVerify
 from trackway.wire.errors import ERRORS, ErrorCode, ModelSees, TrackwayError
-from trackway.wire.observation import ObservationReply, ObservationRequest
 from trackway.wire.search import RetrieveReply, RetrieveRequest
 from trackway.wire.tools import (
     MAX_SESSION_CHARS,
@@ -29,6 +28,8 @@ from trackway.wire.tools import (
     ExecuteRequest,
     InstanceCreated,
     InstanceList,
+    ObservationReply,
+    ObservationRequest,
     OneShotRequest,
     OneShotResult,
     ReleaseRequest,

@@ -24,8 +24,14 @@ from trackway.chat.tool_calls import BEGIN, END, ParsedCall, blocks_in, read_cal
 from trackway.tools.core.server import ToolServer
 from trackway.tools.core.sessions import SessionInstances, SessionKey
 from trackway.wire.errors import ErrorCode, ModelSees, TrackwayError
-from trackway.wire.observation import DetailedObservation, ObservationReply, ObservationRequest
-from trackway.wire.tools import ExecuteRequest, OneShotRequest, ToolResult
+from trackway.wire.tools import (
+    DetailedObservation,
+    ExecuteRequest,
+    ObservationReply,
+    ObservationRequest,
+    OneShotRequest,
+    ToolResult,
+)
 
 MAX_CALLS = 64
 """Maximum calls of an action."""

@@ -11,19 +11,43 @@ service exits, for whatever reason, the pipe closes, and the process saves a che
 
 import asyncio
 import contextlib
+import json
 import logging
+import os
 import signal
+import sys
 from asyncio.subprocess import Process
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import IO, TypeVar
 
 from trackway.system import StorageError, writing
 from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.exit_status import EXIT_FAILED, EXIT_STORAGE
 from trackway.trainer.run_state.folder import Owner, RunFolder
-from trackway.trainer.supervisor.launch import launch
 from trackway.wire.trainer import RunState
+
+
+async def launch(arguments: Sequence[str], secrets: Mapping[str, str], output: IO[bytes]) -> Process:
+    """Start a worker in a session of its own, with a pipe as standard input, from which it reads its secrets.
+
+    Its environment has blanks for them, since other processes of the same user can read it. Raises OSError when the
+    system cannot start a process.
+    """
+    variables = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "trackway.trainer.worker", *arguments),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=output,
+        stderr=output,
+        env={"TQDM_DISABLE": "1", **os.environ, **variables, **dict.fromkeys(secrets, "")},
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(RuntimeError):  # uvloop's, when it has died
+        process.stdin.write(json.dumps(dict(secrets)).encode() + b"\n")
+    return process
+
 
 STORAGE_RETRY_S = 1.0
 """Pause before another attempt to write a state that the disk refused."""

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import JsonValue
 
-from trackway.trainer.data.gsm8k import SYSTEM, extract_ground_truth, gsm8k_row, load_gsm8k
+from trackway.trainer.data.make import SYSTEM, extract_ground_truth, gsm8k_row, load_gsm8k
 from trackway.trainer.data.records import Record, Rejected, read_records
 from trackway.wire.agent import Sample
 

@@ -28,9 +28,9 @@ import torch
 
 from trackway.rollout.engines.adapter_folder import is_adapter, read_adapter, write_merged
 from trackway.rollout.engines.admission import paused
-from trackway.rollout.engines.generation_builder import Collector
 from trackway.rollout.engines.protocol import (
     Capability,
+    Collector,
     EngineStats,
     FinishReason,
     Generation,

@@ -18,8 +18,7 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, Field, ValidationError
 
 from trackway.rollout.engines.adapter_folder import is_adapter
-from trackway.rollout.engines.generation_builder import top_logprobs
-from trackway.rollout.engines.protocol import Capability, FinishReason, MemoryPart
+from trackway.rollout.engines.protocol import Capability, FinishReason, MemoryPart, top_logprobs
 from trackway.rollout.engines.remote.digests import Checksums, DigestChanges
 from trackway.rollout.engines.remote.engine import KEPT, UNTOUCHED, RemoteEngine, require_untouched
 from trackway.rollout.engines.remote.http import Json

@@ -24,8 +24,7 @@ from pathlib import Path
 
 from trackway.clients.weights import WeightStore
 from trackway.rollout.engines.adapter_folder import adaptable_layers, is_adapter
-from trackway.rollout.engines.generation_builder import top_logprobs
-from trackway.rollout.engines.protocol import Capability, EngineStats, MemoryPart, Swapping
+from trackway.rollout.engines.protocol import Capability, EngineStats, MemoryPart, Swapping, top_logprobs
 from trackway.rollout.engines.remote.digests import Checksums, DigestValues
 from trackway.rollout.engines.remote.engine import KEPT, UNTOUCHED, RemoteEngine, require_untouched
 from trackway.rollout.engines.remote.http import Json

@@ -25,13 +25,12 @@ from trackway.rollout.engines.protocol import (
     Piece,
     Swapping,
 )
-from trackway.rollout.engines.torch.core import EngineCore, FinishedSequence
+from trackway.rollout.engines.torch.core import EngineCore, EngineThread, FinishedSequence
 from trackway.rollout.engines.torch.decoder import Decoder, DecoderWeights
 from trackway.rollout.engines.torch.loading import device_of, dtype_of, load, load_merged, prove
 from trackway.rollout.engines.torch.model_config import DecoderConfig
 from trackway.rollout.engines.torch.scheduler import Sequence
 from trackway.rollout.engines.torch.sleeping import SleepingWeights, release_cached_memory
-from trackway.rollout.engines.torch.thread import EngineThread
 from trackway.rollout.engines.weight_proof import Judgement, require_accepted
 from trackway.rollout.settings import DEFAULT_MAX_LEN, RolloutSettings
 from trackway.system.cpu_threads import choose_threads, usable_cores

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trackway.rollout.engines.generation_builder import top_logprobs
+from trackway.rollout.engines.protocol import top_logprobs
 from trackway.wire.rollout import SamplingParams, TopLogprobs
 
 _BLOCK = 64

@@ -13,8 +13,7 @@ from pydantic import AliasChoices, ConfigDict, Field, HttpUrl, JsonValue, Secret
 
 from trackway.clients import CallPolicy, Deadline, ServiceClient
 from trackway.tools.base import BaseTool, ToolConfig, ToolInputError, ToolLimits
-from trackway.tools.builtin.search.bm25 import EmbeddedRetriever
-from trackway.tools.builtin.search.documents import CorpusLimits
+from trackway.tools.builtin.search.bm25 import CorpusLimits, EmbeddedRetriever
 from trackway.tools.core.arguments import properties_of
 from trackway.tools.user_files import problems_of
 from trackway.wire.chat import FunctionSchema, ToolSchema
