@@ -30,7 +30,7 @@ class ContainerSettings(BaseModel):
     network: str = "host"
     """Network, in which the base URL of the agent service must be reachable."""
     options: list[str] = Field(default_factory=list)
-    """Further options of the engine's `run`, such as `--cpus=2` or `--volume=/data:/data:ro`."""
+    """Further options of the engine's `run`, such as `--memory=1g` or `--volume=/data:/data:ro`."""
 
 
 class ExternalSettings(BaseModel):
@@ -67,9 +67,6 @@ class ExternalSettings(BaseModel):
     what the model writes by itself."""
     max_running: int = Field(default=64, ge=1)
     """Rollouts of it at once on this replica; others wait."""
-    max_memory_bytes: int | None = Field(default=None, ge=1024)
-    """Memory of the container, or of the program and all its processes together, checked four times a second; Linux
-    only."""
     max_output_bytes: int = Field(default=65_536, ge=1)
     """Bytes of its output that the trajectory keeps, from the end."""
 
@@ -80,8 +77,6 @@ class ExternalSettings(BaseModel):
             raise ValueError("external: expected one of command, container, function and url")
         if self.container is not None and sys.platform != "linux":
             raise ValueError(f"external.container: expected Linux, got {sys.platform}; run the engine in a command")
-        if self.max_memory_bytes is not None and sys.platform != "linux":
-            raise ValueError(f"external.max_memory_bytes: expected Linux, got {sys.platform}; leave it out")
         return self
 
     @property

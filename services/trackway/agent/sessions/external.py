@@ -54,14 +54,11 @@ from trackway.wire.trajectory import StopReason
 _ENGINES = ("podman", "docker")
 
 
-def run_command(
-    container: ContainerSettings, name: str, variables: Iterable[str], max_memory_bytes: int | None
-) -> list[str]:
+def run_command(container: ContainerSettings, name: str, variables: Iterable[str]) -> list[str]:
     """Runs the image as the container `name` with these variables. The row comes on its standard input."""
     return [
         *(_engine(container.engine), "run", "--rm", "--interactive", "--init", f"--name={name}"),
         f"--network={container.network}",
-        *([] if max_memory_bytes is None else [f"--memory{kind}={max_memory_bytes}b" for kind in ("", "-swap")]),
         *(f"--env={variable}" for variable in variables),
         *container.options,
         container.image,
@@ -245,8 +242,6 @@ class Program:
     name: str
     """For messages."""
     command: list[str]
-    max_memory_bytes: int = 0
-    """Bound of the processes' memory. 0 for none, or one that the container engine holds."""
     cleanup: list[str] = field(default_factory=list[str])
     """A command that ends what may be left."""
     cleanup_s: float = 0.0
@@ -259,18 +254,18 @@ def program_of(settings: ExternalSettings, access: SessionAccess) -> Program:
     """The command, or one that runs the container. INVALID_REQUEST without a container engine."""
     if settings.container is None:
         hides = settings.hides_processes and can_hide_processes()
-        return Program(settings.command[0], settings.command, settings.max_memory_bytes or 0, hides_processes=hides)
+        return Program(settings.command[0], settings.command, hides_processes=hides)
     name = f"trackway-{access.session_id}"
     own = {name: value for name, value in os.environ.items() if name in settings.variables}
-    run = run_command(settings.container, name, environment(own, settings, access), settings.max_memory_bytes)
-    return Program(settings.container.image, run, 0, remove_command(settings.container, name), _CLEANUP_S)
+    run = run_command(settings.container, name, environment(own, settings, access))
+    return Program(settings.container.image, run, remove_command(settings.container, name), _CLEANUP_S)
 
 
 def guarded(program: Program, owner: int) -> list[str]:
     """The command below its guard, which ends it when the pipe `owner` is closed; the command alone elsewhere."""
     if sys.platform != "linux":
         return program.command
-    guard = [sys.executable, "-I", "-S", str(_GUARD), str(owner), str(program.max_memory_bytes)]
+    guard = [sys.executable, "-I", "-S", str(_GUARD), str(owner)]
     return [*guard, json.dumps(program.cleanup), str(int(program.hides_processes)), *program.command]
 
 

@@ -1,12 +1,12 @@
 """Runs one program and ends all its processes with it; a standalone script for Linux, standard library only.
 
-    python -I -S program_guard.py OWNER MAX_BYTES CLEANUP HIDES COMMAND...
+    python -I -S program_guard.py OWNER CLEANUP HIDES COMMAND...
 
 The program has this process's standard input and output. OWNER is the number of an open pipe: its end of file, which
 follows any exit of the owner, ends the program. Orphans of the program become children of this process, so that those
-that left the process group are ended too. MAX_BYTES bounds the memory of all together, checked four times a second. 0
-is no bound. CLEANUP is a JSON list: a command to run at the end unless the program exits with 0, or nothing. HIDES is 1
-to hide other processes from the program: it runs below `init` in a PID namespace, with a /proc of its own.
+that left the process group are ended too. CLEANUP is a JSON list: a command to run at the end unless the program
+exits with 0, or nothing. HIDES is 1 to hide other processes from the program: it runs below `init` in a PID namespace,
+with a /proc of its own.
 The exit status is the program's, 128 and the signal for one that a signal ended.
 """
 
@@ -25,13 +25,12 @@ _CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID = 0x20000, 0x10000000, 0x20000000
 _MS_REC, _MS_PRIVATE, _MNT_DETACH = 0x4000, 0x40000, 2
 _NO_MORE = 0xE  # MS_NOSUID | MS_NODEV | MS_NOEXEC
 _GRACE_S = 2.0
-_CHECK_S = 0.25
 _CLEANUP_S = 10.0
 
 
 def main() -> int:
-    """Run the program to its end, its owner's, or the bound of memory. Returns its exit status."""
-    owner, max_bytes, cleanup, hides, *command = sys.argv[1:]
+    """Run the program to its end, or to its owner's. Returns its exit status."""
+    owner, cleanup, hides, *command = sys.argv[1:]
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     is_hiding = hides == "1"
@@ -53,16 +52,11 @@ def main() -> int:
     os.close(0)
     status: int | None = None
     while status is None:
-        wait_s = _CHECK_S if int(max_bytes) else None
-        readable, _, _ = select.select([int(owner), woken], [], [], wait_s)
+        readable, _, _ = select.select([int(owner), woken], [], [])
         if woken in readable:
             os.read(woken, 4096)
         status = _reaped().get(program.pid)
         if int(owner) in readable:
-            break
-        if status is None and int(max_bytes) and (used := _memory()) > int(max_bytes):
-            message = f"expected at most {max_bytes} bytes of memory for the program and its processes, got {used}"
-            print(f"{message}; raise external.max_memory_bytes", flush=True)
             break
     ended = _end_all()
     if status != 0 and json.loads(cleanup):
@@ -145,15 +139,6 @@ def _reaped() -> dict[int, int]:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
     return codes
-
-
-def _memory() -> int:
-    """Bytes of the processes' own memory that is resident. Files that they map are not counted."""
-    total = 0
-    for pid in _below():
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
-            total += sum(int(line.split()[1]) for line in status if line.startswith(("RssAnon:", "RssShmem:")))
-    return total * 1024
 
 
 def _below() -> list[int]:

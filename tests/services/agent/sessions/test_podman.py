@@ -91,18 +91,6 @@ async def test_a_container_past_the_time_limit_is_removed_though_it_ignores_sigt
     assert trajectory.log == "begun\n" and containers(image) == []
 
 
-async def test_a_container_over_its_memory_is_ended_and_the_status_says_so(
-    serving: Serve, image: str, tmp_path: Path
-) -> None:
-    code = "held = b'x' * (256 << 20); print(len(held))"
-    bounds = {"max_memory_bytes": 64 << 20, "folder": tmp_path}  # conmon writes a file `oom` into its working folder
-    async with serving(container(image, [sys.executable, "-c", code], **bounds)) as services:
-        trajectory = await services.say(agent_name="external")
-
-    assert trajectory.error is not None and trajectory.error.code is ErrorCode.AGENT_FAILED
-    assert "to exit with 0, got 137" in trajectory.error.message and containers(image) == []
-
-
 async def test_a_container_is_removed_with_the_service_that_was_killed(image: str) -> None:
     access = SessionAccess(session_id=f"s-{uuid.uuid4().hex}", base_url="http://127.0.0.1:9/v1", api_key="k")
     guard = guarded(program_of(container(image, ["/bin/sh", "-c", STAYS]), access), 3)
