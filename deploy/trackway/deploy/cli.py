@@ -9,18 +9,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
-from trackway.deploy.commands import (
-    console,
-    demo,
-    doctor,
-    evaluate,
-    export,
-    new_project,
-    services,
-    training,
-    trial,
-    why,
-)
+from trackway.deploy.commands import console, demo, evaluate, export, new_project, services, training, why
 from trackway.deploy.terminal.entry import enter
 from trackway.system import refuse_inspection
 
@@ -58,12 +47,12 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__d
 app.add_typer(new_project.app)
 app.add_typer(services.app)
 app.add_typer(training.app)
-app.add_typer(trial.app)
+app.add_typer(evaluate.app)
 app.add_typer(evaluate.app)
 app.add_typer(demo.app)
 app.add_typer(export.app)
 app.add_typer(console.app)
-app.add_typer(doctor.app)
+app.add_typer(why.app)
 app.add_typer(why.app)
 app.add_typer(group("config", "Look up the keys of a run's configuration."))
 app.add_typer(group("data", "Write datasets in verl's row schema."))

@@ -21,7 +21,7 @@ from trackway.agent.settings import AgentSettings
 from trackway.agent.verl.adapter import load_loops
 from trackway.clients import AgentClient
 from trackway.serving import ServiceRouter, service_app
-from trackway.serving.ndjson import NdjsonStream
+from trackway.serving.batches import NdjsonStream
 from trackway.tracing import Tracing
 from trackway.wire.agent import AgentList, GroupRequest, GroupWaits
 from trackway.wire.errors import ErrorCode, TrackwayError

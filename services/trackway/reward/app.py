@@ -11,8 +11,7 @@ from trackway.reward.scorers import Scorer, scorers_of
 from trackway.reward.service import RewardService
 from trackway.reward.settings import RewardSettings
 from trackway.serving import ServiceRouter, service_app
-from trackway.serving.batches import run_batch
-from trackway.serving.ndjson import NdjsonStream
+from trackway.serving.batches import NdjsonStream, run_batch
 from trackway.tracing import Tracing
 from trackway.wire.batch import BatchRequest
 from trackway.wire.reward import ScoreRequest, ScorerList

@@ -15,20 +15,18 @@ from pydantic import JsonValue
 
 from trackway.clients.weights import WeightStore
 from trackway.rollout.classifiers import is_classifier
-from trackway.rollout.classify_routes import classifier_app
 from trackway.rollout.engines import beside, open_engine
 from trackway.rollout.engines.protocol import Engine, MemoryPart, PauseMode
 from trackway.rollout.metrics import InferenceMetrics, engine_gauges, store_gauges
-from trackway.rollout.model_routes import model_routes
+from trackway.rollout.model_routes import classifier_app, model_routes
 from trackway.rollout.policies import Policies
 from trackway.rollout.service import RolloutService
 from trackway.rollout.settings import RolloutSettings
 from trackway.rollout.tokenizer import TokenText
 from trackway.rollout.weight_watcher import WeightWatcher
 from trackway.serving import ServiceRouter, needs_admin, service_app
-from trackway.serving.batches import run_batch
+from trackway.serving.batches import NdjsonStream, run_batch
 from trackway.serving.middleware import unforeseen
-from trackway.serving.ndjson import NdjsonStream
 from trackway.tracing import Tracing, collect_trace_stats
 from trackway.wire.batch import BatchRequest
 from trackway.wire.errors import TrackwayError

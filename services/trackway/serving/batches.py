@@ -1,15 +1,37 @@
-"""Batches of requests: side by side, each in its own trace and with its own outcome."""
+"""Batches of requests: side by side, each in its own trace and with its own outcome.
+
+Their answers are streamed, one JSON document per line.
+"""
 
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 
+from fastapi.responses import StreamingResponse
 from prometheus_client import Gauge
+from starlette.types import Receive, Scope, Send
 
 from trackway.serving.middleware import unforeseen
 from trackway.tracing import collect_trace_stats, extracted
 from trackway.wire.batch import BatchEntry, BatchResult, ReplyT, RequestT
 from trackway.wire.errors import TrackwayError
+
+
+class NdjsonStream(StreamingResponse):
+    """Sends each text of whole lines as it comes, and closes `texts` when the client has disconnected."""
+
+    media_type = "application/x-ndjson"
+
+    def __init__(self, texts: AsyncGenerator[str, None]) -> None:
+        super().__init__(texts)
+        self._texts = texts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Starlette leaves an unfinished iterator to the garbage collector, too late to stop its work.
+        async with aclosing(self._texts):
+            await super().__call__(scope, receive, send)
+
 
 _log = logging.getLogger(__name__)
 

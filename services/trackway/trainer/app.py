@@ -16,7 +16,7 @@ from trackway.trainer.supervisor.auto_resume import resume_periodically
 from trackway.trainer.supervisor.checkpoint_policies import CheckpointPolicies
 from trackway.trainer.supervisor.gauges import RunGauges
 from trackway.trainer.supervisor.manager import RunManager
-from trackway.trainer.supervisor.session_intake import SessionIntake
+from trackway.trainer.supervisor.registry import SessionIntake
 from trackway.trainer.tinker.api import TinkerApi
 from trackway.wire.names import RunNameInPath
 from trackway.wire.rollout import PolicyInfo

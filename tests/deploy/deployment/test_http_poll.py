@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from tests.serving import answered_by
-from trackway.deploy.deployment.http_poll import answers, tls
+from trackway.deploy.deployment.processes import answers, tls
 from trackway.system import free_port
 
 

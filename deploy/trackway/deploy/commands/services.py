@@ -214,7 +214,7 @@ def clean(
 
     Example: trackway clean --outputs outputs/demo --all
     """
-    from trackway.deploy.runs.cleaning import parts, remove
+    from trackway.deploy.runs.found import parts, remove
     from trackway.deploy.terminal.tables import size_of, table
 
     found = parts(outputs, everything)

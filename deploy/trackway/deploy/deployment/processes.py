@@ -1,15 +1,33 @@
 """Long-lived child processes: detached from the terminal, identified by start time, stopped with their descendants."""
 
+import ssl
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
+import httpx
 import psutil
 from pydantic import BaseModel
 
 from trackway.system import log_tail
 from trackway.system.user_error import UserError
+
+
+@cache
+def tls() -> ssl.SSLContext:
+    """The TLS settings of this process: without them httpx reads all certificates for each request, http:// too."""
+    return httpx.create_ssl_context(trust_env=False)
+
+
+def answers(url: str, headers: dict[str, str] | None = None) -> bool:
+    """Return whether a GET is answered with 200."""
+    try:
+        return httpx.get(url, headers=headers, timeout=5.0, trust_env=False, verify=tls()).status_code == 200
+    except httpx.TransportError:
+        return False
+
 
 _children: list[subprocess.Popen[bytes]] = []
 """References that prevent Python's ResourceWarning: the children outlive this process on purpose."""

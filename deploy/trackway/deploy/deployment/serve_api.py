@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 from pydantic import BaseModel
 
-from trackway.deploy.deployment.http_poll import tls
+from trackway.deploy.deployment.processes import tls
 from trackway.system.user_error import UserError
 
 _KEPT = ("proxy_location", "http_options", "grpc_options", "target_capacity")

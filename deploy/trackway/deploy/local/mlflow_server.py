@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from trackway.deploy.deployment import http_poll, processes
+from trackway.deploy.deployment import processes
 from trackway.deploy.deployment.processes import ProcessRecord
 from trackway.system import without_secrets
 from trackway.system.user_error import UserError
@@ -35,7 +35,7 @@ def start_for(database: Path, port: int) -> ProcessRecord:
 
 def answers(url: str) -> bool:
     """Return whether an MLflow server answers at this URL."""
-    return http_poll.answers(f"{url}/health")
+    return processes.answers(f"{url}/health")
 
 
 def wait_until_ready(server: ProcessRecord, url: str) -> None:

@@ -19,8 +19,7 @@ from trackway.deploy.config import serve_config
 from trackway.deploy.config.code_versions import with_versions
 from trackway.deploy.config.engine_python import check_engine_python
 from trackway.deploy.deployment import processes
-from trackway.deploy.deployment.http_poll import answers
-from trackway.deploy.deployment.processes import ProcessRecord
+from trackway.deploy.deployment.processes import ProcessRecord, answers
 from trackway.deploy.deployment.progress import Report
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.serve_api import ApplicationState, ServeApi

@@ -19,8 +19,7 @@ from trackway.chat.tokenizer import ChatTokenizer
 from trackway.model_api.anthropic import message_input
 from trackway.model_api.anthropic.messages import AnthropicRoute, MessagesResponseBuilder
 from trackway.model_api.openai import response_input
-from trackway.model_api.openai.completions import ChatResponseBuilder
-from trackway.model_api.openai.errors import OpenAIRoute
+from trackway.model_api.openai.completions import ChatResponseBuilder, OpenAIRoute
 from trackway.model_api.openai.responses import ResponsesBuilder
 from trackway.serving import ServiceRouter
 from trackway.serving.auth import CALLER, RawHeaders, presented_key

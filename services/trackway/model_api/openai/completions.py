@@ -1,4 +1,7 @@
-"""OpenAI's completions and chat completions: their replies, whole or as the chunks of a stream."""
+"""OpenAI's completions and chat completions: their replies, whole or as the chunks of a stream.
+
+Error responses for OpenAI's clients are our body with `type` and `param`, and a header for retries.
+"""
 
 import json
 import time
@@ -6,11 +9,13 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, NotRequired, TypedDict
 
+from pydantic import JsonValue
+
 from trackway.chat.tokenizer import ChatTokenizer
-from trackway.model_api.openai.errors import openai_body
 from trackway.model_api.response_builder import MessageReader, ResponseBuilder
 from trackway.model_api.sse import event
 from trackway.model_api.stream_decoder import Delta
+from trackway.serving.routes import ErrorFormatRoute
 from trackway.wire.errors import TrackwayError
 from trackway.wire.openai.replies import (
     ChatChoice,
@@ -31,6 +36,24 @@ from trackway.wire.openai.replies import (
 from trackway.wire.openai.requests import ChatRequest, CompletionRequest, SampledRequest
 from trackway.wire.rollout import TopLogprobs, Usage
 from trackway.wire.trajectory import WeightSpan
+
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+class OpenAIRoute(ErrorFormatRoute):
+    """A route whose errors have OpenAI's format."""
+
+    @staticmethod
+    def error_body(error: TrackwayError) -> dict[str, JsonValue]:
+        """OpenAI's body."""
+        return openai_body(error)
+
+
+def openai_body(error: TrackwayError) -> dict[str, JsonValue]:
+    """The body. Also sent as an event when a stream fails after its start."""
+    kind = "server_error" if error.status >= 500 else _TYPES.get(error.status, "invalid_request_error")
+    body = error.to_reply().error.model_dump(mode="json")
+    return {"error": {**body, "type": kind, "param": error.detail.get("param")}}
 
 
 class _Named(NamedTuple):

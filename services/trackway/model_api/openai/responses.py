@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pydantic import JsonValue
 
 from trackway.chat.tokenizer import ChatTokenizer
-from trackway.model_api.openai.completions import LogprobWriter
-from trackway.model_api.openai.errors import openai_body
+from trackway.model_api.openai.completions import LogprobWriter, openai_body
 from trackway.model_api.response_builder import MessageReader, ResponseBuilder
 from trackway.model_api.sse import event
 from trackway.model_api.stream_decoder import Delta, by_token, joined

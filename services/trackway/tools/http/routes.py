@@ -19,7 +19,6 @@ from trackway.tools.verl.get_observation import ObservationFace
 from trackway.wire.agent import GymVerify
 from trackway.wire.base import NON_FINITE
 from trackway.wire.errors import ErrorCode, ModelSees, TrackwayError
-from trackway.wire.search import RetrieveReply, RetrieveRequest
 from trackway.wire.tools import (
     MAX_SESSION_CHARS,
     CreateInstance,
@@ -31,6 +30,8 @@ from trackway.wire.tools import (
     OneShotRequest,
     OneShotResult,
     ReleaseRequest,
+    RetrieveReply,
+    RetrieveRequest,
     RewardRequest,
     SessionReleased,
     ToolList,

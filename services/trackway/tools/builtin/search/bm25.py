@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trackway.system import new_folder
 from trackway.tools.user_files import problems_of
-from trackway.wire.search import RetrievedDocument, ScoredDocument
+from trackway.wire.tools import RetrievedDocument, ScoredDocument
 
 SUFFIXES = (".jsonl", ".md", ".txt")
 _BLANK_LINES = re.compile(r"\n\s*\n")

@@ -18,8 +18,7 @@ from trackway.tools.core.arguments import properties_of
 from trackway.tools.user_files import problems_of
 from trackway.wire.chat import FunctionSchema, ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.search import MAX_QUERY_CHARS, MAX_TOPK, RetrieveReply, RetrieveRequest, ScoredDocument
-from trackway.wire.tools import ToolResult
+from trackway.wire.tools import MAX_QUERY_CHARS, MAX_TOPK, RetrieveReply, RetrieveRequest, ScoredDocument, ToolResult
 
 _ATTEMPTS = 4
 

@@ -8,9 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.services.rollout.rollout_models import FAMILIES
-from trackway.rollout.engines.torch.checkpoint import LM_HEAD, read_weights
 from trackway.rollout.engines.torch.decoder import DecoderWeights
-from trackway.rollout.engines.torch.loading import unfused
+from trackway.rollout.engines.torch.loading import LM_HEAD, read_weights, unfused
 from trackway.rollout.engines.torch.model_config import DecoderConfig
 from trackway.wire.errors import ErrorCode, TrackwayError
 

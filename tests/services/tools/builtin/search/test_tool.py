@@ -13,7 +13,7 @@ from trackway.tools.builtin.search.tool import SearchTool, result_text
 from trackway.tools.core.limits import ToolLimits
 from trackway.tools.loading import load_tools
 from trackway.tools.settings import ToolsSettings
-from trackway.wire.search import RetrievedDocument, ScoredDocument
+from trackway.wire.tools import RetrievedDocument, ScoredDocument
 
 pytestmark = pytest.mark.anyio
 
