@@ -24,7 +24,7 @@ MAX_TRAJECTORIES = 65_536
 @dataclass
 class _Group:
     prompt_tokens: int
-    """Tokens that its trajectories share."""
+    """Tokens that its trajectories share: those of its shortest prompt so far."""
     replicas: set[str] = field(default_factory=set[str])
     """Replicas that computed them."""
 
@@ -50,6 +50,7 @@ class TrajectoryRouting:
         """
         shared = self._groups.setdefault(group, _Group(prompt_tokens))
         self._groups.move_to_end(group)
+        shared.prompt_tokens = min(shared.prompt_tokens, prompt_tokens)
         home = self._homes.get(trajectory)
         self.release(trajectory)
         stays = home in replicas
@@ -58,8 +59,7 @@ class TrajectoryRouting:
             living = self._trajectories[replica]
             if replica == home:
                 return living
-            computed = shared.prompt_tokens if replica in shared.replicas else 0
-            missing = max(0, prompt_tokens - computed)
+            missing = prompt_tokens - (shared.prompt_tokens if replica in shared.replicas else 0)
             return living * MOVE_MARGIN + missing / MOVE_TOKENS if stays else living + missing / START_TOKENS
 
         best = min(replicas, key=cost)

@@ -25,6 +25,13 @@ def test_a_group_starts_where_its_prompt_is() -> None:
     ] * 4
 
 
+def test_a_group_whose_later_turns_came_first_shares_its_shortest_prompt() -> None:
+    chosen = TrajectoryRouting()
+    for name, length in {"1": 5000, "2": 5000, "3": 25}.items():
+        chosen.place(name, "group", length, ["a"])
+    assert chosen.place("4", "group", 1000, AB) == "b"  # a saves 25 tokens, which are worth one trajectory of its three
+
+
 def test_a_group_is_split_where_balance_is_worth_its_prompt() -> None:
     chosen = TrajectoryRouting()
     found = [chosen.place(str(n), "group", 100, AB) for n in range(8)]  # 100 tokens: worth four trajectories
