@@ -20,6 +20,11 @@ from trackway.trainer.learner.policy_losses import LossInputs, policy_loss_of
 NEVER = 1e9
 """A bound above every probability ratio, whose logarithm is clamped to 20."""
 
+BYTES_OF_ACTIVATION = 4 * 34
+"""Bytes that a token leaves in each layer for each hidden unit, in float32 (https://arxiv.org/abs/2205.05198)."""
+MAX_ACTIVATIONS = 2**30
+"""Bytes up to which activations are kept for the backward pass rather than computed again."""
+
 _POLICY_LOSSES = {
     "cross_entropy": "gpg",  # -w log p
     "importance_sampling": "vanilla",  # without a clip range
@@ -47,6 +52,9 @@ def forward_backward(learner: Learner, request: ForwardBackward) -> LossOutput:
     config = loss_config(learner.config, request)
     policy_loss = policy_loss_of(_POLICY_LOSSES[request.loss_fn])
     totals = Aggregation.over(batch.response_mask, "token-sum")
+    size, tokens = learner.policy.model.config.get_text_config(), int(batch.attention_mask.sum())
+    activations = tokens * size.num_hidden_layers * size.hidden_size * BYTES_OF_ACTIVATION
+    learner.policy.model.train(learner.config.model.enable_gradient_checkpointing and activations > MAX_ACTIVATIONS)
 
     def loss(micro: TrainingBatch, rows: Tensor, values: Sequence[Tensor]) -> MicroLoss:
         mask, weights = micro.response_mask, micro.advantages.reshape(*micro.response_mask.shape, -1)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.services.trainer.calls.requests import request_of
 from tests.services.trainer.learner_settings import learner_config, logprobs_of
+from trackway.trainer.calls import losses
 from trackway.trainer.calls.losses import forward_backward
 from trackway.trainer.calls.protobuf import LOSSES, decode
 from trackway.trainer.learner.learner import Learner
@@ -100,6 +101,23 @@ def test_each_loss_and_its_gradient_have_tinkers_formula(tiny_model: Path, loss_
     assert output.loss == pytest.approx(total.item(), abs=1e-10)
     assert max(float(gradient.abs().max()) for gradient in found) > 0.01
     torch.testing.assert_close(found, gradients(learner), rtol=0, atol=1e-10)
+
+
+def test_activations_that_fit_are_not_computed_again(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = Learner(learner_config(tiny_model, dtype="float64", gradient_checkpointing=True))
+    request = decode(request_of(near(learner, [datum("ppo", 9), datum("ppo", 5)]), "ppo", OPTIONS["ppo"]))
+    [layer, *_] = (module for name, module in learner.policy.model.named_modules() if name.endswith("layers.0.mlp"))
+    calls: list[object] = []
+    layer.register_forward_pre_hook(lambda *_: calls.append(layer))
+    found: list[list[Tensor]] = []
+    for most in (2**30, 0):
+        monkeypatch.setattr(losses, "MAX_ACTIVATIONS", most)
+        forward_backward(learner, request)
+        found.append([*gradients(learner), torch.tensor(len(calls))])
+        learner.policy.model.zero_grad()
+        calls.clear()
+    assert [int(gradients.pop()) for gradients in found] == [1, 2]
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
 
 
 def test_a_token_may_have_several_targets_with_weights(tiny_model: Path) -> None:
