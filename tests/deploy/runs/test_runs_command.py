@@ -124,6 +124,19 @@ def test_a_run_is_shown_with_how_long_each_side_waited(outputs: Path) -> None:
     assert f"idle {waited}" in shown
 
 
+def test_a_supervised_run_is_shown_with_its_losses_and_no_policy(outputs: Path) -> None:
+    folder = make_run(outputs / "taught", [], RunState.RUNNING)
+    for step, loss in enumerate((2.0, 0.5), start=1):
+        losses = {"train/loss": loss, "val/loss": 0.75, "timing_s/step": 3.0}
+        folder.append_row(MetricsRow(step=step, data=losses))
+        folder.update(step=step, metrics=losses)
+
+    shown = trackway("show", "taught", "--outputs", str(outputs))
+
+    assert " █▁  loss 0.5000  validation loss 0.7500" in shown
+    assert "policy" not in shown and "idle" not in shown
+
+
 def test_why_prints_each_wait_below_the_one_that_it_causes() -> None:
     groups = [
         Wait(who="group 5/17", waits_for="the agent service", since=60_000, until=1_860_000, progress="3 of 4 [ended]"),

@@ -18,7 +18,7 @@ from trackway.trainer.run_state.folder import RunFolder, outputs_folders, run_fo
 from trackway.trainer.run_state.heartbeat import LivenessMonitor
 from trackway.wire.trainer import ENDED, MetricsRow, RunInfo
 
-REWARD = "critic/score/mean"
+REWARD, LOSS = "critic/score/mean", "train/loss"
 
 
 @dataclass(frozen=True)
@@ -97,16 +97,16 @@ def find_run(outputs: Path, name: str | None) -> FoundRun:
 
 
 def rewards(rows: Sequence[MetricsRow]) -> list[float]:
-    """The mean reward of each step that has one."""
-    values = (row.data.get(REWARD) for row in rows)
+    """The mean reward of each step that has one, or the loss of supervised training."""
+    values = (row.data.get(REWARD, row.data.get(LOSS)) for row in rows)
     return [value for value in values if value is not None and math.isfinite(value)]
 
 
 def idle_time(rows: Sequence[MetricsRow]) -> str:
-    """How long each side of the run waited for the other, as a sentence. Empty before the first step."""
+    """How long each side of the run waited for the other, as a sentence. Empty without steps and without rollouts."""
     steps, learner = _total(rows, "timing_s/step"), _total(rows, "timing_s/gen")
     rollouts = _total(rows, "fully_async/rollouter/version_time") - _total(rows, "fully_async/rollouter/active_time")
-    if not steps:
+    if not steps or not learner:
         return ""
     return (
         f"in {steps:.0f} s of steps the learner waited {learner:.0f} s for rollouts ({learner / steps:.0%}), and for "
