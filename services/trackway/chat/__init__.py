@@ -1,1 +1,1 @@
-"""Chat text, shared by the agent loop and the rollout service's OpenAI routes. No HTTP."""
+"""Chat text, shared by the agent loop, the rollout service's OpenAI routes and supervised training. No HTTP."""

@@ -1,6 +1,8 @@
 """`python -m trackway.main_sft` up to where something would start: plan and problems of supervised training."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,3 +53,14 @@ def test_a_plan_counts_rows_and_steps_and_asks_no_service(tmp_path: Path):
 )
 def test_rows_that_cannot_be_trained_are_found_before_anything_starts(tmp_path: Path, word: str, part: str, said: str):
     assert [problem for problem in plan(tmp_path, word)[part] if said in problem]
+
+
+def test_verls_command_takes_the_preset_of_supervised_training_by_itself(tmp_path: Path):
+    rows = write_conversations(tmp_path / "train.jsonl", 40)
+    words = [f"model.path={TINY_MODEL}", f"data.train_files={rows}", "data.train_batch_size=16", "optim.lr=1e-4"]
+
+    command = [sys.executable, "-m", "trackway.main_sft", *words, "--cfg", "job", "--json"]
+    printed = json.loads(subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout)
+
+    assert printed["trackway"]["rollouts_from"] == "rows" and printed["trainer"]["total_epochs"] == 4
+    assert printed["actor_rollout_ref"]["actor"]["optim"]["lr"] == 1e-4
