@@ -10,7 +10,7 @@ from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDepl
 
 from tests.k8s.checks.model import Fault, Object, parsed, part, title
 from tests.k8s.checks.render import Render
-from trackway.deploy.config.serve_config import UNTYPED, unknown_keys
+from trackway.deploy.config.serve_keys import UNTYPED, unknown_keys
 
 PATH = "spec.serveConfigV2"
 

@@ -1,56 +1,15 @@
-"""The Serve config file: strict loading, completion with the settings of a start, and changes by `scale`.
-
-Unknown keys are refused here, because Ray Serve ignores them and a typo would go unnoticed.
-"""
+"""The Serve config file: strict loading, completion with the settings of a start, and changes by `scale`."""
 
 import copy
-import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self, get_args
+from typing import Any, NamedTuple, Self
 
-from pydantic import BaseModel, ValidationError
-from ray.serve.config import AutoscalingConfig, RequestRouterConfig
-from ray.serve.schema import ServeDeploySchema
+from pydantic import ValidationError
 
 from trackway.deploy.bundled import CPU_CONFIG
 from trackway.system.user_error import UserError
-
-UNTYPED = {"autoscaling_config": AutoscalingConfig, "request_router_config": RequestRouterConfig}
-"""Parts of a deployment that ServeDeploySchema leaves untyped."""
-
-
-def unknown_keys(content: object) -> Iterator[tuple[str, set[str]]]:
-    """Yields (path, known keys) for each unknown key, at any depth."""
-    return _unknown(ServeDeploySchema, content, "")
-
-
-def _unknown(model: type[BaseModel], content: object, path: str) -> Iterator[tuple[str, set[str]]]:
-    if not isinstance(content, dict):
-        return
-    known = {name for field, info in model.model_fields.items() for name in (field, info.alias) if name}
-    for key, value in content.items():
-        if key not in known:
-            yield f"{path}{key}", known
-            continue
-        below = UNTYPED.get(key) or _model_in(model.model_fields.get(key))
-        for at, entry in enumerate(value if isinstance(value, list) else [value]):
-            named = f"[{entry.get('name', at)}]" if isinstance(value, list) and isinstance(entry, dict) else ""
-            if below:
-                yield from _unknown(below, entry, f"{path}{key}{named}.")
-
-
-def _model_in(field: Any) -> type[BaseModel] | None:
-    """The pydantic model among a field's types, if any."""
-    kinds = [getattr(field, "annotation", None)]
-    while kinds:
-        kind = kinds.pop()
-        if inspect.isclass(kind) and issubclass(kind, BaseModel):
-            return kind
-        kinds.extend(get_args(kind))
-    return None
-
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _POLICIES = {
@@ -79,6 +38,8 @@ def load(path: Path) -> dict[str, Any]:
 def check(path: Path, content: dict[str, Any]) -> None:
     """Raise UserError for an unknown key or an invalid value of a Serve config."""
     from ray.serve.schema import ServeDeploySchema
+
+    from trackway.deploy.config.serve_keys import unknown_keys
 
     for key, known in unknown_keys(content):
         raise UserError(f"{path}: unknown key {key!r}; expected one of {', '.join(sorted(known))}")
