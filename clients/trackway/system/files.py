@@ -65,7 +65,7 @@ def storage_error(number: int, path: Path, what: str, remedy: str | None = None)
     code, default = ErrorCode.DISK_FULL, "free space there, or enlarge the disk or its quota"
     if number in NOT_WRITABLE:
         code, default = ErrorCode.NOT_WRITABLE, "make the folder writable for this user, or give another one"
-    free = _free_bytes(path)
+    free = shutil.disk_usage(_existing(path)).free
     error = StorageError(
         code,
         f"expected to write {what} to {path}, got '{os.strerror(number)}' with {free} bytes free on the disk at "
@@ -88,10 +88,6 @@ def storage_problem(folder: Path) -> StorageError | None:
     if status.f_bavail * status.f_frsize < _ROOM:
         return storage_error(errno.ENOSPC, folder, "the run's state")
     return None
-
-
-def _free_bytes(path: Path) -> int:
-    return shutil.disk_usage(_existing(path)).free
 
 
 def _existing(path: Path) -> Path:

@@ -94,7 +94,7 @@ def listing(rows: Sequence[TraceRow], width: int) -> Table:
     if room >= _SHORTEST_ANSWER:
         table.add_column("end of the answer", no_wrap=True, overflow="ellipsis", max_width=room)
     for row, line in zip(rows, cells, strict=True):
-        table.add_row(*line, *([_answer(row)] if room >= _SHORTEST_ANSWER else []))
+        table.add_row(*line, *([Text(ending(row.answer, 60))] if room >= _SHORTEST_ANSWER else []))
     return table
 
 
@@ -122,10 +122,6 @@ def _numbers(row: TraceRow) -> list[str]:
     reward = "" if row.reward is None else f"{row.reward:.4g}"
     took = "" if row.duration_ms is None else f"{row.duration_ms:.0f}"
     return [reward, str(row.turns), tokens, took]
-
-
-def _answer(row: TraceRow) -> Text:
-    return Text(ending(row.answer, 60))
 
 
 def facts(comparison: Comparison) -> RenderableType:

@@ -117,7 +117,15 @@ def settle(store: TraceStore, trajectories: Sequence[Trajectory], wait_s: float,
         trajectories = [trajectory for trajectory in trajectories if trajectory.trace_id in reasons]
         left = deadline - time.monotonic()
         if not trajectories or left <= 0:
-            return [_gap(trajectory, reasons[trajectory.trace_id or ""]) for trajectory in trajectories]
+            return [
+                Gap(
+                    trajectory=trajectory.id,
+                    trace_id=trajectory.trace_id or "",
+                    name=display_name(trajectory.tags),
+                    reasons=reasons[trajectory.trace_id or ""],
+                )
+                for trajectory in trajectories
+            ]
         time.sleep(min(_LOOK_AGAIN_S, left))
 
 
@@ -150,15 +158,6 @@ def _size(path: Path) -> int | None:
         return path.stat().st_size
     except FileNotFoundError:
         return None
-
-
-def _gap(trajectory: Trajectory, reasons: list[str]) -> Gap:
-    return Gap(
-        trajectory=trajectory.id,
-        trace_id=trajectory.trace_id or "",
-        name=display_name(trajectory.tags),
-        reasons=reasons,
-    )
 
 
 def _chunks(trajectories: Iterable[Trajectory]) -> Iterator[Sequence[Trajectory]]:

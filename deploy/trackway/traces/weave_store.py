@@ -158,7 +158,10 @@ def _node(span: Span, start: datetime) -> SpanNode:
         error=str((span.get("status") or {}).get("message") or ""),
         **facts_of(span["name"], attributes),
         events=[_event(event, start) for event in span.get("events") or []],
-        links=[_link(link) for link in span.get("links") or []],
+        links=[
+            SpanLink(trace_id=hex_id(str(link["trace_id"])), span_id=str(link["span_id"]))
+            for link in span.get("links") or []
+        ],
     )
 
 
@@ -166,10 +169,6 @@ def _event(event: Mapping[str, Any], start: datetime) -> SpanEvent:
     at_ns = number(event.get("timestamp")) or 0.0
     at_ms = round(at_ns / 1e6 - start.timestamp() * 1e3, 3)
     return SpanEvent(name=event["name"], at_ms=at_ms, attributes=_flat(event.get("attributes") or {}))
-
-
-def _link(link: Mapping[str, Any]) -> SpanLink:
-    return SpanLink(trace_id=hex_id(str(link["trace_id"])), span_id=str(link["span_id"]))
 
 
 def _flat(nested: Mapping[str, Any], keep: tuple[str, ...] = (), prefix: str = "") -> dict[str, JsonValue]:

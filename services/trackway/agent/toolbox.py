@@ -13,7 +13,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -299,7 +299,7 @@ class Toolbox:
         if call.name not in tools.stateless:
             instance = self._instances.setdefault(call.name, ToolInstance(call.name, self._context))
         try:
-            async with _exclusive(instance):
+            async with nullcontext() if instance is None else instance.call_lock:
                 with self._recorded(call.name, call_id, sent) as record:
                     result = await self._run(instance, call, call_id)
                     record.reward, record.metrics = result.reward, result.metrics
@@ -390,10 +390,6 @@ def tool_facts(records: Sequence[ToolCallRecord], rewards: Mapping[str, float]) 
 def _code_of(error: Exception) -> ErrorCode:
     failure = error.error if isinstance(error, CallFailed) else error
     return failure.code if isinstance(failure, TrackwayError) else ErrorCode.INTERNAL
-
-
-def _exclusive(instance: StatefulTool | None) -> AbstractAsyncContextManager[None]:
-    return nullcontext() if instance is None else instance.call_lock
 
 
 def _refuse(call: ParsedCall, max_parallel_calls: int) -> Observation:

@@ -46,16 +46,14 @@ def write_project(folder: Path, template: str) -> list[Path]:
         for source in part.rglob("*"):
             if not source.is_file() or source.parent.name == "__pycache__":
                 continue
-            file = source.relative_to(part).with_name(_renamed(source.name, module))
+            file = source.relative_to(part).with_name(
+                ".gitignore" if source.name == "gitignore" else source.name.replace("my_agent", module)
+            )
             (folder / file).parent.mkdir(exist_ok=True)
             text = source.read_text().replace("my_agent", module).replace("my-agent", name)
             atomic_write(folder / file, text, what=what)
             files.append(file)
     return sorted(files)
-
-
-def _renamed(file: str, module: str) -> str:
-    return ".gitignore" if file == "gitignore" else file.replace("my_agent", module)
 
 
 def _names(folder: Path) -> tuple[str, str]:

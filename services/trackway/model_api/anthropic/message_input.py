@@ -70,7 +70,10 @@ def _turn(blocks: Sequence[ContentBlockParam]) -> ChatMessage:
         content="".join(block.text for block in blocks if isinstance(block, TextBlockParam)),
         reasoning_content="".join(thoughts) or None,
         tool_calls=[
-            ToolCall(id=block.id, function=FunctionCall(name=block.name, arguments=_json(block.input)))
+            ToolCall(
+                id=block.id,
+                function=FunctionCall(name=block.name, arguments=json.dumps(block.input, ensure_ascii=False)),
+            )
             for block in blocks
             if isinstance(block, ToolUseBlockParam)
         ],
@@ -99,7 +102,3 @@ def _inputs(role: str, blocks: Sequence[ContentBlockParam]) -> list[ChatMessage]
 
 def _text(content: str | Sequence[TextBlockParam]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
-
-
-def _json(value: JsonValue) -> str:
-    return json.dumps(value, ensure_ascii=False)

@@ -49,7 +49,11 @@ def open_traces(
         target=target,
         own=StepTrace(config.trace_experiment, target),
         budget=TraceBudget(DailyTraceBytes(folder.path.parent / LEDGER), config.trackway.trace_bytes_per_day),
-        accounts=SpanAccounts(folder.services().traced, lambda: _counts(tracing), folder.info().traces),
+        accounts=SpanAccounts(
+            folder.services().traced,
+            lambda: SpanCounts() if tracing is None else span_counts(tracing.stats()),
+            folder.info().traces,
+        ),
         tracing=tracing,
         feedback=_feedback(folder, target, settings, tracking) if config.trackway.feedback else [],
         links=_mlflow(target, settings, tracking),
@@ -62,10 +66,6 @@ def weave_url(target: TraceTarget, settings: TracingSettings) -> str | None:
     if project is None or TraceBackend.WEAVE not in settings.kept_by(backends):
         return None
     return project_url(project, settings.weave_url)
-
-
-def _counts(tracing: Tracing | None) -> SpanCounts:
-    return SpanCounts() if tracing is None else span_counts(tracing.stats())
 
 
 def _feedback(
