@@ -60,7 +60,7 @@ class AgentContext:
             tools=tools,
             reward=RewardClient(settings.url("reward"), http, settings.reward_policy, settings.token, direct, batches),
             trainer=TrainerClient(settings.url("trainer"), http, settings.trainer_policy, settings.token),
-            catalog=ToolCatalog(tools, settings.tools_refresh_s),
+            catalog=ToolCatalog(tools),
             chat_tokens=None
             if settings.chat_model
             else ChatTokens.load(settings.model_path, settings.chat_template_kwargs, settings.tool_parser),

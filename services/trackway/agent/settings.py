@@ -130,8 +130,6 @@ class AgentSettings(OwnCodeSettings):
     """verl's YAML list of own agent loops, each with `name`, `_target_` and arguments of its class."""
     max_concurrent_trajectories: int = Field(default=1024, ge=1)
     """Concurrent trajectories on this replica. Others wait, and their time limit starts when they run."""
-    tools_refresh_s: float = Field(default=30.0, ge=0)
-    """Seconds for which the tool server's schemas are cached."""
     release_timeout_s: float = Field(default=5.0, gt=0)
     """Time limit for releasing a trajectory's tool instances; the tool server expires the rest."""
     max_sessions: int = Field(default=1024, ge=1)
@@ -141,8 +139,6 @@ class AgentSettings(OwnCodeSettings):
     """Open sessions that were opened with one token. Without tokens `max_sessions` alone holds."""
     session_room_s: float = Field(default=300.0, ge=0)
     """Seconds without a request after which an open session may end to make room for another."""
-    session_keep_s: float = Field(default=600.0, ge=0)
-    """Seconds for which an ended session and its trajectory can still be read, unless `max_sessions` ended later."""
     external: ExternalSettings | None = None
     """The agent of `agent_name: external`, which calls the model through a session."""
     external_agents: dict[AgentName, ExternalSettings] = Field(default_factory=dict[str, ExternalSettings])

@@ -53,12 +53,15 @@ class ToolSet:
         return [schema.function.name for schema in self.schemas]
 
 
+REFRESH_S = 30.0
+"""Seconds for which the tool server's schemas are cached."""
+
+
 class ToolCatalog:
     """The tool server's list. Trajectories that start together share a request."""
 
-    def __init__(self, client: ToolsClient, refresh_s: float) -> None:
+    def __init__(self, client: ToolsClient) -> None:
         self._client = client
-        self._refresh_s = refresh_s
         self._known_until = 0.0
         self._listing: asyncio.Task[ToolList] | None = None
 
@@ -84,7 +87,7 @@ class ToolCatalog:
         listing = self._listing
         if listing is None or (listing.done() and not self._fresh(listing)):
             listing = self._listing = asyncio.create_task(self._client.offer())
-            self._known_until = time.monotonic() + self._refresh_s
+            self._known_until = time.monotonic() + REFRESH_S
         # Cancelling one trajectory must not cancel the request for the others.
         return await asyncio.shield(listing)
 

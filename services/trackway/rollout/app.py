@@ -252,13 +252,7 @@ def _service(
 ) -> RolloutService:
     cache = settings.weights_cache or _shared_cache(settings.weights_url or "")
     watcher = WeightWatcher(
-        engine,
-        store,
-        cache,
-        settings.watch_interval_s,
-        settings.weight_wait_s,
-        settings.update_mode,
-        settings.update_drain_s,
+        engine, store, cache, settings.watch_interval_s, settings.weight_wait_s, settings.update_mode
     )
     return RolloutService(engine, watcher, text, settings, metrics)
 

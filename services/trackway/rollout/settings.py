@@ -114,8 +114,6 @@ class RolloutSettings(ServiceSettings):
     """Requests in flight when weights change: `keep` continues with the KV cache, `wait` finishes them first,
     `abort` ends them early and the service continues them with their tokens. A run may want another mode
     (`async_training.partial_rollout`)."""
-    update_drain_s: float = Field(default=300.0, gt=0.0)
-    """With `update_mode` wait: requests that need longer than this are aborted, and the agent resumes them."""
     stuck_s: float = Field(default=60.0, gt=0.0)
     """`/ready` fails when the engine has had requests for this long without progress."""
     watch_interval_s: float = Field(default=0.2, gt=0.0)

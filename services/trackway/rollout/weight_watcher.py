@@ -24,6 +24,8 @@ from trackway.wire.weights import UpdateMode, WeightManifest
 
 _log = logging.getLogger(__name__)
 _SLOWEST_RETRY_S = 5.0
+DRAIN_S = 300.0
+"""With `update_mode` wait: requests that need longer than this are aborted, and the agent resumes them."""
 
 
 class WeightWatcher:
@@ -37,10 +39,9 @@ class WeightWatcher:
         interval_s: float,
         wait_s: float,
         update_mode: UpdateMode = "keep",
-        drain_s: float = 300.0,
     ) -> None:
         self._engine, self._store, self._cache = engine, store, cache
-        self._interval_s, self._wait_s, self._drain_s = interval_s, wait_s, drain_s
+        self._interval_s, self._wait_s = interval_s, wait_s
         self._update_mode: UpdateMode = update_mode
         self.updates = 0
         """Number of swaps started. A request aborted while it grew was aborted by an update."""
@@ -227,10 +228,10 @@ class WeightWatcher:
 
     async def _pause(self, mode: PauseMode) -> None:
         try:
-            async with asyncio.timeout(self._drain_s):
+            async with asyncio.timeout(DRAIN_S):
                 await self._engine.pause(mode)
         except TimeoutError:
-            _log.warning("aborting requests for an update: some did not finish within %.0f s", self._drain_s)
+            _log.warning("aborting requests for an update: some did not finish within %.0f s", DRAIN_S)
             await self._engine.pause("abort")
 
     def _too_late(self, want: int, wait_s: float) -> TrackwayError:

@@ -21,14 +21,10 @@ def new_token() -> str:
     return secrets.token_hex(32)
 
 
-def start(
-    port: int, dashboard_port: int, token: str, log: Path, variables: Mapping[str, str], *, dashboard: bool = False
-) -> ProcessRecord:
+def start(port: int, dashboard_port: int, token: str, log: Path, variables: Mapping[str, str]) -> ProcessRecord:
     """Start `ray start --head --block`, one process whose descendants form the whole cluster.
 
-    `variables` are added to its environment.
-
-    With `dashboard`, Ray's dashboard, log monitor, metrics and client server run in addition to Serve's REST API.
+    `variables` are added to its environment. Of Ray's dashboard only Serve's REST API runs.
     """
     options = {
         "--node-ip-address": "127.0.0.1",
@@ -37,18 +33,15 @@ def start(
         "--dashboard-host": "127.0.0.1",
         "--dashboard-port": dashboard_port,
         "--dashboard-agent-listen-port": free_port(),
-        "--include-log-monitor": str(dashboard).lower(),
+        "--include-log-monitor": "false",
         "--min-worker-port": 0,
         "--max-worker-port": 0,
         "--object-store-memory": 100_000_000,
         "--num-cpus": 8,
     }
-    if dashboard:
-        options["--ray-client-server-port"] = free_port()
-    program = "ray.scripts.scripts" if dashboard else "trackway.deploy.local.ray_head"
-    command = [sys.executable, "-m", program, "start", "--head", "--block", "--disable-usage-stats", "--no-monitor"]
-    command += [f"{option}={value}" for option, value in options.items()]
-    lean = {} if dashboard else {name: os.environ.get(name, value) for name, value in _LEAN.items()}
+    command = [sys.executable, "-m", "trackway.deploy.local.ray_head", "start", "--head", "--block"]
+    command += ["--disable-usage-stats", "--no-monitor", *(f"{option}={value}" for option, value in options.items())]
+    lean = {name: os.environ.get(name, value) for name, value in _LEAN.items()}
     return processes.start("ray", command, {**os.environ, **lean, **_environment(token), **variables}, log)
 
 

@@ -28,8 +28,6 @@ class UpSettings(BaseSettings):
     """Port of the services. 0 takes a free one."""
     dashboard_port: int = Field(default=8265, ge=0, le=65535)
     """Port of Ray Serve's REST API. 0 takes a free one."""
-    ray_dashboard: bool = False
-    """Serve Ray's dashboard at `dashboard_port` as well. Its processes take memory and CPU while nothing runs."""
     ray_port: int = Field(default=6379, ge=0, le=65535)
     """Port of Ray's control store. 0 takes a free one."""
     mlflow_port: int = Field(default=5000, ge=0, le=65535)

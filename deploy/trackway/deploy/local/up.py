@@ -120,7 +120,7 @@ def _launch(settings: UpSettings, config: dict[str, object]) -> Deployment:
     # Before Ray: the MLflow start may be refused, and nothing must be left running then.
     mlflow_uri, mlflow = _mlflow(settings, mlflow_port)
     gpus = shared_gpus(config)
-    ray = ray_cluster.start(ray_port, dashboard_port, token, logs / "ray.log", gpus, dashboard=settings.ray_dashboard)
+    ray = ray_cluster.start(ray_port, dashboard_port, token, logs / "ray.log", gpus)
     started = [ray, *mlflow]
     base_url = f"http://{address_of(host_of(config))}:{port}"
     return Deployment(
@@ -226,7 +226,7 @@ def _again(deployment: Deployment, settings: UpSettings) -> ProcessRecord:
     port = httpx.URL(deployment.dashboard_url).port or 8265
     log = Deployment.path(deployment.outputs).parent / "ray-retry.log"
     gpus = shared_gpus(deployment.serve_config)
-    return ray_cluster.start(free_port(), port, deployment.token, log, gpus, dashboard=settings.ray_dashboard)
+    return ray_cluster.start(free_port(), port, deployment.token, log, gpus)
 
 
 def _service_ready(deployment: Deployment, state: ApplicationState | None, service: str, report: Report) -> bool:

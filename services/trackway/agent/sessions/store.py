@@ -14,6 +14,8 @@ from trackway.wire.sessions import SESSION_ID, SessionAccess
 
 _ID = re.compile(SESSION_ID)
 _KEY = re.compile(rf"sk-({_ID.pattern})-[0-9a-f]{{32}}")
+KEEP_S = 600.0
+"""Seconds for which an ended session and its trajectory can still be read, unless `max_sessions` ended later."""
 
 
 def replica_of(session_id: str) -> str | None:
@@ -37,13 +39,13 @@ class _Entry:
 class Sessions:
     """The sessions of this replica: its rollouts' own, and at most `max_sessions` opened by callers.
 
-    The last ones that ended, as many again, are kept for `session_keep_s`.
+    The last ones that ended, as many again, are kept for KEEP_S.
     """
 
     def __init__(self, settings: AgentSettings) -> None:
         self.replica = settings.replica
         self._base_url = settings.url("agent")
-        self._max, self._keep_s = settings.max_sessions, settings.session_keep_s
+        self._max = settings.max_sessions
         self._entries: dict[str, _Entry] = {}
         most_of_one = settings.max_sessions_per_token if settings.auth.given else None
         self.opened = OpenSessions(
@@ -81,7 +83,7 @@ class Sessions:
         ended = sorted((entry.ended_at, key) for key, entry in self._entries.items() if entry.ended_at is not None)
         too_many = len(ended) - self._max
         for place, (ended_at, session_id) in enumerate(ended):
-            if place < too_many or now - ended_at >= self._keep_s:
+            if place < too_many or now - ended_at >= KEEP_S:
                 del self._entries[session_id]
 
     def ended(self, session: Session) -> None:
