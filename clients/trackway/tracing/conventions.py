@@ -75,8 +75,8 @@ def _loaded(value: JsonValue) -> JsonValue:
 def _messages(values: list[JsonValue]) -> list[JsonValue]:
     """GenAI's messages, whose texts, calls and results are parts."""
     return [
-        {"role": str(value["role"]), "content": "\n".join(map(_text, _objects(value.get("parts"))))}
-        for value in _objects(values)
+        {"role": str(value["role"]), "content": "\n".join(map(_text, objects_in(value.get("parts"))))}
+        for value in objects_in(values)
         if "role" in value
     ]
 
@@ -95,7 +95,8 @@ def _plain(value: object) -> str:
     return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-def _objects(value: object) -> list[dict[str, Any]]:
+def objects_in(value: object) -> list[dict[str, Any]]:
+    """Return the objects of a list, and none of any other value."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 

@@ -10,6 +10,7 @@ from trackway.agent.context import AgentContext
 from trackway.agent.loop import AgentLoop, agent_loop
 from trackway.agent.waits import RolloutWaits, current_rollout
 from trackway.serving.metrics import Collectors, OperationDuration
+from trackway.serving.middleware import is_cancelled
 from trackway.serving.user_code import contained
 from trackway.system.fair_slots import FairSlots
 from trackway.wire.agent import GroupRequest, GroupWaits
@@ -92,7 +93,7 @@ class Groups:
                     current = [wait for waiting in waits for wait in waiting.current()]
                     yield GroupWaits(waits=current, now=time.time_ns() // 1_000_000)
         except asyncio.CancelledError:
-            if not self._closed or _is_cancelled():
+            if not self._closed or is_cancelled():
                 raise
             # On shutdown the stream ends early, and the client requests the missing rollouts elsewhere.
         finally:
@@ -156,12 +157,6 @@ class Groups:
             return trajectory
         finally:
             self._duration.observe(time.perf_counter() - started, error_type, agent.agent_name)
-
-
-def _is_cancelled() -> bool:
-    """Return whether the current task itself was cancelled, rather than one that it awaits."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def stopping() -> TrackwayError:

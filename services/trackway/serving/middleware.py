@@ -86,7 +86,7 @@ class CatchAllErrors:
                 raise
             await error_answer_to(scope, self._routes, error)(scope, receive, watch)
         except BaseException as error:
-            if isinstance(error, GeneratorExit) or (isinstance(error, asyncio.CancelledError) and _is_cancelled()):
+            if isinstance(error, GeneratorExit) or (isinstance(error, asyncio.CancelledError) and is_cancelled()):
                 raise
             logger.exception("%s %s failed", scope["method"], scope["path"])
             if started and isinstance(error, Exception):
@@ -106,7 +106,7 @@ def unforeseen(error: Exception) -> TrackwayError:
     return TrackwayError(ErrorCode.INTERNAL, message)
 
 
-def _is_cancelled() -> bool:
+def is_cancelled() -> bool:
     """Return whether the current task was cancelled, rather than one that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

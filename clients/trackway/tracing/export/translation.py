@@ -18,6 +18,7 @@ from pydantic import JsonValue
 from trackway.tracing import attributes as names
 from trackway.tracing.attributes import SpanKind
 from trackway.tracing.context import OF_EVERY_SPAN
+from trackway.tracing.conventions import objects_in
 from trackway.wire.tracing import TraceBackend
 
 Attributes = dict[str, AttributeValue]
@@ -164,7 +165,7 @@ def _gen_ai(own: Attributes, kind: SpanKind) -> Attributes:
         attributes |= {names.PROVIDER: names.PROVIDER_NAME, names.RESPONSE_MODEL: own[names.MODEL]}
     if kind is SpanKind.TRAJECTORY or kind is SpanKind.CHAT:
         _messages(attributes)
-    if tools := _list(_loaded(own.get(names.TOOL_DEFINITIONS))):
+    if tools := objects_in(_loaded(own.get(names.TOOL_DEFINITIONS))):
         flat = [{"type": "function", **tool["function"]} for tool in tools if isinstance(tool.get("function"), dict)]
         attributes[names.TOOL_DEFINITIONS] = _json(flat)
     return attributes
@@ -173,7 +174,7 @@ def _gen_ai(own: Attributes, kind: SpanKind) -> Attributes:
 def _messages(attributes: Attributes) -> None:
     """Put the messages of inputs and outputs under their GenAI names, and the reward as an evaluation."""
     inputs, outputs = _object(attributes.get(names.INPUTS)), _object(attributes.get(names.OUTPUTS))
-    asked, answered = _list(inputs.pop("messages", None)), _list(outputs.pop("messages", None))
+    asked, answered = objects_in(inputs.pop("messages", None)), objects_in(outputs.pop("messages", None))
     instructions = [part for message in asked if message.get("role") == "system" for part in _parts(message)]
     asked = [message for message in asked if message.get("role") != "system"]
     reasons = attributes.get(names.FINISH_REASONS)
@@ -207,7 +208,7 @@ def _parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     if message.get("role") == "tool":
         return [{"type": "tool_call_response", "id": message.get("tool_call_id"), "response": content}]
     text = {"type": "text", "content": content if isinstance(content, str) else _json(content)}
-    return [*([text] if content else []), *map(_call, _list(message.get("tool_calls")))]
+    return [*([text] if content else []), *map(_call, objects_in(message.get("tool_calls")))]
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,11 +235,6 @@ def _object(text: object) -> dict[str, JsonValue]:
     """The JSON object of a text. Empty for anything else."""
     value = _loaded(text)
     return value if isinstance(value, dict) else {}
-
-
-def _list(value: object) -> list[dict[str, Any]]:
-    """The objects of a list."""
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 _TRANSLATIONS: dict[TraceBackend, Callable[[Attributes, SpanKind], Attributes]] = {

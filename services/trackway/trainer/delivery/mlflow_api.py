@@ -3,7 +3,6 @@
 https://mlflow.org/docs/latest/api_reference/rest-api.html
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ from pydantic import JsonValue
 from trackway.tracing.export.mlflow import DeletedExperiment, credentials, experiment_id, mlflow_http
 from trackway.tracing.local_mlflow import client as local_mlflow
 from trackway.trainer.delivery.jobs import Later, Refused
+from trackway.wire.base import named_number
 
 TIMEOUT_S = 120.0
 """Long, because an MLflow that gets little of a busy machine must not be sent the same again."""
@@ -101,7 +101,12 @@ class MlflowApi:
     def log_metrics(self, run_id: str, metrics: Sequence[Metric]) -> None:
         """Record up to 1000 metrics."""
         values = [
-            {"key": metric.name, "value": _number(metric.value), "timestamp": metric.timestamp, "step": metric.step}
+            {
+                "key": metric.name,
+                "value": named_number(metric.value),
+                "timestamp": metric.timestamp,
+                "step": metric.step,
+            }
             for metric in metrics
         ]
         self._call("POST", "runs/log-batch", json={"run_id": run_id, "metrics": values})
@@ -183,13 +188,6 @@ def _failure(answer: httpx.Response) -> Later | Refused | None:
     if answer.status_code in (401, 403, 404, 408, 429) or answer.status_code >= 500:
         return Later(reason)
     return Refused(reason)
-
-
-def _number(value: float) -> float | str:
-    """The value in protobuf's JSON encoding."""
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def _pairs(values: Mapping[str, str]) -> list[JsonValue]:
