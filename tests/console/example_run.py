@@ -156,6 +156,7 @@ def rollout(
         prompt_messages=[Message(role="user", content=text)],
         turns=turns,
         reward=None if fails else Reward(score=float(right), components={"correct": float(right)}),
+        offered_tools=["add"],
         tool_rewards=[0.0],
         num_turns=4,
         stop_reason=StopReason.ERROR if fails else StopReason.ANSWERED,

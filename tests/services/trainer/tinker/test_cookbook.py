@@ -118,7 +118,7 @@ def url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
     WeightStore(policy_url(store, TEACHER)).publish(1, TEACHER, folder / TEACHER, ANY_PROOF)
     rollout = rollout_app(RolloutSettings(model_path=folder / MODEL, weights_url=store, device="cpu"))
     with served_in_thread(rollout) as rollout_url:
-        settings = TrainerSettings(outputs_dir=str(outputs), weights_url=store, rollout_url=rollout_url)
+        settings = TrainerSettings(outputs_dir=str(outputs), weights_url=store, rollout_url=rollout_url, max_runs=3)
         with served_in_thread(trainer_app(settings)) as trainer_url:
             yield trainer_url
 
