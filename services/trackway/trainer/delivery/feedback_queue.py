@@ -224,7 +224,7 @@ class QueuedFeedback:
 
 def _read(path: Path) -> tuple[list[Assessment], int]:
     """The file's assessments, and the number of values in unreadable lines."""
-    lines = path.read_text(errors="replace").splitlines()
+    lines = path.read_bytes().splitlines()
     assessments: list[Assessment] = []
     for line in lines:
         try:

@@ -89,6 +89,13 @@ def test_a_folder_that_cannot_be_written_is_counted_and_not_raised(folder: Path)
     assert queue.take_dropped() == 2
 
 
+def test_a_text_with_a_line_separator_is_sent(folder: Path):
+    queue, text = FeedbackQueue(folder), Assessment("4" * 32, "4" * 16, {"note": "first\u2028second"})
+    queue.push([text])
+
+    assert sent_by(queue) == [[text]]
+
+
 def test_a_damaged_line_is_lost_alone(folder: Path):
     queue = FeedbackQueue(folder)
     queue.push([FIRST, SECOND])
