@@ -69,7 +69,7 @@ class DataConfig(Section):
     enable_thinking_key: str = "enable_thinking"
     """Supervised training: column of the chat template's variable `enable_thinking`. It may be missing."""
     enable_thinking_default: bool | None = None
-    """That variable where a row has none. Null leaves it to the template."""
+    """The variable's value for rows without that column. Null leaves it to the template."""
     max_length: int = Field(default=1024, ge=2)
     """Supervised training: most tokens of a row. A longer row is an error, or cut on the side of `truncation`."""
 

@@ -1,4 +1,4 @@
-"""What every run in progress has: its steps, its waits, its disk, its checkpoints and its rows."""
+"""The base of a run in progress: its steps, waits, disk, checkpoints and rows."""
 
 import asyncio
 import contextlib
