@@ -232,7 +232,7 @@ class OracleCall(Policy):
         self.known[replica] -= self.seconds(call.prompt, call.output)
 
     def seconds(self, prompt: int, output: int) -> float:
-        """What a generation adds to the steps in which it takes part."""
+        """Work that a generation adds to the steps in which it takes part."""
         costs = self.engines[0].hardware.costs
         return output * (costs.decoded + costs.read * (prompt + output / 2))
 

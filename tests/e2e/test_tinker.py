@@ -58,7 +58,7 @@ def test_the_sdk_trains_and_samples_while_the_service_is_killed(deployment: Depl
 
 
 def looped(url: str, interfere: Callable[[str], None]) -> dict[str, Any]:
-    """What the loop of `tinker_loop` got. `interfere` is called at each of its places."""
+    """Return the results of the loop of `tinker_loop`. `interfere` is called at each of its places."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.e2e.tinker_loop", url, f"tml-{OPERATOR}"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as program:
         assert program.stdin is not None and program.stdout is not None

@@ -71,7 +71,7 @@ def test_a_trajectory_that_ended_counts_no_more() -> None:
 
 @pytest.mark.parametrize(("length", "moved"), [(375, 8), (3750, 4), (37_500, 0)])
 def test_a_new_replica_gets_what_a_move_pays_for(length: int, moved: int) -> None:
-    """Of 20 trajectories. Computing the prompt again costs 1, 10 or 100 trajectories."""
+    """20 trajectories. Computing the prompt again costs 1, 10 or 100 trajectories."""
     chosen, names = TrajectoryRouting(), [str(n) for n in range(20)]
     for name in names:
         chosen.place(name, "group", 10, ["a"])

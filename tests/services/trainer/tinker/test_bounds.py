@@ -1,4 +1,4 @@
-"""What a session that runs for long keeps: no more than its models' newest state, its checkpoints and what is open."""
+"""A session that runs for long keeps no more than its models' newest state, its checkpoints and what is open."""
 
 import json
 from collections.abc import Iterator
