@@ -1,7 +1,7 @@
 """A step of `examples/tinker/rl_loop.py` beside a step of the fit loop: wall seconds and CPU seconds.
 
-    .venv/bin/python benchmarks/tinker.py
-    .venv/bin/python benchmarks/tinker.py --rounds 5 --steps 15 --json
+    .venv/bin/python benchmarks/tinker_step.py
+    .venv/bin/python benchmarks/tinker_step.py --rounds 5 --steps 15 --json
 
 Both train an adapter of rank 32 of the demo's model on 12 prompts x 8 trajectories of two turns with the calculator, in
 turn on one deployment that is started and stopped here. The example runs unmodified. Warm-up steps are not counted.
