@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,18 @@ from pydantic import JsonValue
 
 from trackway.clients.weights import WeightStore
 from trackway.trainer.config import RunConfig, compose, resolve
+from trackway.trainer.config.algorithm import AlgorithmConfig, KlControlConfig
 from trackway.trainer.config.critic import CriticOptimConfig
 from trackway.trainer.config.distillation import DistillationLossConfig
 from trackway.trainer.config.policy import (
     CheckpointContents,
+    FSDPConfig,
+    MixedPrecisionConfig,
+    PolicyLossConfig,
+    RefOffloadConfig,
     ShardingConfig,
 )
+from trackway.trainer.config.rollout_correction import RolloutCorrectionConfig
 from trackway.trainer.config.section import Section
 from trackway.trainer.learner.config import CriticSettings, LearnerConfig, LoraSettings, PolicySettings
 from trackway.trainer.learner.ranks.balance import PassLimit
@@ -75,14 +82,36 @@ def retries(**changed: object) -> Fields:
     }
 
 
-CORRECTED: Fields = {"learner.uses_weights": True}
+CORRECTED: Fields = {f"learner.{CORRECTION}.rollout_is": "token", "learner.uses_weights": True}
 """What a run sets whose rollouts may be of older weights."""
 
 BYPASSED: Fields = {
     "learner.recompute_old_logprobs": False,
     "learner.loss_mode": "bypass_mode",
+    f"learner.{CORRECTION}.bypass_mode": True,
 }
 """What `bypass_mode` changes."""
+
+SECTIONS = ("kl_ctrl", "filter_groups", "rollout_correction")
+READ_AS_GIVEN = (
+    "model.use_remove_padding",
+    "model.enable_gradient_checkpointing",
+    "model.use_fused_kernels",
+    *(f"actor.optim.{name}" for name in ("lr", "betas", "weight_decay", "lr_scheduler_type", "min_lr_ratio")),
+    *(f"actor.optim.{name}" for name in ("num_cycles", "zero_indexed_step")),
+    *(f"actor.fsdp_config.{name}" for name in FSDPConfig.model_fields),
+    *(f"actor.checkpoint.{name}" for name in CheckpointContents.model_fields),
+    *(f"actor.{name}" for name in ("ppo_epochs", "shuffle", "clip_ratio_c", "loss_agg_mode", "entropy_coeff")),
+    *(f"actor.{name}" for name in ("use_kl_loss", "kl_loss_coef", "kl_loss_type", "tau_pos", "tau_neg")),
+    "actor.calculate_sum_pi_squared",
+    *(f"actor.policy_loss.{name}" for name in PolicyLossConfig.model_fields),
+    *(f"ref.fsdp_config.{name}" for name in RefOffloadConfig.model_fields),
+    "rollout.temperature",
+    *(f"algorithm.{name}" for name in AlgorithmConfig.model_fields if name not in SECTIONS),
+    *(f"algorithm.kl_ctrl.{name}" for name in KlControlConfig.model_fields),
+    *(f"algorithm.rollout_correction.{name}" for name in RolloutCorrectionConfig.model_fields),
+)
+"""Keys that the learner reads from their sections; the properties of LearnerConfig are the others."""
 
 KEYS: dict[str, tuple[JsonValue, Fields]] = {
     "data.max_prompt_length": (
@@ -113,7 +142,10 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     "data.val_batch_size": (7, {"validation_policy.max_inflight": 7}),
     "trackway.staleness_strategy": ("drop", {"pacing.drop": True}),
     f"{MODEL}.path": ("m", {"learner.model_path": "m"}),
+    f"{MODEL}.use_remove_padding": (False, {"learner.model.use_remove_padding": False}),
+    f"{MODEL}.enable_gradient_checkpointing": (False, {"learner.model.enable_gradient_checkpointing": False}),
     f"{MODEL}.override_config.max_position_embeddings": (4321, {"learner.max_positions": 4321}),
+    f"{MODEL}.use_fused_kernels": (True, {"learner.model.use_fused_kernels": True}),
     f"{MODEL}.lora_rank": (
         8,
         {"learner.lora": LoraSettings(8, 16, "all-linear", None, 42), "learner.publishes_adapter": True},
@@ -122,34 +154,60 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     f"{MODEL}.lora_alpha": (32, {}),
     f"{MODEL}.target_modules": (["q_proj"], {}),
     f"{MODEL}.exclude_modules": ("k_proj", {}),
+    f"{ACTOR}.optim.lr": (0.5, {"learner.actor.optim.lr": 0.5}),
+    f"{ACTOR}.optim.betas": ([0.1, 0.2], {"learner.actor.optim.betas": (0.1, 0.2)}),
+    f"{ACTOR}.optim.weight_decay": (3.0, {"learner.actor.optim.weight_decay": 3.0}),
     f"{ACTOR}.optim.lr_warmup_steps": (3, {"learner.lr_warmup_steps": 3}),
     f"{ACTOR}.optim.lr_warmup_steps_ratio": (0.15, {"learner.lr_warmup_steps": 6}),
+    f"{ACTOR}.optim.lr_scheduler_type": ("cosine", {"learner.actor.optim.lr_scheduler_type": "cosine"}),
+    f"{ACTOR}.optim.num_cycles": (1.5, {"learner.actor.optim.num_cycles": 1.5}),
+    f"{ACTOR}.optim.zero_indexed_step": (False, {"learner.actor.optim.zero_indexed_step": False}),
+    f"{ACTOR}.optim.min_lr_ratio": (0.25, {"learner.actor.optim.min_lr_ratio": 0.25}),
     f"{ACTOR}.optim.clip_grad": (4.0, {"learner.clip_grad": 4.0}),
     f"{ACTOR}.grad_clip": (5.0, {"learner.clip_grad": 5.0}),
+    f"{ACTOR}.fsdp_config.param_offload": (True, {"learner.actor.fsdp_config.param_offload": True}),
+    f"{ACTOR}.fsdp_config.optimizer_offload": (True, {"learner.actor.fsdp_config.optimizer_offload": True}),
+    f"{ACTOR}.fsdp_config.offload_policy": (True, {"learner.actor.fsdp_config.offload_policy": True}),
+    f"{ACTOR}.fsdp_config.reshard_after_forward": (False, {"learner.actor.fsdp_config.reshard_after_forward": False}),
+    **{
+        f"{section}.fsdp_config.mixed_precision.param_dtype": (
+            "fp32",
+            {f"learner.{name}.fsdp_config.mixed_precision": MixedPrecisionConfig(param_dtype="fp32")},
+        )
+        for section, name in ((ACTOR, "actor"), (REF, "ref"))
+    },
+    f"{ACTOR}.fsdp_config.fsdp_size": (2, {"learner.actor.fsdp_config.fsdp_size": 2}),
+    f"{ACTOR}.fsdp_config.forward_prefetch": (True, {"learner.actor.fsdp_config.forward_prefetch": True}),
+    f"{ACTOR}.fsdp_config.entropy_from_logits_chunk_size": (
+        64,
+        {"learner.actor.fsdp_config.entropy_from_logits_chunk_size": 64},
+    ),
     f"{ACTOR}.use_torch_compile": (True, {"learner.compiles_entropy": True}),
     f"{ACTOR}.fsdp_config.use_torch_compile": (
         True,
-        {"learner.compiles_entropy": True},
+        {"learner.actor.fsdp_config.use_torch_compile": True, "learner.compiles_entropy": True},
     ),
     f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": (
         2,
-        {"learner.sequence_parallel_size": 2},
+        {"learner.actor.fsdp_config.ulysses_sequence_parallel_size": 2, "learner.sequence_parallel_size": 2},
     ),
     f"{ACTOR}.ulysses_sequence_parallel_size": (4, {"learner.sequence_parallel_size": 4}),
+    f"{ACTOR}.fsdp_config.dtype": ("float32", {"learner.actor.fsdp_config.dtype": "float32"}),
     **{
         f"{section}.fsdp_config.model_dtype": (
             "bf16",
-            {"learner.dtype": "bfloat16"},
+            {f"learner.{name}.fsdp_config.model_dtype": "bf16", "learner.dtype": "bfloat16"},
         )
-        for section in (ACTOR, REF)
+        for section, name in ((ACTOR, "actor"), (REF, "ref"))
     },
     **{
         f"{section}.fsdp_config.full_determinism": (
             True,
-            {"learner.is_deterministic": True},
+            {f"learner.{name}.fsdp_config.full_determinism": True, "learner.is_deterministic": True},
         )
-        for section in (ACTOR, REF)
+        for section, name in ((ACTOR, "actor"), (REF, "ref"))
     },
+    f"{ACTOR}.fsdp_config.seed": (7, {"learner.actor.fsdp_config.seed": 7}),
     f"{ACTOR}.use_dynamic_bsz": (True, fills(16384)),
     f"{ACTOR}.ppo_max_token_len_per_gpu": (4096, {}),
     f"{ROLLOUT}.log_prob_use_dynamic_bsz": (
@@ -161,18 +219,35 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     f"{REF}.log_prob_max_token_len_per_gpu": (4096, {}),
     f"{ACTOR}.ppo_mini_batch_size": (32, {"learner.mini_batch_size": 32, **passes(32)}),
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": (4, passes(4)),
+    f"{ACTOR}.ppo_epochs": (6, {"learner.actor.ppo_epochs": 6}),
+    f"{ACTOR}.shuffle": (True, {"learner.actor.shuffle": True}),
     f"{ACTOR}.data_loader_seed": (6, {"learner.shuffle_seed": 6}),
     f"{ACTOR}.clip_ratio": (0.1, {"learner.clip_range": (0.1, 0.1)}),
     f"{ACTOR}.clip_ratio_low": (0.3, {"learner.clip_range": (0.3, 0.2)}),
     f"{ACTOR}.clip_ratio_high": (0.4, {"learner.clip_range": (0.2, 0.4)}),
+    f"{ACTOR}.clip_ratio_c": (7.0, {"learner.actor.clip_ratio_c": 7.0}),
+    f"{ACTOR}.policy_loss.dro_beta": (0.4, {"learner.actor.policy_loss.dro_beta": 0.4}),
+    **{
+        f"{ACTOR}.policy_loss.{name}": (value, {f"learner.actor.policy_loss.{name}": value})
+        for name, value in (
+            *(("clip_cov_ratio", 0.5), ("clip_cov_lb", 0.25), ("clip_cov_ub", 7.0)),
+            *(("kl_cov_ratio", 0.75), ("ppo_kl_coef", 0.3)),
+        )
+    },
+    f"{ACTOR}.tau_pos": (1.5, {"learner.actor.tau_pos": 1.5}),
+    f"{ACTOR}.tau_neg": (2.5, {"learner.actor.tau_neg": 2.5}),
+    f"{ACTOR}.loss_agg_mode": ("token-sum", {"learner.actor.loss_agg_mode": "token-sum"}),
     f"{ACTOR}.loss_scale_factor": (8.0, {"learner.loss_scale_factor": 8.0}),
-    f"{ACTOR}.entropy_coeff": (0.9, {"learner.trains_entropy": True}),
+    f"{ACTOR}.entropy_coeff": (0.9, {"learner.actor.entropy_coeff": 0.9, "learner.trains_entropy": True}),
     f"{ACTOR}.calculate_sum_pi_squared": (
         True,
-        {"learner.measures_distribution": True},
+        {"learner.actor.calculate_sum_pi_squared": True, "learner.measures_distribution": True},
     ),
-    f"{ACTOR}.use_kl_loss": (True, {"learner.uses_reference": True}),
+    f"{ACTOR}.use_kl_loss": (True, {"learner.actor.use_kl_loss": True, "learner.uses_reference": True}),
+    f"{ACTOR}.kl_loss_coef": (0.6, {"learner.actor.kl_loss_coef": 0.6}),
+    f"{ACTOR}.kl_loss_type": ("k1", {"learner.actor.kl_loss_type": "k1"}),
     f"{REF}.log_prob_micro_batch_size_per_gpu": (9, {"learner.ref_micro_batch_size": 9}),
+    f"{REF}.fsdp_config.param_offload": (True, {"learner.ref.fsdp_config.param_offload": True}),
     f"{ROLLOUT}.n": (
         8,
         {
@@ -186,7 +261,7 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
         10,
         {"learner.log_prob_micro_batch_size": 10, "learner.ref_micro_batch_size": 10},
     ),
-    f"{ROLLOUT}.temperature": (0.7, {"training.sampling.temperature": 0.7}),
+    f"{ROLLOUT}.temperature": (0.7, {"learner.rollout.temperature": 0.7, "training.sampling.temperature": 0.7}),
     f"{ROLLOUT}.top_p": (0.8, {"training.sampling.top_p": 0.8}),
     f"{ROLLOUT}.top_k": (11, {"training.sampling.top_k": 11}),
     f"{ROLLOUT}.seed": (8, asks(sampling__seed=8)),
@@ -213,17 +288,30 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     f"{ROLLOUT}.multi_stage_wake_up": (False, {"sharing.staged": False}),
     "algorithm.adv_estimator": (
         "optimal_token_baseline",
-        {"learner.measures_distribution": True},
+        {"learner.algorithm.adv_estimator": "optimal_token_baseline", "learner.measures_distribution": True},
     ),
+    "algorithm.norm_adv_by_std_in_grpo": (False, {"learner.algorithm.norm_adv_by_std_in_grpo": False}),
+    "algorithm.gamma": (0.5, {"learner.algorithm.gamma": 0.5}),
+    "algorithm.lam": (0.5, {"learner.algorithm.lam": 0.5}),
+    "algorithm.gdpo_reward_keys": (["acc"], {"learner.algorithm.gdpo_reward_keys": ["acc"]}),
+    "algorithm.gdpo_reward_weights": ([2.0], {"learner.algorithm.gdpo_reward_weights": [2.0]}),
     "algorithm.use_kl_in_reward": (
         True,
-        {"learner.uses_reference": True},
+        {"learner.algorithm.use_kl_in_reward": True, "learner.uses_reference": True},
     ),
     "algorithm.filter_groups.enable": (
         True,
         {"filter.metric": "reward", "filter.at_once": 1, "filter.max_prompts": None},
     ),
-    f"{CORRECTION}.rollout_is": ("token", {"learner.uses_weights": True}),
+    "algorithm.kl_penalty": ("k3", {"learner.algorithm.kl_penalty": "k3"}),
+    "algorithm.kl_ctrl.type": ("adaptive", {"learner.algorithm.kl_ctrl.type": "adaptive"}),
+    "algorithm.kl_ctrl.kl_coef": (0.5, {"learner.algorithm.kl_ctrl.kl_coef": 0.5}),
+    "algorithm.kl_ctrl.horizon": (7, {"learner.algorithm.kl_ctrl.horizon": 7}),
+    "algorithm.kl_ctrl.target_kl": (0.3, {"learner.algorithm.kl_ctrl.target_kl": 0.3}),
+    f"{CORRECTION}.rollout_is": ("token", {f"learner.{CORRECTION}.rollout_is": "token", "learner.uses_weights": True}),
+    f"{CORRECTION}.rollout_is_threshold": ("0.5_5.0", {f"learner.{CORRECTION}.rollout_is_threshold": "0.5_5.0"}),
+    f"{CORRECTION}.rollout_is_batch_normalize": (True, {f"learner.{CORRECTION}.rollout_is_batch_normalize": True}),
+    f"{CORRECTION}.rollout_rs_threshold": ("0.9_2.0", {f"learner.{CORRECTION}.rollout_rs_threshold": "0.9_2.0"}),
     f"{CORRECTION}.bypass_mode": (
         True,
         {**BYPASSED},
@@ -239,6 +327,11 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     "trainer.val_only": (True, {"plan.total_steps": 0}),
     "trainer.max_actor_ckpt_to_keep": (20, {"plan.keep_checkpoints": 20}),
     "trainer.default_hdfs_dir": ("s3://b/copies/", {"plan.copies_url": "s3://b/copies"}),
+    f"{ACTOR}.checkpoint.save_contents": (
+        ["model", "extra"],
+        {"learner.actor.checkpoint.save_contents": ("model", "extra")},
+    ),
+    f"{ACTOR}.checkpoint.load_contents": (["model"], {"learner.actor.checkpoint.load_contents": ("model",)}),
     f"{ACTOR}.checkpoint.async_save": (False, {"plan.async_save": False}),
     "trainer.nnodes": (2, {}),
     "trackway.seed": (5, {"learner.seed": 5, "learner.shuffle_seed": 5, "plan.seed": 5, **asks(sampling__seed=5)}),
@@ -284,7 +377,7 @@ VALUE_MODEL = CriticSettings(
     loss_scale_factor=512.0,
 )
 """Of a run with `adv_estimator=gae` and no key of `critic`."""
-GAE: Fields = {}
+GAE: Fields = {"learner.algorithm.adv_estimator": "gae"}
 
 TAUGHT: Keys = {"distillation.enabled": True, "distillation.teacher_models.teacher_model.model_path": "teacher"}
 TOGETHER: list[tuple[Keys, Fields]] = [
@@ -365,6 +458,8 @@ TOGETHER: list[tuple[Keys, Fields]] = [
     (
         {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": "full"},
         {
+            "learner.actor.use_kl_loss": True,
+            "learner.actor.kl_loss_type": "full",
             "learner.uses_reference": True,
             "learner.uses_full_kl": True,
         },
@@ -406,7 +501,11 @@ TOGETHER: list[tuple[Keys, Fields]] = [
     ({"trainer.val_before_train": False, "trainer.val_only": True}, {"plan.total_steps": 0}),
     (
         {f"{ACTOR}.policy_loss.loss_mode": "gspo"},
-        {"learner.loss_mode": "gspo"},
+        {"learner.actor.policy_loss.loss_mode": "gspo", "learner.loss_mode": "gspo"},
+    ),
+    (
+        {f"{CORRECTION}.rollout_rs": "token_k2", f"{CORRECTION}.rollout_rs_threshold": 3.0},
+        {f"learner.{CORRECTION}.rollout_rs": "token_k2", f"learner.{CORRECTION}.rollout_rs_threshold": 3.0},
     ),
     (
         {
@@ -417,26 +516,28 @@ TOGETHER: list[tuple[Keys, Fields]] = [
         {
             **BYPASSED,
             "learner.uses_weights": True,
+            f"learner.{CORRECTION}.loss_type": "reinforce",
+            f"learner.{CORRECTION}.rollout_is": "token",
         },
     ),
     (
         {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.loss_type": "reinforce"},
         {
             **BYPASSED,
+            f"learner.{CORRECTION}.loss_type": "reinforce",
         },
     ),
     (
         {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.rollout_is": "token"},
         {
             **BYPASSED,
+            f"learner.{CORRECTION}.rollout_is": "token",
         },
     ),
     ({"trackway.device": "cuda", "trackway.dtype": "float32"}, {"learner.device": "cuda"}),
     (
         {"trackway.device": "cuda", f"{ACTOR}.fsdp_config.dtype": "fp32"},
-        {
-            "learner.device": "cuda",
-        },
+        {"learner.device": "cuda", "learner.actor.fsdp_config.dtype": "fp32"},
     ),
     ({"trackway.max_inflight_groups": 22, "data.val_batch_size": 99}, retries(max_inflight=22)),
     (
@@ -503,6 +604,8 @@ def _learner_fields(learner: LearnerConfig) -> Iterator[tuple[str, object]]:
     for name, value in vars(LearnerConfig).items():
         if isinstance(value, property):
             yield name, getattr(learner, name)
+    for name in READ_AS_GIVEN:
+        yield name, attrgetter(name)(learner)
 
 
 def _template_fields(template: GroupTemplate) -> Iterator[tuple[str, object]]:
@@ -645,15 +748,6 @@ def test_every_field_is_reached_by_a_key_or_is_the_same_in_every_run():
 
     assert set(reached(resolve({}))) - by_key == NOT_BY_KEY
     assert by_key & NOT_BY_KEY == set()
-
-
-def test_the_learner_reads_the_sections_of_its_policy_as_they_are():
-    config = resolve({**GIVEN})
-    learner, policy = learner_config(config, STEPS), config.actor_rollout_ref
-
-    sections = ((learner.model, policy.model), (learner.actor, policy.actor), (learner.ref, policy.ref))
-    assert all(given is section for given, section in (*sections, (learner.rollout, policy.rollout)))
-    assert learner.algorithm == config.algorithm.with_values({"rollout_correction": config.correction})
 
 
 def test_the_keys_say_the_same_on_a_command_line():
