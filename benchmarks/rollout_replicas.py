@@ -126,7 +126,8 @@ def show(deployment: Deployment, replicas: int, each: int, name: str, by_group: 
 async def load(url: str, at_once: int, routing: TrajectoryRouting | None) -> Seen:
     """Trajectories one after the other on each of `at_once` lines; the last ones are let finish."""
     policy = CallPolicy(max_in_flight=at_once)
-    client, seen = RolloutClient(url, policy=policy, direct=True, routing=routing), Seen()
+    client, seen = RolloutClient(url, policy=policy, direct=True), Seen()
+    client.routing = routing
 
     async def line() -> None:
         while seen.elapsed < WARM_S + WINDOW_S:

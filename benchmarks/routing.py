@@ -108,7 +108,7 @@ class Workload:
 
 
 class Policy:
-    """Chooses the replica of each call. The base is told what ends."""
+    """Chooses the replica of each call."""
 
     def __init__(self, engines: list[Engine], seed: int) -> None:
         self.engines = engines

@@ -194,8 +194,8 @@ def test_turns_of_a_session_meet_the_same_replica(simulated: Deployment, direct:
 
 def test_trajectories_stay_until_their_replica_dies_and_start_on_its_replacement(simulated: Deployment) -> None:
     pids = {replica.health.replica: replica.health.pid for replica in status.scale(simulated, NAME, 2)}
-    routing = TrajectoryRouting()
-    client = RolloutClient(f"{simulated.base_url}/{NAME}", policy=CallPolicy(attempts=8), direct=True, routing=routing)
+    client = RolloutClient(f"{simulated.base_url}/{NAME}", policy=CallPolicy(attempts=8), direct=True)
+    client.routing = TrajectoryRouting()
     body = GenerateRequest(token_ids=[5, 6, 7] * 10, sampling_params=SamplingParams(max_tokens=3))
 
     async def turn(trajectory: str) -> str:

@@ -23,7 +23,7 @@ def at(step: int, place: str) -> None:
 def data_of(trainer: tinker.TrainingClient, drawn: list[tuple[types.ModelInput, Any]]) -> list[types.Datum]:
     """The data of drawn sequences. The advantage is 1 for an even last token, else -1.
 
-    The old logprobs are the trainer's: those of samples are rounded by what shares their batch.
+    The old logprobs come from the trainer. A sample's logprobs depend, by rounding, on the other samples of its batch.
     """
     data = []
     for prompt, sequence in drawn:

@@ -1,4 +1,4 @@
-"""verl's SFT trainer: every key is honoured, ignored with a reason, or refused, and its defaults are those of `sft`."""
+"""verl's SFT trainer: every key is honoured, ignored with a reason, or refused, and `sft` has the same defaults."""
 
 from pathlib import Path
 

@@ -7,6 +7,7 @@ import ssl
 import weakref
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import lru_cache
@@ -252,6 +253,10 @@ def run(work: Coroutine[object, object, T]) -> T:
     return _run_beside(main())
 
 
+_START_S = 5.0
+"""Longest wait for a thread to begin its work."""
+
+
 def _run_beside(work: Coroutine[object, object, T]) -> T:
     """Do `asyncio.run` in a thread with this context. Ctrl-C cancels the work, and is raised once that has ended."""
     started: Future[asyncio.Task[T]] = Future()
@@ -261,10 +266,10 @@ def _run_beside(work: Coroutine[object, object, T]) -> T:
         return await work
 
     with ThreadPoolExecutor(1, "trackway-run") as thread:
-        result = thread.submit(copy_context().run, asyncio.run, main())
         try:
-            return result.result()
+            return thread.submit(copy_context().run, asyncio.run, main()).result()
         except KeyboardInterrupt:
-            running = started.result()
-            running.get_loop().call_soon_threadsafe(running.cancel)
+            with suppress(TimeoutError):  # interrupted before the thread began
+                running = started.result(_START_S)
+                running.get_loop().call_soon_threadsafe(running.cancel)
             raise

@@ -4,10 +4,9 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from functools import cached_property
 
-import httpx
-from pydantic import SecretStr, ValidationError
+from pydantic import ValidationError
 
-from trackway.clients.base import CallPolicy, ServiceClient
+from trackway.clients.base import ServiceClient
 from trackway.clients.batches import Batches
 from trackway.clients.deadline import Deadline
 from trackway.clients.failures import incident_of, reason_of
@@ -33,25 +32,11 @@ _NO_SUCH_ROUTE = (ErrorCode.NOT_FOUND, ErrorCode.INVALID_REQUEST)
 
 
 class RolloutClient(ServiceClient):
-    """Token ids in, token ids and logprobs out. Every method raises TrackwayError.
-
-    routing: chooses the replica of each trajectory when calls go to replicas directly; without it the session does.
-    """
+    """Token ids in, token ids and logprobs out. Every method raises TrackwayError."""
 
     service = "rollout"
-
-    def __init__(
-        self,
-        base_url: str,
-        http: httpx.AsyncClient | None = None,
-        policy: CallPolicy | None = None,
-        token: SecretStr | None = None,
-        direct: bool = False,
-        batches: bool = False,
-        routing: TrajectoryRouting | None = None,
-    ) -> None:
-        super().__init__(base_url, http, policy, token, direct, batches)
-        self._routing = routing
+    routing: TrajectoryRouting | None = None
+    """Chooses the replica of each trajectory when calls go to replicas directly. Without it the session does."""
 
     @cached_property
     def _generations(self) -> Batches[GenerateRequest, GenerateReply] | None:
@@ -91,19 +76,19 @@ class RolloutClient(ServiceClient):
     @property
     def moved(self) -> int:
         """Turns on another replica than their trajectory's turn before, since the start."""
-        return self._routing.moved if self._routing is not None else 0
+        return self.routing.moved if self.routing is not None else 0
 
     def release(self, trajectory: str) -> None:
         """Say that a trajectory has ended, so that its replica counts as having one fewer."""
-        if self._routing is not None:
-            self._routing.release(trajectory)
+        if self.routing is not None:
+            self.routing.release(trajectory)
 
     async def _replica(self, request: GenerateRequest, session_id: str | None, trajectory: str | None) -> str | None:
         """The replica that the routing chooses. None without routing, and when only the proxy can be reached."""
-        if self._routing is None or self._routes is None or session_id is None or trajectory is None:
+        if self.routing is None or self._routes is None or session_id is None or trajectory is None:
             return None
         listed = [address.replica for address in await self._routes.addresses(session_id, None)]
-        return self._routing.place(trajectory, session_id, len(request.token_ids), listed) if listed else None
+        return self.routing.place(trajectory, session_id, len(request.token_ids), listed) if listed else None
 
     async def stream_generation(
         self,

@@ -24,7 +24,7 @@ MAX_TRAJECTORIES = 65_536
 @dataclass
 class _Group:
     prompt_tokens: int
-    """Tokens that its trajectories share: those of its shortest prompt so far."""
+    """Length of the prompt that its trajectories share, taken from the shortest prompt so far."""
     replicas: set[str] = field(default_factory=set[str])
     """Replicas that computed them."""
 
@@ -33,7 +33,7 @@ class TrajectoryRouting:
     """Chooses a replica for each turn of each trajectory of one client. Pure: no I/O, no clock, no randomness."""
 
     def __init__(self) -> None:
-        self._homes: OrderedDict[str, str] = OrderedDict()
+        self._replicas: OrderedDict[str, str] = OrderedDict()
         self._trajectories: Counter[str] = Counter()
         self._groups: OrderedDict[str, _Group] = OrderedDict()
         self.moved = 0
@@ -51,35 +51,35 @@ class TrajectoryRouting:
         shared = self._groups.setdefault(group, _Group(prompt_tokens))
         self._groups.move_to_end(group)
         shared.prompt_tokens = min(shared.prompt_tokens, prompt_tokens)
-        home = self._homes.get(trajectory)
+        current = self._replicas.get(trajectory)
         self.release(trajectory)
-        stays = home in replicas
+        stays = current in replicas
 
         def cost(replica: str) -> float:
             living = self._trajectories[replica]
-            if replica == home:
+            if replica == current:
                 return living
             missing = prompt_tokens - (shared.prompt_tokens if replica in shared.replicas else 0)
             return living * MOVE_MARGIN + missing / MOVE_TOKENS if stays else living + missing / START_TOKENS
 
         best = min(replicas, key=cost)
-        self.moved += home not in (None, best)
+        self.moved += current not in (None, best)
         shared.replicas.add(best)
-        self._homes[trajectory] = best
+        self._replicas[trajectory] = best
         self._trajectories[best] += 1
         self._bound()
         return best
 
     def release(self, trajectory: str) -> None:
         """Count a trajectory no longer: it has ended. An unknown one is ignored."""
-        home = self._homes.pop(trajectory, None)
-        if home is not None:
-            self._trajectories[home] -= 1
-            if not self._trajectories[home]:
-                del self._trajectories[home]
+        current = self._replicas.pop(trajectory, None)
+        if current is not None:
+            self._trajectories[current] -= 1
+            if not self._trajectories[current]:
+                del self._trajectories[current]
 
     def _bound(self) -> None:
-        while len(self._homes) > MAX_TRAJECTORIES:
-            self.release(next(iter(self._homes)))
+        while len(self._replicas) > MAX_TRAJECTORIES:
+            self.release(next(iter(self._replicas)))
         while len(self._groups) > MAX_GROUPS:
             self._groups.popitem(last=False)

@@ -37,7 +37,7 @@ def inject(headers: dict[str, str]) -> None:
 def extracted(headers: Mapping[str, str]) -> AbstractContextManager[None]:
     """Continue the trace in the headers. Without one, nothing inside is traced."""
     incoming = _with_baggage(headers.get("baggage", ""))
-    if (traceparent := headers.get("traceparent")) is not None:
+    if traceparent := headers.get("traceparent"):
         carried = {"traceparent": traceparent, "tracestate": headers.get("tracestate", "")}
         incoming = _TRACE.extract(carried, context=incoming)
     return _Attached(incoming)

@@ -50,10 +50,9 @@ class AgentContext:
         direct = settings.direct and http is None
         batches = http is None  # httpx's transport in one process holds a stream back until it has ended
         tools = ToolsClient(settings.url("tools"), http, settings.tools_policy, settings.token, direct)
-        routing = TrajectoryRouting() if settings.rollout_routing == "trajectory" else None
-        rollout = RolloutClient(
-            settings.url("rollout"), http, settings.rollout_policy, settings.token, direct, batches, routing
-        )
+        rollout = RolloutClient(settings.url("rollout"), http, settings.rollout_policy, settings.token, direct, batches)
+        if settings.rollout_routing == "trajectory":
+            rollout.routing = TrajectoryRouting()
         return cls(
             settings=settings,
             rollout=rollout,

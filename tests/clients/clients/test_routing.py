@@ -108,5 +108,5 @@ def test_memory_is_bounded_and_what_is_forgotten_counts_no_more(monkeypatch: pyt
     monkeypatch.setattr(routing, "MAX_GROUPS", 2)
     chosen = TrajectoryRouting()
     assert started(chosen, "1234", AB) == ["a", "b", "a", "a"]
-    assert (len(chosen._homes), len(chosen._groups), chosen._trajectories) == (2, 2, {"a": 2})
+    assert (len(chosen._replicas), len(chosen._groups), chosen._trajectories) == (2, 2, {"a": 2})
     assert chosen.place("5", "group of 1", PROMPT, ["b", "a"]) == "b"  # the group's replica is forgotten

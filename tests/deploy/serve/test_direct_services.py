@@ -96,7 +96,8 @@ async def test_a_full_rollout_replica_passes_generations_of_its_group_on_to_the_
 async def test_trajectories_of_a_group_share_replicas_and_stay_until_theirs_leaves() -> None:
     body = REQUEST.model_copy(update={"token_ids": [5] * 20})
     async with listed([rollout("aaaa", 8), rollout("bbbb", 8)], ["aaaa", "bbbb"]) as (url, _):
-        client = RolloutClient(url, direct=True, batches=True, routing=TrajectoryRouting())
+        client = RolloutClient(url, direct=True, batches=True)
+        client.routing = TrajectoryRouting()
 
         async def turn(trajectory: str) -> str:
             waits = Waits()

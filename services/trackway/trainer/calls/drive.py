@@ -133,7 +133,10 @@ class CallDriver:
         elif call.op == "optim_step":
             links, line.links = line.links, []
         try:
-            with extracted(_traced(call) if known is None else {}), call_span(call.op, links) as span:
+            with (
+                extracted({"traceparent": call.traceparent if known is None else ""}),
+                call_span(call.op, links) as span,
+            ):
                 span.inputs({"id": call.id, **call.arguments})
                 result = self._result(line, call, body)
                 if result.kind == "json":
@@ -291,10 +294,6 @@ class CallDriver:
             sink.log(row)
         self.step = row.step
         self._folder.update(step=row.step, metrics=self._folder.info().metrics | row.data)
-
-
-def _traced(call: TrainingCall) -> dict[str, str]:
-    return {"traceparent": call.traceparent} if call.traceparent else {}
 
 
 def _json(reply: dict[str, JsonValue]) -> Result:

@@ -4,11 +4,11 @@ The run's process writes them. The service reads them, and removes those that ar
 """
 
 import json
-from hashlib import sha256
 from pathlib import Path
 from typing import Literal, NamedTuple, cast, get_args
 
 from trackway.system import atomic_write, writing
+from trackway.trainer.calls.paths import digest_of
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 Kind = Literal["json", "protobuf", "error"]
@@ -59,7 +59,7 @@ class Results:
 
     def seq_ids(self, model_id: str) -> list[int]:
         """Return the sequence ids of a model's requests that have a result, in order."""
-        files = self._folder.glob(f"{_digest(model_id)}.*")
+        files = self._folder.glob(f"{digest_of(model_id)}.*")
         return sorted(int(file.suffix.removeprefix(".")) for file in files)
 
     def remove(self, id: str) -> None:
@@ -68,8 +68,4 @@ class Results:
 
     def _file(self, id: str) -> Path:
         model_id, _, seq_id = id.rpartition(":")
-        return self._folder / f"{_digest(model_id)}.{int(seq_id)}"
-
-
-def _digest(model_id: str) -> str:
-    return sha256(model_id.encode()).hexdigest()
+        return self._folder / f"{digest_of(model_id)}.{int(seq_id)}"

@@ -4,8 +4,8 @@
     assistant    what the model writes, with the token that ends its turn mask 1
     tool, user   what the template puts between two turns                 mask 0
 
-The ids are those of a rollout in which the model writes the assistant's messages (trackway.chat.tokens). Messages after
-the last of the assistant are left out, as nothing is trained on them.
+A rollout in which the model writes the assistant's messages has the same ids (trackway.chat.tokens). Messages after the
+assistant's last one are left out, because nothing trains on them.
 """
 
 import asyncio

@@ -232,5 +232,5 @@ class SessionIntake:
 
 
 def _is_over(info: RunInfo) -> bool:
-    """Return whether it takes no sessions any more. An interrupted run is resumed."""
+    """Return whether the run no longer accepts sessions. An interrupted run will be resumed, so it still does."""
     return info.state is RunState.FINISHED or (info.state in ENDED and not info.interrupted)

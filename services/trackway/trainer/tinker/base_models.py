@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from trackway.clients import Deadline, RolloutClient
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.rollout import ModelCard, ModelList
+from trackway.wire.rollout import BASE_POLICY, ModelCard, ModelList
 
 ANSWER_S = 10.0
 """Longest wait for the rollout service's answer."""
@@ -34,6 +34,10 @@ class BaseModelFacts(NamedTuple):
         parts, end = Path(self.root).parts, PurePath(name).parts
         is_same = PurePath(name).is_absolute() and Path(name).resolve() == Path(self.root).resolve()
         return is_same or name == self.policy or (bool(end) and parts[-len(end) :] == end)
+
+    def policy_of(self, name: str) -> str:
+        """Return the policy that a client's name stands for: the untrained model for the model's path or its end."""
+        return BASE_POLICY if self.is_named(name) and name != self.policy else name
 
 
 class BaseModels:

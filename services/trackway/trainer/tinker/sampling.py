@@ -100,7 +100,7 @@ class Draws:
 
     async def _drawn(self, record: SampleRecord) -> Result:
         try:
-            with extracted({"traceparent": record.traceparent} if record.traceparent else {}):
+            with extracted({"traceparent": record.traceparent}):
                 return Result("protobuf", await self._draw(record))
         except TrackwayError as error:
             category = "user" if error.status < 500 and not error.retryable else "server"

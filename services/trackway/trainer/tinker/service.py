@@ -31,7 +31,6 @@ from trackway.trainer.tinker.sessions import (
     new_session_id,
 )
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.rollout import BASE_POLICY
 from trackway.wire.tinker.replies import (
     FutureReply,
     SamplerReply,
@@ -167,9 +166,8 @@ class TinkerService:
                     f"expected a model in memory, got {model_id}, which was unloaded; create another from a checkpoint"
                 )
                 raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
-            if seq_id < model.settled and not session.log.has(
-                call.id
-            ):  # it was removed: only a repeated one is so late
+            # A request before the newest state that the log has not was removed from it, so this is a repeated one.
+            if seq_id < model.settled and not session.log.has(call.id):
                 return FutureReply(request_id=call.id, model_id=call.model_id)
             session.require_room(model, seq_id, len(body))
             reply = await self._append(session, call, body)
@@ -247,7 +245,7 @@ class TinkerService:
         if self.draws.known(id) is None:
             self.draws.require_room()
         seed, carried = request.sampling_params.seed, {"traceparent": _trace(session)}
-        with extracted(carried if carried["traceparent"] else {}), child_span("sample", SpanKind.OPERATION, {}) as span:
+        with extracted(carried), child_span("sample", SpanKind.OPERATION, {}) as span:
             span.inputs({"id": id, **request.model_dump(mode="json", include=_OF_SAMPLE)})
             if span.recording:
                 inject(carried)
@@ -264,8 +262,7 @@ class TinkerService:
     async def _weights_of(self, id: str) -> Weights:
         sampler, base = self._sampler(id), await self.bases.facts()
         if sampler.saved_by is None:
-            name = sampler.base_model
-            return Weights(BASE_POLICY if base.is_named(name) else name, 0, base.max_len)
+            return Weights(base.policy_of(sampler.base_model), 0, base.max_len)
         result = self.sessions.result(sampler.saved_by)
         if result is None:
             message = f"expected published weights, got request {sampler.saved_by} without a result; wait for it"

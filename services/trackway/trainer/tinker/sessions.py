@@ -338,10 +338,15 @@ class TinkerSession:
         return saved
 
     def expired(self) -> list[tuple[TrackedModel, str]]:
-        """Return the model and the name of the saved weights whose time is over."""
+        """Return the model and the name of the saved weights whose time is over. Weights to be saved yet are left out.
+
+        Forgets the time of weights that others have replaced.
+        """
         due = {id for id, end in self.record.expires.items() if end <= time.time()}
         saved = [(model, name, saved.call_id) for model in self.models.values() for name, saved in model.saved.items()]
-        return [(model, name) for model, name, id in saved if id in due]
+        for replaced in due - {id for *_, id in saved}:
+            del self.record.expires[replaced]
+        return [(model, name) for model, name, id in saved if id in due and self.results.written_at(id) is not None]
 
     @property
     def last_request_time(self) -> datetime:
@@ -458,10 +463,13 @@ class TinkerSessions:
 
     async def _delete_expired(self) -> None:
         for name in [name for name, due in self._due.items() if due <= time.time()]:
-            session = self.any(name)
+            try:
+                session = self.any(name)
+            except TrackwayError:
+                del self._due[name]  # its folder was removed
+                continue
             for model, weights in session.expired():
                 await self.delete(session, model, weights)
-            session.record.expires = {id: due for id, due in session.record.expires.items() if due > time.time()}
             self._note_due(session)
 
     def _note_due(self, session: TinkerSession) -> None:

@@ -29,7 +29,7 @@ def test_an_error_names_its_message_and_category() -> None:
 def test_an_id_never_leaves_the_folder(tmp_path: Path) -> None:
     Results(tmp_path / "calls").write("../../etc/x\0:1", Result("json", b"{}"))
     [file] = (tmp_path / "calls" / "results").iterdir()
-    assert (len(file.name), [path.name for path in tmp_path.iterdir()]) == (66, ["calls"])
+    assert (len(file.name), [path.name for path in tmp_path.iterdir()]) == (34, ["calls"])
 
 
 @pytest.mark.parametrize("content", [b"", b"json", b"other\n{}"])

@@ -22,6 +22,7 @@ from trackway.trainer.calls.log import RequestLog
 from trackway.trainer.calls.paths import weights_file
 from trackway.trainer.calls.protobuf import schema
 from trackway.trainer.tinker import routes, sampling, service, sessions
+from trackway.trainer.tinker.base_models import BaseModelFacts
 from trackway.wire.trainer import RunInfo, RunState
 from trackway.wire.weights import policy_url
 
@@ -505,6 +506,34 @@ def test_weights_are_deleted_by_their_owner_or_when_their_time_is_over(
     assert [answer.status_code for answer in (put, *deleted, again)] == [204, 204, 204, 404]
     assert datetime.fromisoformat(due).timestamp() == pytest.approx(now + 60, abs=30)
     assert "expected saved weights of" in message(again.json())
+
+
+def test_weights_that_are_saved_after_their_time_is_over_are_deleted_then(api: Api, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sessions, "CHECK_IDLE_S", 0.05)
+    with api.served() as url, calling(url) as caller:
+        models = [caller.model(session) for session in (caller.session(), caller.session())]
+
+        def save(model_id: str) -> str:
+            body = {"model_id": model_id, "seq_id": 1, "path": "short", "ttl_seconds": 1}
+            return caller.post("save_weights", body)["request_id"]
+
+        def checkpoints(model_id: str) -> list[dict[str, Any]]:
+            return caller.http.get(f"training_runs/{model_id}/checkpoints").json()["checkpoints"]
+
+        api.runs.frozen = True
+        late = save(models[0])
+        api.runs.frozen = False
+        caller.result(save(models[1]))
+        until(lambda: checkpoints(models[1]) == [])
+        assert late not in api.runs.executed
+        api.runs.wake(late.partition(":")[0])
+        until(lambda: late in api.runs.executed and checkpoints(models[0]) == [])
+
+
+def test_the_name_of_the_default_policy_stands_for_its_weights_and_the_models_for_untrained_ones():
+    facts = BaseModelFacts("/models/Qwen/Qwen3-8B", "demo", 100)
+    names = ["/models/Qwen/Qwen3-8B", "Qwen/Qwen3-8B", "Qwen3-8B", "demo", "teacher"]
+    assert [facts.policy_of(name) for name in names] == ["base", "base", "base", "demo", "teacher"]
 
 
 def test_a_deployment_without_the_schema_says_what_to_install(caller: Caller, monkeypatch: pytest.MonkeyPatch):
