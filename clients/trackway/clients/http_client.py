@@ -254,7 +254,7 @@ def run(work: Coroutine[object, object, T]) -> T:
 
 
 _START_S = 5.0
-"""Longest wait for a thread to begin its work."""
+"""Longest wait for a thread to begin the submitted work."""
 
 
 def _run_beside(work: Coroutine[object, object, T]) -> T:
@@ -266,10 +266,12 @@ def _run_beside(work: Coroutine[object, object, T]) -> T:
         return await work
 
     with ThreadPoolExecutor(1, "trackway-run") as thread:
+        # With the thread there, an interrupted submit() leaves no thread that the end of the block does not wait for.
+        thread.submit(int).result()
         try:
             return thread.submit(copy_context().run, asyncio.run, main()).result()
         except KeyboardInterrupt:
-            with suppress(TimeoutError):  # interrupted before the thread began
+            with suppress(TimeoutError):  # interrupted before the work was submitted
                 running = started.result(_START_S)
                 running.get_loop().call_soon_threadsafe(running.cancel)
             raise
