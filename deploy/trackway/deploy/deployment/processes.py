@@ -1,4 +1,7 @@
-"""Long-lived child processes: detached from the terminal, identified by start time, stopped with their descendants."""
+"""Long-lived child processes: detached from the terminal, identified by start time, stopped with their descendants.
+
+`answers` says whether the server of one is ready.
+"""
 
 import ssl
 import subprocess
