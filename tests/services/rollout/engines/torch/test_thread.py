@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tests.services.rollout.engine_runs import LONG, PROMPT, running, started
+from tests.waiting import async_until
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -24,34 +25,32 @@ def unavailable(result: object) -> bool:
 
 
 async def test_an_idle_engine_is_not_stuck(engine: TorchEngine) -> None:
-    await asyncio.sleep(0.05)
-    assert engine.stuck_for() == 0.0
+    await async_until(lambda: engine.stuck_for() == 0.0)
     await engine.generate(PROMPT, LONG, "a")
-    await asyncio.sleep(0.05)
-    assert engine.stuck_for() == 0.0
+    await async_until(lambda: engine.stuck_for() == 0.0)
 
 
 async def test_an_engine_at_work_is_not_stuck_and_a_frozen_one_neither(engine: TorchEngine) -> None:
     task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
     await running(engine, 1)
-    assert engine.stuck_for() < 0.2
+    await async_until(lambda: engine.stuck_for() < 0.2)
     await engine.pause("keep")
-    await asyncio.sleep(0.05)
-    assert engine.stuck_for() == 0.0
+    await async_until(lambda: engine.stuck_for() == 0.0)
     await engine.resume()
     assert len((await task).token_ids) == 300
 
 
 async def test_an_engine_whose_thread_hangs_is_stuck_until_it_goes_on(engine: TorchEngine) -> None:
-    await asyncio.sleep(0.2)  # idle time must not count
+    idle = time.monotonic()
+    await async_until(lambda: time.monotonic() - idle > 0.2)  # idle time must not count
     let_go, began = threading.Event(), time.monotonic()
     engine._thread.post(let_go.wait)
-    await asyncio.sleep(0.2)
+    await async_until(lambda: engine.stuck_for() > 0.1)
     stuck, passed = engine.stuck_for(), time.monotonic() - began
     let_go.set()
-    assert 0.19 < stuck <= passed
+    assert 0.1 < stuck <= passed
     await engine.generate(PROMPT, LONG, "a")
-    assert engine.stuck_for() < 0.1
+    await async_until(lambda: engine.stuck_for() < 0.1)
 
 
 async def test_requests_and_calls_on_a_thread_that_dies_raise_and_so_do_later_ones(
