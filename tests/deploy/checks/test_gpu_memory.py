@@ -13,7 +13,7 @@ from tests.services.trainer.learner.test_gpu_memory import QWEN3_8B
 from trackway.deploy.bundled import CPU_CONFIG, TINY_MODEL
 from trackway.deploy.checks.doctor import examine
 from trackway.deploy.checks.gpu_memory import GpuMemory, gpu_memory
-from trackway.deploy.config import serve_config
+from trackway.deploy.config import serve_config, services_for_run
 from trackway.deploy.config.services_for_run import services_for
 from trackway.deploy.local.settings import UpSettings
 from trackway.main_ppo import app
@@ -35,6 +35,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     """Gives this machine so many GPUs of so many GiB."""
 
     def give(count: int, size: int) -> None:
+        monkeypatch.setattr(services_for_run, "has_gpu_driver", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Mock(total_memory=size * GIB))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Fake GPU")

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from trackway.deploy.bundled import CPU_CONFIG, TINY_MODEL
-from trackway.deploy.config import serve_config
+from trackway.deploy.config import serve_config, services_for_run
 from trackway.deploy.config.services_for_run import RunServices, decided_already, services_for
 from trackway.deploy.local.up import shared_gpus
 from trackway.rollout.settings import RolloutSettings
@@ -403,7 +402,7 @@ def test_verls_old_spelling_of_a_reward_model_is_read_and_its_server_has_gpus_be
 def test_the_gpu_of_a_reward_model_is_hidden_from_ray_and_the_learner(
     monkeypatch: pytest.MonkeyPatch, gpus: int, visible: str | None, keys: list[str], own: set[str], shared: str
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(services_for_run, "gpus_here", lambda: gpus)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -13,6 +13,7 @@ A request that this machine cannot meet is recorded: as a decision with its reas
 differ.
 """
 
+import ctypes
 import json
 import os
 from collections.abc import Mapping
@@ -111,9 +112,20 @@ class RunServices:
 
 def gpus_here() -> int:
     """GPUs that this process can see."""
+    if not has_gpu_driver():
+        return 0  # before torch, whose import takes a second
     import torch
 
     return torch.cuda.device_count()
+
+
+def has_gpu_driver() -> bool:
+    """Return whether the driver of NVIDIA or AMD is on this machine. Without it torch sees no GPU."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return os.path.exists("/dev/kfd")
+    return True
 
 
 def visible_gpus(count: int) -> list[str]:
