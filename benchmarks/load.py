@@ -3,9 +3,10 @@
     .venv/bin/python benchmarks/load.py --count 3000 --in-flight 1000 --kills
     .venv/bin/python benchmarks/load.py --count 100000 --in-flight 20000 --kills --rounds 3     twenty minutes
 
-Groups of eight are asked for as a run asks for them, with its retries. Each trajectory has two turns with a tool call
-between them. In every round a rollout and an agent replica are killed (`--kills`) once a third has ended. Spans go to
-an OTLP receiver in this process, which counts the traces that are a whole tree. `--checkout DIR` measures another one.
+Groups of eight are asked for as a run asks for them, with its retries. Each trajectory has `--turns` turns with a tool
+call between two of them. In every round a rollout and an agent replica are killed (`--kills`) once a third has ended.
+Spans go to an OTLP receiver in this process, which counts the traces that are a whole tree. `--checkout DIR` measures
+another one.
 """
 
 import argparse
@@ -53,6 +54,8 @@ from trackway.wire.tracing import TraceBackend, TraceTarget
 from trackway.wire.trajectory import Trajectory
 
 GROUP = 8
+MOST_TOKENS = 2**14
+"""Limit of a trajectory's response. None reaches it."""
 SETTLE_S = 10.0
 """Pause between two rounds, in which queues of spans empty."""
 TURNS = [
@@ -115,7 +118,8 @@ def receiver(spans: Spans) -> Iterator[str]:
 def serve_config(args: argparse.Namespace, traces_url: str) -> dict[str, object]:
     """`CPU_CONFIG` with the engine simulated, several replicas of rollout and agent, and room for what is in flight."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
-    script = [tokenizer.encode(turn, add_special_tokens=False) for turn in TURNS]
+    turns = TURNS[:1] * (args.turns - 1) + TURNS[1:]
+    script = [tokenizer.encode(turn, add_special_tokens=False) for turn in turns]
     sim = {"script": script, "step_s": args.step_ms / 1000, "step_slope_s": 0.0, "prefill_tokens_per_s": 1e6}
     room = {"max_concurrent_trajectories": args.in_flight}
     engine = {"engine": use_sim(), "engine_options": sim, "max_num_seqs": args.slots, "max_queue": args.in_flight}
@@ -189,7 +193,7 @@ async def roll_out(deployment: Deployment, args: argparse.Namespace, step: int, 
         experiment_name="load",
         n=GROUP,
         sampling_params=SamplingParams(max_tokens=128, seed=1),
-        limits=Limits(),
+        limits=Limits(max_response_length=MOST_TOKENS),
         default_agent="tool_agent",
         trace_target=TraceTarget(backends=(TraceBackend("otlp"),)),
     )
@@ -271,6 +275,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=3000, help="trajectories of a round, in groups of eight")
     parser.add_argument("--in-flight", type=int, default=1000, help="trajectories at once")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=2, help="of a trajectory, with a tool call between two of them")
     parser.add_argument("--traced", type=float, default=0.1, help="share of the groups whose spans are recorded")
     parser.add_argument("--kills", action="store_true", help="kill a rollout and an agent replica in each round")
     parser.add_argument("--replicas", type=int, default=2, help="of rollout and of agent")

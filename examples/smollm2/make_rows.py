@@ -1,6 +1,6 @@
 """Writes the rows of the task, in verl's schema: a number from 21 to 999 in words, to be written in digits.
 
-    python examples/smollm2/make_rows.py            # train.jsonl and held_out.jsonl beside this file
+    python examples/smollm2/make_rows.py            # train.jsonl, held_out.jsonl and answered.jsonl beside this file
 
 One number in five is held out: no row of the training has it. Each prompt shows two numbers that are in neither file,
 so that the form of the answer is known and what has to be learned is to read the words.
@@ -10,6 +10,7 @@ import argparse
 import json
 import random
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 from trackway.wire.agent import RewardModel, Sample
@@ -69,10 +70,20 @@ def problems(split: str, count: int, seed: int) -> list[Sample]:
 
 
 def make_rows(folder: Path, seed: int) -> None:
-    """Writes both files."""
+    """Writes both files, and the training rows with their answers for supervised training."""
     for split, count in (("train", TRAIN_ROWS), ("held_out", HELD_OUT_ROWS)):
         rows = [row.model_dump(mode="json", exclude_none=True) for row in problems(split, count, seed)]
-        (folder / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        _write(folder / f"{split}.jsonl", rows)
+        if split == "train":
+            _write(folder / "answered.jsonl", [{"messages": _answered(row)} for row in rows])
+
+
+def _answered(row: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*row["prompt"], {"role": "assistant", "content": row["reward_model"]["ground_truth"]}]
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 def main() -> None:
