@@ -37,6 +37,11 @@ def test_held_out_numbers_are_neither_trained_nor_shown(tmp_path: Path) -> None:
     row = rows["held_out"][0]
     assert [message.role for message in row.prompt] == ["system", *("user", "assistant") * 2, "user"]
     assert row.prompt[-1].content == in_words(int(str(row.reward_model.ground_truth)))
+    answered = [json.loads(line)["messages"] for line in (tmp_path / "answered.jsonl").read_text().splitlines()]
+    assert [[message["content"] for message in messages] for messages in answered] == [
+        [*(message.content for message in row.prompt), row.reward_model.ground_truth] for row in rows["train"]
+    ]
+    assert {messages[-1]["role"] for messages in answered} == {"assistant"}
 
 
 def test_rows_are_the_same_for_the_same_seed_alone(tmp_path: Path) -> None:
