@@ -64,6 +64,7 @@ def example(work: Work, deployment: Deployment, name: str) -> None:
     """Run the example, and report each of its lines: step k ends when its trajectories are there."""
     meter, events = Meter(deployment), Events(work)
     environment = {**os.environ, "TRACKWAY_BASE_URL": deployment.base_url, "OMP_NUM_THREADS": "1"}
+    environment |= {"TINKER_BASE_URL": deployment.tinker_url}
     environment |= {"SEED": str(work.seed), "STEPS": str(work.warm + work.steps)}
     command = [sys.executable, "-W", "ignore", str(EXAMPLE)]
     with subprocess.Popen(command, env=environment, cwd=work.folder, stdout=subprocess.PIPE, text=True) as program:

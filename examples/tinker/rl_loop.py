@@ -4,18 +4,19 @@ import asyncio
 import os
 from typing import Any
 
-import httpx
 from tinker import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
 
+from trackway.clients import RewardClient, ToolsClient
 from trackway.trainer.data.tiny import make_tiny_rows
+from trackway.wire.reward import ScoreRequest
+from trackway.wire.tools import OneShotRequest
 
 URL, TOKEN = os.environ.get("TRACKWAY_BASE_URL", "http://127.0.0.1:8000"), os.environ.get("TRACKWAY_TOKEN", "none")
 SEED, STEPS = int(os.environ.get("SEED", "0")), int(os.environ.get("STEPS", "30"))
 TOOL, PARAMS = {"type": "function", "function": {"name": "calculator"}}, SamplingParams(max_tokens=32, temperature=1.0)
 train, test = make_tiny_rows("train", 12 * STEPS, SEED), make_tiny_rows("test", 64, SEED)
-headers = {"authorization": f"Bearer {TOKEN}", "connection": "close"}  # as the proxy closes idle connections
-http = httpx.AsyncClient(base_url=URL, headers=headers, timeout=60)
-service = ServiceClient(base_url=f"{URL}/trainer", api_key=f"tml-{TOKEN}")
+tools, rewards = ToolsClient(f"{URL}/tools", direct=True), RewardClient(f"{URL}/reward", direct=True, batches=True)
+service = ServiceClient(base_url=os.environ.get("TINKER_BASE_URL", f"{URL}/trainer"), api_key=f"tml-{TOKEN}")
 trainer = service.create_lora_training_client("tiny", rank=32, seed=SEED, train_unembed=False).result()
 tokenizer: Any = trainer.get_tokenizer()
 
@@ -23,14 +24,13 @@ tokenizer: Any = trainer.get_tokenizer()
 async def episode(sampler, row, prompt, reply):  # of one or two turns: (token, logprob, 1 for the model's), and reward
     turns = [(t, 0.0, 0) for t in prompt] + [(*pair, 1) for pair in zip(reply.tokens, reply.logprobs, strict=True)]
     if call := tokenizer.decode(reply.tokens).partition('"expression": "')[2].partition('"')[0]:
-        answer = await http.post("/tools/tools/calculator/execute", json={"arguments": {"expression": call}})
-        shown = f"\n<|im_start|>tool\n{answer.json().get('text', 'invalid')}<|im_end|>\n<|im_start|>assistant\n"
-        turns += [(token, 0.0, 0) for token in tokenizer.encode(shown)]
+        run = tools.one_shot("calculator", OneShotRequest(arguments={"expression": call}))
+        shown = getattr((await asyncio.gather(run, return_exceptions=True))[0], "text", "invalid") + "<|im_end|>"
+        turns += [(t, 0.0, 0) for t in tokenizer.encode(f"\n<|im_start|>tool\n{shown}\n<|im_start|>assistant\n")]
         reply = (await sampler.sample(ModelInput.from_ints([turn[0] for turn in turns]), 1, PARAMS)).sequences[0]
         turns += [(*pair, 1) for pair in zip(reply.tokens, reply.logprobs, strict=True)]
     solution = {"solution_str": tokenizer.decode(reply.tokens), "ground_truth": row.reward_model.ground_truth}
-    score = await http.post("/reward/score", json={"data_source": row.data_source, **solution})
-    return turns, score.json()["score"]
+    return turns, (await rewards.score(ScoreRequest(data_source=row.data_source, **solution), "rl_loop")).score
 
 
 async def group(sampler, row):  # 8 episodes whose first turns share the prompt: their data, and their mean reward

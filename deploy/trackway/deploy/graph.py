@@ -95,8 +95,7 @@ class Replica:
         self._app.include_router(metrics_route(to_each_replica_of(service)))
         if service == "rollout":
             self._app.include_router(sleep_routes(broadcast))
-        # The trainer is called rarely and has one replica.
-        self._direct = None if service == "trainer" else _direct_port(settings, self._app)
+        self._direct = _direct_port(settings, self._app)
         if settings.probe_dir:  # the outermost of the lifespan, so that probes fail before the replica drains
             metrics = self._app.state.metrics
             ProbeSocket(
@@ -177,7 +176,9 @@ def _direct_port(settings: ServiceSettings, app: FastAPI) -> DirectPort | None:
         host = "127.0.0.1" if local else "node"
     instances: Sized = getattr(app.state, "instances", ())  # only tools hold anything between two calls
     address = ray.util.get_node_ip_address() if host == "node" else host
-    return DirectPort(app, address, instances.__len__, settings.drain_s, settings, app.state.batch_load)
+    return DirectPort(
+        app, address, instances.__len__, settings.drain_s, settings, app.state.batch_load, settings.direct_port
+    )
 
 
 def _auth(settings: ServiceSettings) -> AuthSettings:

@@ -53,9 +53,11 @@ class ServiceSettings(ConnectionSettings):
     direct: bool = True
     """Call the other services' replicas at their own ports where these are reachable, else through Serve's proxy."""
     direct_host: str | None = None
-    """Under Ray Serve: address at which each replica also answers directly, on a free port that `/replicas` lists.
-    `node` is the node's own address, for callers on other nodes. None takes 127.0.0.1 when base_url is on this machine,
-    else `node`. With an empty one replicas answer only through the proxy, as the trainer always does."""
+    """Under Ray Serve: address at which each replica also answers directly, on a port that `/replicas` lists. `node` is
+    the node's own address, for callers on other nodes. None takes 127.0.0.1 when base_url is on this machine, else
+    `node`. With an empty one replicas answer only through the proxy."""
+    direct_port: int = Field(default=0, ge=0, le=65535)
+    """Port at `direct_host`, for a service of one replica. 0 takes a free one."""
     probe_dir: str | None = Field(default=None, min_length=1, max_length=56)
     """Under Ray Serve: folder in which each replica answers readiness probes at a Unix socket of its own
     (`python -m trackway.deploy.probe`), or None for none."""

@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
+from trackway.deploy.bundled import CPU_CONFIG
 from trackway.deploy.config import serve_config
 from trackway.deploy.deployment import processes
 from trackway.deploy.local import preflight, up
@@ -55,6 +56,12 @@ def test_mlflow_tracking_uri_says_which_mlflow_is_used(tmp_path, monkeypatch, ur
 
     assert made.mlflow_uri == (uri.format(tmp_path) or None)
     assert made.mlflow_database == (Path(database.format(tmp_path)) if database else None)
+
+
+def test_the_trainer_gets_a_port_of_its_own_for_tinkers_sdk(tmp_path) -> None:
+    services = arguments(settings(tmp_path, config=CPU_CONFIG))
+    ports = {name: args.get("direct_port", 0) for name, args in services.items()}
+    assert ports.pop("trainer") > 0 and set(ports.values()) == {0}
 
 
 def test_an_mlflow_that_is_given_wins_over_the_environment(tmp_path, monkeypatch) -> None:

@@ -1,6 +1,7 @@
 """Replicas' own ports, and our client that takes them instead of the proxy; everything over real sockets."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -275,3 +276,14 @@ def test_autoscaling_counts_both_kinds_of_requests(metrics: dict | None, wanted:
     config = SimpleNamespace(get_target_ongoing_requests=lambda: 2.0)
     load = SimpleNamespace(aggregated_metrics=metrics, total_num_requests=3.0, config=config, target_num_replicas=1)
     assert all_requests(load) == (wanted, {})  # pyright: ignore[reportArgumentType]
+
+
+async def test_a_replica_with_a_fixed_port_starts_once_the_port_is_free(service: Service):
+    with socket.create_server(("127.0.0.1", 0)) as earlier:
+        app = FastAPI()
+        port = DirectPort(app, "127.0.0.1", int, 0.0, port=(number := earlier.getsockname()[1]))
+        starting = asyncio.create_task(service._run("next", app))
+        await asyncio.sleep(0)  # its first attempt
+        assert port.url == "" and not starting.done()
+    await starting
+    assert port.url == f"http://127.0.0.1:{number}"

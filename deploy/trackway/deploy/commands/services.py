@@ -86,6 +86,8 @@ def up(
     else:
         stdout.print(f"services  {deployment.base_url}/<rollout|tools|reward|agent|trainer>/docs", soft_wrap=True)
         stdout.print(f"MLflow    {deployment.mlflow_uri}", soft_wrap=True)
+        if deployment.tinker_url:
+            stdout.print(f"Tinker    export TINKER_BASE_URL={deployment.tinker_url}", soft_wrap=True)
         stdout.print("next      trackway status | trackway train --config-name tiny_demo ... | trackway down")
     if reload:
         _reload_on_changes(deployment, as_json, during_runs)

@@ -31,6 +31,8 @@ class Deployment(BaseModel):
     """Ray's REST API. Empty for services attached without `--ray-url`."""
     token: str = ""
     """Bearer token of the Ray cluster that `up` started. Only the owner can read the file."""
+    tinker_url: str = ""
+    """Address of Tinker's API that goes around Serve's proxy. Empty for attached services."""
     mlflow_uri: str
     """Empty for attached services whose MLflow is unknown."""
     outputs: Path

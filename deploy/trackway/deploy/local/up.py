@@ -69,6 +69,9 @@ def _bring_up(settings: UpSettings, report: Report, config: dict[str, Any] | Non
     deployment.save()
     try:
         _wait_until_ready(deployment, settings, report)
+        for replica in replicas_at(deployment.url("trainer")) if "trainer" in deployment.services else []:
+            deployment.tinker_url = replica.url or deployment.url("trainer")
+        deployment.save()
     except BaseException:
         _stop(deployment)
         raise
@@ -171,7 +174,11 @@ def _completed(
         per_service={
             "rollout": {"model_path": model_path, "weights_url": weights_url},
             "agent": {"model_path": model_path},
-            "trainer": {"outputs_dir": str(settings.outputs), "weights_url": weights_url},
+            "trainer": {
+                "outputs_dir": str(settings.outputs),
+                "weights_url": weights_url,
+                "direct_port": free_port(),  # the same after a restart, for Tinker's SDK
+            },
         },
     )
 

@@ -8,6 +8,7 @@ is on its way to it.
 
 import asyncio
 import contextlib
+import errno
 import gc
 import socket
 import time
@@ -39,13 +40,16 @@ def within_lifespan(app: FastAPI, served: Callable[[], AbstractAsyncContextManag
 
 _BACKLOG = 2048
 _POLL_S = 0.1
+_STOP_S = 5.0
+"""Seconds that a stopping replica's server may take after its drain."""
 _KEEP_ALIVE_S = 30
 """Longest idle time of a connection; callers close theirs earlier, so that no request meets a closing connection."""
 
 
 class DirectPort:
-    """A free port of `host`, served during the app's lifespan.
+    """A port of `host`, served during the app's lifespan.
 
+    port: the port, or 0 for a free one. The app starts once an earlier replica has left it.
     living: returns the number of resources that the app still holds for its callers.
     drain_s: longest time in seconds that a stopping replica takes calls while there are such resources or connections.
     connections: connection limits.
@@ -60,10 +64,11 @@ class DirectPort:
         drain_s: float,
         connections: ConnectionSettings | None = None,
         batch_load: BatchLoad | None = None,
+        port: int = 0,
     ) -> None:
         self.url = ""
         """The address while the port is served, else empty."""
-        self._host = host
+        self._host, self._port = host, port
         self._connections = connections or ConnectionSettings()
         self._living = living
         self._drain_s = drain_s
@@ -73,7 +78,15 @@ class DirectPort:
         self._requests: set[asyncio.Task[None]] = set()
         self._draining = False
         self._looks = self._seen = 0
-        within_lifespan(app, self._served)
+        inner = app.router.lifespan_context
+
+        @asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncIterator[Mapping[str, object]]:
+            with await self._listening() as listening:
+                async with inner(app) as state, self._served(listening):
+                    yield state or {}
+
+        app.router.lifespan_context = lifespan
 
     @property
     def in_flight(self) -> int:
@@ -87,9 +100,7 @@ class DirectPort:
         return seen / looks if looks else float(self.in_flight)
 
     @asynccontextmanager
-    async def _served(self) -> AsyncIterator[None]:
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        listening = socket.create_server((self._host, 0), family=family, backlog=_BACKLOG)
+    async def _served(self, listening: socket.socket) -> AsyncIterator[None]:
         config = uvicorn.Config(
             self._unbroken,
             interface="asgi3",
@@ -108,15 +119,26 @@ class DirectPort:
         host, port = listening.getsockname()[:2]
         self.url = self._state.direct_url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         freeze_garbage_collector()
-        with listening:
+        try:
+            yield
+            await self._drain(server.server_state)
+        finally:
+            looking.cancel()
+            server.should_exit = True  # no new connections; open ones close after their request
+            await serving
+            self.url = self._state.direct_url = ""
+
+    async def _listening(self) -> socket.socket:
+        """Listen. Raises OSError when another process still has the port after the time of a stopping replica."""
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        end = time.monotonic() + self._drain_s + _STOP_S
+        while True:
             try:
-                yield
-                await self._drain(server.server_state)
-            finally:
-                looking.cancel()
-                server.should_exit = True  # no new connections; open ones close after their request
-                await serving
-                self.url = self._state.direct_url = ""
+                return socket.create_server((self._host, self._port), family=family, backlog=_BACKLOG)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or time.monotonic() > end:
+                    raise
+            await asyncio.sleep(_POLL_S)
 
     async def _drain(self, state: ServerState) -> None:
         self._draining = True
