@@ -46,7 +46,9 @@ class SampleLog:
     def __init__(self, folder: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
         self._new, self._old = folder / "samples.log", folder / "samples.old.log"
         self._max_file_bytes = max_file_bytes
-        self._lock = Lock()
+        self._lock, self._syncing = Lock(), Lock()
+        self._count = self._synced = 0
+        """Records that were written, and those of them that are on disk."""
         self._index: dict[str, _Place] | None = None
         """Place of each record. None until first needed."""
 
@@ -56,20 +58,33 @@ class SampleLog:
         Raises INVALID_REQUEST for another request under the same id, and StorageError.
         """
         with self._lock:
-            index = self._opened()
-            if record.id in index:
-                return self._repeated(record, index)
-            offset = self._new.stat().st_size if self._new.exists() else 0
-            if offset > self._max_file_bytes:
-                with writing(self._new, "the samples of a session"):
-                    self._new.replace(self._old)
-                index = {id: place._replace(file=self._old) for id, place in index.items() if place.file == self._new}
-                self._index, offset = index, 0
-            append_line(self._new, record.model_dump_json(exclude_defaults=True), what="a sample request")
-            with writing(self._new, "a sample request"), self._new.open("rb") as file:
-                os.fsync(file.fileno())
-            index[record.id] = _Place(self._new, offset, record.traceparent)
-            return record
+            record, written = self._written(record), self._count
+        with self._syncing, writing(self._new, "a sample request"):
+            if written > self._synced:  # else another thread's fsync has covered it
+                self._sync()
+        return record
+
+    def _written(self, record: SampleRecord) -> SampleRecord:
+        index = self._opened()
+        if record.id in index:
+            return self._repeated(record, index)
+        offset = self._new.stat().st_size if self._new.exists() else 0
+        if offset > self._max_file_bytes:
+            with self._syncing, writing(self._new, "the samples of a session"):
+                self._sync()
+                self._new.replace(self._old)
+            index = {id: place._replace(file=self._old) for id, place in index.items() if place.file == self._new}
+            self._index, offset = index, 0
+        append_line(self._new, record.model_dump_json(exclude_defaults=True), what="a sample request")
+        index[record.id] = _Place(self._new, offset, record.traceparent)
+        self._count += 1
+        return record
+
+    def _sync(self) -> None:
+        count = self._count
+        with self._new.open("rb") as file:
+            os.fsync(file.fileno())
+        self._synced = count
 
     def find(self, id: str) -> SampleRecord:
         """Return the record of a sample. Raises GONE for one that was never acknowledged, or long ago."""

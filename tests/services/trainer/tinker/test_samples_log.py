@@ -1,9 +1,13 @@
 """Samples that were acknowledged are found again after a kill of the service."""
 
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.waiting import until
 from trackway.trainer.tinker.samples_log import SampleLog, SampleRecord
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tinker.requests import (
@@ -67,3 +71,22 @@ def test_the_oldest_samples_are_forgotten(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"samples.log", "samples.old.log"}
     reopened.remove()
     assert not any(tmp_path.iterdir())
+
+
+def test_samples_of_one_moment_share_an_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, fsync, first, synced = SampleLog(tmp_path), os.fsync, threading.Event(), list[int]()
+
+    def counted(file: int) -> None:
+        fsync(file)
+        synced.append(os.fstat(file).st_size)
+        if not first.is_set():
+            first.set()
+            until(lambda: (tmp_path / "samples.log").read_bytes().count(b"\n") == 9)
+
+    monkeypatch.setattr(os, "fsync", counted)
+    with ThreadPoolExecutor(9) as pool:
+        pool.submit(log.append, record(0))
+        assert first.wait(10)
+        appended = [pool.submit(log.append, record(seq_id)) for seq_id in range(1, 9)]
+    assert [future.result().id for future in appended] == [f"s:sample:0:{seq_id}" for seq_id in range(1, 9)]
+    assert len(synced) == 2 and synced[1] == (tmp_path / "samples.log").stat().st_size
