@@ -12,13 +12,13 @@ from typing import Any
 
 import httpx
 import pytest
-from mlflow import MlflowClient
-from mlflow.exceptions import MlflowException
 from safetensors.torch import load_file
 
 from tests.e2e.access_tokens import OPERATOR
 from tests.waiting import until
 from trackway.deploy.deployment.record import Deployment
+from trackway.traces.mlflow_store import MlflowStore
+from trackway.traces.store import Steps, TraceFilter, TraceKind
 from trackway.trainer.calls.paths import weights_file
 from trackway.wire.trainer import RunInfo, RunList, RunState
 
@@ -33,7 +33,7 @@ def run_of(deployment: Deployment, session: str) -> RunInfo:
 
 
 def test_the_sdk_trains_and_samples_while_the_service_is_killed(deployment: Deployment) -> None:
-    url = deployment.url("trainer")
+    url = deployment.tinker_url
     command = [sys.executable, "-W", "ignore", "-m", "tests.e2e.tinker_calls", url, f"tml-{OPERATOR}"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as program:
         assert program.stdin is not None and program.stdout is not None
@@ -74,24 +74,21 @@ def looped(url: str, interfere: Callable[[str], None]) -> dict[str, Any]:
     raise AssertionError("expected the loop to end with JSON, got no such line")
 
 
-SPANS = {"session", "create_model", "sample", "forward_backward", "optim_step", "save_weights_for_sampler"}
+SPANS = {"sample", "forward_backward", "optim_step", "save_weights_for_sampler"}
 
 
-def spans_of(deployment: Deployment, saved: str) -> set[str]:
-    """Names of the spans that MLflow has of the session's trace."""
+def spans_of(deployment: Deployment, saved: str, step: int) -> set[str]:
+    """Names of the spans that MLflow has of a step's traces."""
     session = saved.removeprefix("tinker://").partition(":")[0]
-    record = json.loads((deployment.outputs / session / "calls/session.json").read_text())
-    try:
-        trace = MlflowClient(tracking_uri=deployment.mlflow_uri).get_trace(f"tr-{record['traceparent'].split('-')[1]}")
-    except MlflowException:  # nothing of it has arrived
-        return set()
-    return {span.name for span in trace.data.spans}
+    wanted = TraceFilter(TraceKind.STEP, {"experiment_name": session}, Steps(step, step))
+    trees = MlflowStore.open(deployment.mlflow_uri, None).search(wanted)
+    return {span.name for tree in trees for span in tree.spans()}
 
 
 def test_a_loop_with_kills_ends_in_the_weights_of_the_loop_without(deployment: Deployment) -> None:
-    url, killed = deployment.url("trainer"), list[str]()
+    url, killed = deployment.tinker_url, list[str]()
     calm = looped(url, lambda place: None)
-    until(lambda: spans_of(deployment, calm["saved"]) >= SPANS, state=lambda: spans_of(deployment, calm["saved"]))
+    until(lambda: spans_of(deployment, calm["saved"], 2) >= SPANS, state=lambda: spans_of(deployment, calm["saved"], 2))
     ended = {folder.parent for folder in deployment.outputs.glob("tinker-*/calls")}
 
     def kill_worker() -> None:
@@ -126,7 +123,8 @@ def test_a_loop_with_kills_ends_in_the_weights_of_the_loop_without(deployment: D
 
 @pytest.mark.extended  # 80 s; the test before it goes the same way
 def test_ten_steps_of_the_example_raise_the_reward(deployment: Deployment, tmp_path: Path) -> None:
-    environment = {**os.environ, "TRACKWAY_BASE_URL": deployment.base_url, "TRACKWAY_TOKEN": OPERATOR, "STEPS": "10"}
+    environment = {**os.environ, "TRACKWAY_BASE_URL": deployment.base_url, "TINKER_BASE_URL": deployment.tinker_url}
+    environment |= {"TRACKWAY_TOKEN": OPERATOR, "STEPS": "10"}
     command = [sys.executable, "-W", "ignore", str(ROOT / "examples/tinker/rl_loop.py")]
     output = subprocess.check_output(command, env=environment, cwd=tmp_path, text=True, timeout=300)
     accuracies = [float(found) for found in re.findall(r"accuracy ([0-9.]+)", output)]

@@ -64,7 +64,7 @@ class TinkerService:
         self.draws = Draws(rollout, self._weights_of)
 
     def create_session(self, request: CreateSessionRequest) -> TinkerSession:
-        """Open a session, whose trace begins with a span of its name."""
+        """Open a session, whose first trace begins with a span of its name."""
         id, headers = new_session_id(), dict[str, str]()
         with root_span("session", {"session": id}, {names.TITLE: id}, True, kind=SpanKind.OPERATION) as span:
             if span.recording:
@@ -120,7 +120,7 @@ class TinkerService:
             seq_id=0,
             op="create_model",
             arguments=arguments,
-            traceparent=_trace(session),
+            traceparent=await _trace(session),
         )
         async with session.lock:
             if self.sessions.runs.state(session.id) is None:
@@ -157,7 +157,7 @@ class TinkerService:
             seq_id=seq_id,
             op=op,
             arguments=arguments,
-            traceparent=_trace(session),
+            traceparent=await _trace(session),
             links=await asyncio.to_thread(session.samples.traceparents, samples) if samples else [],
         )
         async with session.lock:
@@ -244,7 +244,7 @@ class TinkerService:
         id = f"{session.sampler_id(number)}:{request.seq_id}"
         if self.draws.known(id) is None:
             self.draws.require_room()
-        seed, carried = request.sampling_params.seed, {"traceparent": _trace(session)}
+        seed, carried = request.sampling_params.seed, {"traceparent": await _trace(session)}
         with extracted(carried), child_span("sample", SpanKind.OPERATION, {}) as span:
             span.inputs({"id": id, **request.model_dump(mode="json", include=_OF_SAMPLE)})
             if span.recording:
@@ -372,11 +372,21 @@ class TinkerService:
         )
 
 
-def _trace(session: TinkerSession) -> str:
-    """The caller's trace, or else the session's."""
-    carried = dict[str, str]()
+async def _trace(session: TinkerSession) -> str:
+    """Return the caller's trace, or else the one of the session's step. The first request of a step begins it."""
+    carried, record = dict[str, str](), session.record
     inject(carried)
-    return carried.get("traceparent") or session.record.traceparent
+    if "traceparent" not in carried and record.traceparent and session.step_after != record.step_after:
+        record.step, record.step_after = record.step + 1, session.step_after
+        title, tags = f"step {record.step}", {names.TRAIN_STEP: record.step, "experiment_name": session.id}
+        with (
+            extracted({"traceparent": record.traceparent}),  # to which the new trace links
+            root_span(title, tags, {names.TITLE: title}, True, kind=SpanKind.TRAIN_STEP),
+        ):
+            inject(carried)
+        record.step_traceparent = carried["traceparent"]
+        await asyncio.to_thread(session.write)
+    return carried.get("traceparent") or record.step_traceparent or record.traceparent
 
 
 _OF_SAMPLE = {"num_samples", "sampling_params"}

@@ -104,7 +104,13 @@ class SessionRecord(BaseModel):
     display_name: str | None = None
     samplers: dict[int, Sampler] = Field(default_factory=dict)
     traceparent: str = ""
-    """Trace that samples join whose requests have none. Empty when nothing is traced."""
+    """Root of the session's trace. Empty when nothing is traced."""
+    step: int = 0
+    """Steps that have a trace."""
+    step_traceparent: str = ""
+    """Root of the newest step's trace, which requests join that have no trace of their own."""
+    step_after: str = ""
+    """Id of the request after which that step began."""
     expires: dict[str, float] = Field(default_factory=dict)
     """When weights are deleted, in seconds since 1970, by the request that saved them."""
     deleted: list[str] = Field(default_factory=list[str])
@@ -175,6 +181,8 @@ class TinkerSession:
         self.samplers = dict(record.samplers)
         self.overlays: dict[str, dict[str, JsonValue]] = {}
         """Fields of a result that its request decides, by request."""
+        self.step_after = ""
+        """Newest request after which a step begins: a create_model or an optim_step."""
         self.beat_at = time.monotonic()
         self.lock = asyncio.Lock()
         """Held around each change of the log."""
@@ -213,6 +221,8 @@ class TinkerSession:
         model.last_seq = max(model.last_seq, call.seq_id)
         model.waiting[call.id] = call.seq_id, size
         name, place = call.arguments.get("path"), call.arguments.get("sampling_session_seq_id")
+        if call.op in ("create_model", "optim_step"):
+            self.step_after = call.id
         if call.op in ("optim_step", "load_weights"):
             model.changes.add(call.seq_id)
         elif call.op == "unload_model":

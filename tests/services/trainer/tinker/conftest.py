@@ -42,6 +42,11 @@ class Spans:
     exporter: InMemorySpanExporter
     tracing: Tracing
 
+    def named(self, name: str) -> list[Any]:
+        """The spans of a name."""
+        self.tracing.flush(5)
+        return [span for span in self.exporter.get_finished_spans() if span.name == name]
+
     def chats(self) -> dict[str, tuple[str, str]]:
         """Trace and parent of each generation, in hex, by its seed."""
         self.tracing.flush(5)

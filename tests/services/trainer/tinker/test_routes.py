@@ -363,9 +363,7 @@ def test_a_finished_session_takes_nothing_and_makes_room(api: Api):
     assert "(tinker_max_sessions)" in message(full) and "finished by its client: success" in message(gone)
 
 
-def test_a_sample_joins_the_callers_trace_or_else_the_sessions_and_data_link_to_it(
-    caller: Caller, api: Api, spans: Spans
-):
+def test_a_sample_joins_the_callers_trace_or_else_the_steps_and_data_link_to_it(caller: Caller, api: Api, spans: Spans):
     session = caller.session()
     model_id, sampler = caller.model(session), caller.sampler(session)
     trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -385,14 +383,38 @@ def test_a_sample_joins_the_callers_trace_or_else_the_sessions_and_data_link_to_
     headers = {"content-type": "application/x-protobuf"}
     caller.http.post("forward_backward", content=request.SerializeToString(), headers=headers).raise_for_status()
     record = json.loads((api.outputs / session / "calls" / "session.json").read_text())
-    _, of_session, root, _ = record["traceparent"].split("-")
+    _, of_step, root, _ = record["step_traceparent"].split("-")
     chats = until(lambda: spans.chats() if "7000002" in spans.chats() else None)
     samples = [api.spans.samples()[future["request_id"]] for future in futures]
     [*_, (_, call, _)] = RequestLog(api.outputs / session / "calls").read()
-    assert [sample[:2] for sample in samples] == [(trace, parent), (of_session, root)]
+    assert [sample[:2] for sample in samples] == [(trace, parent), (of_step, root)]
     assert [chats[seed] for seed in ("7000000", "7000002")] == [(sample[0], sample[2]) for sample in samples]
     assert [link.split("-")[1:3] for link in call.links] == [[sample[0], sample[2]] for sample in samples]
-    assert call.traceparent == record["traceparent"]
+    assert call.traceparent == record["step_traceparent"]
+
+
+def test_a_step_has_a_trace_that_links_to_the_sessions_and_goes_on_after_a_restart(api: Api):
+    with api.served() as url, calling(url) as caller:
+        session = caller.session()
+        model_id, sampler = caller.model(session), caller.sampler(session)
+        caller.asample(sampler, 0)
+        caller.asample(sampler, 1)
+        caller.optim_step(model_id, 1)
+        caller.asample(sampler, 2)
+        roots = api.spans.named("step 1") + api.spans.named("step 2")
+    with api.served() as url, calling(url) as caller:
+        caller.asample(sampler, 3)
+    folder = api.outputs / session / "calls"
+    samples = [
+        json.loads(line)["traceparent"].split("-")[1] for line in (folder / "samples.log").read_text().splitlines()
+    ]
+    of_session = json.loads((folder / "session.json").read_text())["traceparent"].split("-")[1]
+    first, second = (format(root.context.trace_id, "032x") for root in roots)
+    assert samples == [first, first, second, second] and of_session not in samples
+    for step, root in enumerate(roots, 1):
+        tags = {key: root.attributes[f"agentic.tag.{key}"] for key in ("train_step", "experiment_name")}
+        assert tags == {"train_step": step, "experiment_name": session}
+        assert [format(link.context.trace_id, "032x") for link in root.links] == [of_session]
 
 
 TOKENS = {name: f"the-token-of-{name}-0123" for name in ("agent", "operator", "other")}
