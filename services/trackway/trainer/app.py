@@ -71,10 +71,10 @@ def create_app(settings: TrainerSettings | None = None) -> FastAPI:
         "trainer",
         settings,
         routers=[
+            tinker.routes,  # first, as the most frequent
             _routes(runs),
             _sessions(SessionIntake(runs.registry)),
             _policies(CheckpointPolicies(runs.registry, settings.weights_url)),
-            tinker.routes,
         ],
         lifespan=lifespan,
         collectors=[gauges],
