@@ -90,13 +90,42 @@ async def _check(name: str, engine: Engine, published: Published, model: Path, b
 @pytest.mark.parametrize("seed", os.environ.get("SEEDS", "").split())
 def test_held_out_accuracy_rises(seed: str, model: Path, tmp_path: Path) -> None:
     """`make test-model SEEDS='0 1 2'`: the run of the README, some minutes each."""
-    make_rows(tmp_path, seed=int(seed))
-    files = [f"data.train_files={tmp_path}/train.jsonl", f"data.val_files={tmp_path}/held_out.jsonl"]
-    words = [*files, f"actor_rollout_ref.model.path={model}", f"trackway.seed={seed}", "trainer.experiment_name=run"]
-    command = [sys.executable, "-m", "trackway.deploy.cli", "train", "--config", str(EXAMPLE / "trackway.yaml")]
-    subprocess.run([*command, "--outputs", str(tmp_path), "--json", *words], check=True, timeout=3600)
+    accuracies = _held_out_accuracies(seed, model, tmp_path)
 
-    rows = RunFolder(tmp_path / "run").rows()
+    assert accuracies[-1] >= accuracies[0] + 0.15
+
+
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("seed", os.environ.get("SEEDS", "").split())
+def test_held_out_accuracy_rises_by_sft_and_then_by_rl(seed: str, model: Path, tmp_path: Path) -> None:
+    """Ten steps of SFT and twenty of RL, as in the README."""
+    make_rows(tmp_path, seed=int(seed))
+    rows = [f"data.train_files={tmp_path}/answered.jsonl", "data.train_batch_size=16", "data.max_length=128"]
+    steps = ["optim.lr=1e-5", "trainer.total_training_steps=10", "trainer.save_freq=10"]
+    _trackway(
+        tmp_path, "train", "--config-name", "sft", f"model.path={model}", *rows, *steps, "trainer.experiment_name=sft"
+    )
+    _trackway(tmp_path, "export", "sft", str(tmp_path / "after-sft"))
+
+    before = _held_out_accuracies(seed, model, tmp_path / "before", "trainer.total_training_steps=1")[0]
+    after = _held_out_accuracies(seed, tmp_path / "after-sft", tmp_path / "after", "trainer.total_training_steps=20")
+
+    assert before + 0.15 <= after[0] <= after[-1] - 0.05
+
+
+def _held_out_accuracies(seed: str, model: Path, folder: Path, *keys: str) -> list[float]:
+    """Of each validation of a run of RL."""
+    folder.mkdir(exist_ok=True)
+    make_rows(folder, seed=int(seed))
+    files = [f"data.train_files={folder}/train.jsonl", f"data.val_files={folder}/held_out.jsonl"]
+    words = [*files, f"actor_rollout_ref.model.path={model}", f"trackway.seed={seed}", "trainer.experiment_name=run"]
+    _trackway(folder, "train", "--config", str(EXAMPLE / "trackway.yaml"), *words, *keys)
+    rows = RunFolder(folder / "run").rows()
     accuracies = [(row.step, value) for row in rows for key, value in row.data.items() if demo.is_accuracy(key)]
-    print(f"seed {seed}: {accuracies}")
-    assert accuracies[-1][1] >= accuracies[0][1] + 0.15
+    print(f"seed {seed}, {model.name}: {accuracies}")
+    return [value for _, value in accuracies]
+
+
+def _trackway(outputs: Path, command: str, *words: str) -> None:
+    start = [sys.executable, "-m", "trackway.deploy.cli", command, *words]
+    subprocess.run([*start, "--outputs", str(outputs), "--json"], check=True, timeout=3600)
