@@ -108,11 +108,14 @@ def _value_model(plan: Forecast, config: RunConfig) -> str:
 
 
 def _overlap(config: RunConfig) -> str:
-    depth, every = config.async_training.staleness_threshold, config.async_training.trigger_parameter_sync_step
-    if not depth and every == 1:
+    ahead, every = config.versions_ahead, config.async_training.trigger_parameter_sync_step
+    rate = config.trackway.over_sample_rate
+    if not config.may_be_stale:
         return "none: rollouts and updates take turns"
     weights = f"weights are published every {every} steps, and " if every > 1 else ""
-    return f"{weights}rollouts are at most {depth:g} version{'s' * (depth != 1)} ahead of the learner"
+    rest = f"; a step ends when {1 - rate:.0%} of the groups in flight are complete, the others go on" if rate else ""
+    most = "on average" if rate else "at most"
+    return f"{weights}rollouts are {most} {ahead:g} version{'s' * (ahead != 1)} ahead of the learner{rest}"
 
 
 def _correction(config: RunConfig) -> str:

@@ -3,7 +3,8 @@
 Three trainers of verl run generation ahead of the learner, each with keys of its own: fully_async_policy
 (`async_training.*`, `rollout.*`), one_step_off_policy (a preset) and the V1 trainer (`trainer.v1.*`). Here there is one
 mechanism, decided by `async_training.staleness_threshold`, `async_training.trigger_parameter_sync_step`,
-`trackway.max_staleness` and `trackway.staleness_strategy`.
+`trackway.max_staleness` and `trackway.staleness_strategy`. A step's slowest groups are left to later ones by
+`trackway.over_sample_rate`.
 """
 
 from typing import Literal
@@ -110,6 +111,9 @@ def translate(given: dict[str, JsonValue]) -> dict[str, JsonValue]:
         _set(found, "trackway.max_staleness", threshold - 1, "trainer.v1.sampler.max_off_policy_threshold less 1")
         strategy = given.get("trainer.v1.sampler.max_off_policy_strategy", "drop")
         _set(found, "trackway.staleness_strategy", strategy, "trainer.v1.sampler.max_off_policy_strategy", ("wait",))
+    rate = given.get("actor_rollout_ref.rollout.over_sample_rate")
+    if rate:
+        _set(found, "trackway.over_sample_rate", rate, "actor_rollout_ref.rollout.over_sample_rate", (0,))
     require = _number(given, "async_training.require_batches", 0)
     if require:
         _set(found, _BATCH, require * mini, f"async_training.require_batches x {_MINI_BATCH}", (0, 1024))

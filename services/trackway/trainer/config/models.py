@@ -383,6 +383,11 @@ class TrackwayConfig(Section):
     max_staleness: int | None = Field(default=None, ge=0)
     """Drop trajectories whose oldest token comes from weights more than this many versions behind those being trained
     (verl's `max_off_policy_threshold`). None keeps all."""
+    over_sample_rate: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the groups in flight that a step leaves to later ones: with 0.2 a step begins with 1.25 times the
+    prompts that it trains, and ends once 80 % are complete. The slowest go on under new weights, and train as soon as
+    they are complete, at the latest at `max_staleness`. Without that key the bound is one version more than the
+    rollouts are ahead on average, rounded up."""
     staleness_strategy: Literal["wait", "drop"] = "wait"
     """Treatment of a group that is about to be too stale to train: the learner waits for it, or it is dropped (verl's
     `max_off_policy_strategy`)."""
@@ -526,6 +531,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"async_training.staleness_threshold: expected at most trackway.max_staleness ({bound}), got "
                 f"{depth:g}; rollouts that far ahead would be dropped"
+            )
+        if bound is not None and self.versions_ahead > bound:
+            raise ValueError(
+                f"trackway.over_sample_rate: expected at most trackway.max_staleness ({bound}) versions ahead, got "
+                f"{self.versions_ahead:g} on average; lower the rate, or raise trackway.max_staleness"
             )
         return self
 
@@ -751,7 +761,13 @@ class RunConfig(Section):
     @property
     def may_be_stale(self) -> bool:
         """Return whether a step may train on rollouts of older weights than those it updates."""
-        return self.async_training.staleness_threshold > 0 or self.async_training.trigger_parameter_sync_step > 1
+        return self.versions_ahead > 0 or self.async_training.trigger_parameter_sync_step > 1
+
+    @property
+    def versions_ahead(self) -> float:
+        """Versions that rollouts are ahead of the learner: the depth and the groups that steps leave to later ones."""
+        own, rate = self.async_training, self.trackway.over_sample_rate
+        return own.staleness_threshold + round(rate / (1 - rate) / own.trigger_parameter_sync_step, 6)
 
     @property
     def correction(self) -> RolloutCorrectionConfig:

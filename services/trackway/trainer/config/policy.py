@@ -471,6 +471,9 @@ class RolloutConfig(Section):
 
     n: int = Field(default=1, ge=1, le=1024)
     """Rollouts per prompt: the size of the group for relative advantages."""
+    over_sample_rate: float = Field(default=0.0, ge=0, lt=1)
+    """Sets `trackway.over_sample_rate`. In verl a step aborts the rollouts that are left, and trains fewer; here it
+    trains whole groups, as many as ever, and the others go on."""
     temperature: float = Field(default=1.0, ge=1e-6)
     """Divisor of the logits, in sampling and in the learner's log-probabilities."""
     top_p: float = Field(default=1.0, gt=0, le=1)

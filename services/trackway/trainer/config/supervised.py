@@ -45,6 +45,7 @@ NOT_READ = (
     *(f"{_ACTOR}.{name}" for name in ("loss_scale_factor", "entropy_coeff", "use_kl_loss", "calculate_sum_pi_squared")),
     "actor_rollout_ref.rollout.temperature",
     *("trackway.proximal_logprobs", "trackway.save_token_values", "trackway.max_staleness"),
+    "trackway.over_sample_rate",
 )
 """Sections and keys of reinforcement learning that supervised training does not read, and so refuses."""
 

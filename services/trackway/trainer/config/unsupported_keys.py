@@ -337,7 +337,6 @@ ONLY: dict[str, Only] = {
         "rollout.seed seeds each generation; start vLLM with VLLM_BATCH_INVARIANT=1, or SGLang with "
         "engine_kwargs.sglang.enable_deterministic_inference=true",
     ),
-    "actor_rollout_ref.rollout.over_sample_rate": Only((0,), "exactly rollout.n rollouts are requested"),
     "actor_rollout_ref.rollout.ignore_eos": Only((False,), "a response ends at its end token; leave it out"),
     "actor_rollout_ref.rollout.logprobs_mode": Only(
         ("processed_logprobs",),

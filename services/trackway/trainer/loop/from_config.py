@@ -113,13 +113,14 @@ def plan(config: RunConfig, steps_per_epoch: int) -> Schedule:
 def pacing(config: RunConfig) -> Pacing:
     """How far generation runs ahead of the learner."""
     asynchronous, own = config.async_training, config.trackway
-    depth = asynchronous.staleness_threshold
+    depth, ahead = asynchronous.staleness_threshold, math.ceil(config.versions_ahead)
     return Pacing(
         batch_size=config.data.train_batch_size,
         depth=depth,
-        bound=math.ceil(depth) if own.max_staleness is None else own.max_staleness,
+        bound=ahead + (own.over_sample_rate > 0) if own.max_staleness is None else own.max_staleness,
         drop=own.staleness_strategy == "drop",
         sync_every=asynchronous.trigger_parameter_sync_step,
+        over_sample=own.over_sample_rate,
     )
 
 

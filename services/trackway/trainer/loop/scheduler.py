@@ -10,7 +10,8 @@ most (S + version + 1) batches are submitted before version + 1 is published (AR
 
 The learner takes finished groups, oldest first. A slow group does not hold a batch back until it would become too
 stale; then the learner waits for it, or drops it if asked to. So each submitted group trains once, and short answers
-are not preferred. With depth 0 the learner waits for all groups of a batch: the synchronous loop.
+are not preferred. With depth 0 the learner waits for all groups of a batch: the synchronous loop. With `over_sample` a
+step has more groups in flight than it trains, and its slowest ones go on into later steps within the same bound.
 
 With a filter, a finished group without a difference is left out and the next prompt takes its place. What a synchronous
 step trains depends on the order of the prompts and on their rewards, never on which group ended first.
@@ -50,11 +51,13 @@ class Pacing:
     """Drop a group that passes the bound, instead of waiting for it before it does."""
     sync_every: int = 1
     """Updates between two publications of the weights."""
+    over_sample: float = 0.0
+    """Share of the groups in flight that a step leaves to later ones, below 1."""
 
     @property
     def runs_ahead(self) -> bool:
         """Return whether rollouts may go on while the learner computes."""
-        return self.depth > 0 or self.sync_every > 1
+        return self.depth > 0 or self.sync_every > 1 or self.over_sample > 0
 
     def version(self, steps: int) -> int:
         """Publications after the first one, when so many updates are done."""
@@ -63,7 +66,8 @@ class Pacing:
     def ahead(self, steps: int) -> int:
         """Groups that may be outstanding beyond the batch that trains next."""
         rest = self.sync_every - 1 - steps % self.sync_every
-        return math.floor((rest + self.depth * self.sync_every) * self.batch_size)
+        left_over = self.batch_size * self.over_sample / (1 - self.over_sample)
+        return math.floor((rest + self.depth * self.sync_every) * self.batch_size) + math.ceil(round(left_over, 6))
 
 
 class SubmittedGroup(BaseModel):
@@ -179,6 +183,10 @@ class GroupScheduler:
     _filtered: Metrics = field(default_factory=dict)
     """Effect of the filter on the newest update."""
     _needed: int = 0
+    _held_by: list[_Outstanding] = field(default_factory=list[_Outstanding])
+    """Running groups without which the next update may not begin, once enough others have finished."""
+    _carried_over: int = 0
+    """Groups of the newest update that were submitted before its step began."""
     _traced: tuple[int, frozenset[int]] = (0, frozenset())
 
     def submit(
@@ -241,12 +249,15 @@ class GroupScheduler:
         while True:
             self._leave_out()
             finished = [group for group in self._outstanding if group.finished]
-            if self._is_enough(len(finished), size) and self._leaves_none_late(steps, position, size):
+            is_enough = self._is_enough(len(finished), size)
+            self._held_by = self._running_late(steps, position, size) if is_enough else []
+            if is_enough and not self._held_by:
                 break
             self._replace(size)
             running = [group.rollouts for group in self._outstanding if not group.finished]
             await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         self._taken = finished[:size]
+        self._carried_over = sum(taken.group.step <= steps for taken in self._taken)
         return [trajectory for group in self._taken for trajectory in group.rollouts.result()]
 
     def _is_enough(self, finished: int, size: int) -> bool:
@@ -355,16 +366,29 @@ class GroupScheduler:
         return {state: count for state, count in account.items() if state != "baseline" or count}
 
     def metrics(self) -> Metrics:
-        """The account as `rollouts/<state>`, the retries, and what the filter did, in prompts, under verl's names."""
-        counts = {f"rollouts/{state}": float(count) for state, count in self.account().items()}
-        return counts | {"training/rollout_retries": float(self.retries)} | self._filtered
+        """The account as `rollouts/<state>`, the retries, and what the filter did, in prompts, under verl's names.
+
+        Where rollouts run ahead, also how many groups of the newest update were begun before its step.
+        """
+        metrics = {f"rollouts/{state}": float(count) for state, count in self.account().items()}
+        metrics["training/rollout_retries"] = float(self.retries)
+        if self.pacing.runs_ahead:
+            metrics["training/carried_over_groups"] = float(self._carried_over)
+        return metrics | self._filtered
 
     def progress(self) -> str:
-        """How many groups are there of those that the next update needs."""
+        """How many groups are there of those that the next update needs, and which one alone holds it."""
         finished = sum(group.finished for group in self._outstanding)
         left_out = f"; {len(self.state.left_out)} were left out for others" if self.state.left_out else ""
         needed = f"it takes {self._needed} of the oldest"
-        return f"{finished} of {len(self._outstanding)} groups have finished, and {needed}{left_out}"
+        return f"{finished} of {len(self._outstanding)} groups have finished, and {needed}{left_out}{self._held()}"
+
+    def _held(self) -> str:
+        if not self._held_by:
+            return ""
+        step, index = self._name(self._held_by[0].group)
+        others = f" and {len(self._held_by) - 1} more" if len(self._held_by) > 1 else ""
+        return f"; held by group {step}/{index}{others}, too stale for a later step (trackway.max_staleness)"
 
     async def close(self) -> None:
         """Cancel the requests that are still running."""
@@ -416,13 +440,13 @@ class GroupScheduler:
         self._outstanding = [group for group in self._outstanding if group not in stale]
         self.state.account.dropped_stale += len(stale) * self.rollouts.n
 
-    def _leaves_none_late(self, steps: int, position: Position, size: int) -> bool:
-        """Return whether the other groups can still be trained in time if the oldest finished ones are trained now.
+    def _running_late(self, steps: int, position: Position, size: int) -> list[_Outstanding]:
+        """The running groups of which some could not train in time if the oldest finished ones were trained now.
 
-        They can if, for every later update, the groups that must be trained by then fit the batches up to then.
+        Empty if, for every later update, the groups that must be trained by then fit the batches up to then.
         """
         if self.pacing.drop:
-            return True
+            return []
         last_updates = [self._last_update(group) for group in self._outstanding]
         update, room = steps, 0
         for last in sorted(set(last_updates)):
@@ -431,10 +455,10 @@ class GroupScheduler:
                 room += len(self.prompts.take(position)[0])
                 update += 1
             needed = min(size, sum(other <= last for other in last_updates) - room)
-            ready = sum(group.finished and self._last_update(group) <= last for group in self._outstanding)
-            if ready < needed:
-                return False
-        return True
+            due = [group for group in self._outstanding if self._last_update(group) <= last]
+            if sum(group.finished for group in due) < needed:
+                return [group for group in due if not group.finished]
+        return []
 
     def _last_update(self, outstanding: _Outstanding) -> int:
         """The last update that may train the group, counted from 0."""

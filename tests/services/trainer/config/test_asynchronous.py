@@ -84,6 +84,37 @@ def test_the_v1_trainers_mode_sync_leaves_the_decision_to_async_training():
 
 
 @pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["trackway.over_sample_rate=0.2"], Pacing(1024, bound=2, over_sample=0.2)),
+        (["actor_rollout_ref.rollout.over_sample_rate=0.2"], Pacing(1024, bound=2, over_sample=0.2)),
+        (
+            ["actor_rollout_ref.rollout.over_sample_rate=0", "trackway.over_sample_rate=0.2"],
+            Pacing(1024, bound=2, over_sample=0.2),
+        ),
+        (
+            ["trackway.over_sample_rate=0.2", "async_training.staleness_threshold=1"],
+            Pacing(1024, depth=1, bound=3, over_sample=0.2),
+        ),
+        (
+            ["trackway.over_sample_rate=0.8", "async_training.trigger_parameter_sync_step=2"],
+            Pacing(1024, bound=3, sync_every=2, over_sample=0.8),
+        ),
+        (
+            ["trackway.over_sample_rate=0.2", "trackway.max_staleness=1"],
+            Pacing(1024, bound=1, over_sample=0.2),
+        ),
+    ],
+)
+def test_a_rate_of_over_sampling_leaves_groups_to_later_steps_and_raises_the_bound(words: list[str], expected: Pacing):
+    config = compose(words)
+
+    assert pacing(config) == expected
+    assert resolve(config.model_dump(mode="json")) == config
+    assert config.may_be_stale and config.correction.rollout_is == "token"
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (
@@ -98,6 +129,19 @@ def test_the_v1_trainers_mode_sync_leaves_the_decision_to_async_training():
         ),
         (["rollout.test_freq=2", "trainer.test_freq=3"], "trainer.test_freq: expected rollout.test_freq x "),
         (["async_training.require_batches=2", "data.train_batch_size=256"], f"require_batches x {MINI}, which is 512"),
+        (
+            ["trackway.over_sample_rate=0.1", "actor_rollout_ref.rollout.over_sample_rate=0.2"],
+            "trackway.over_sample_rate: expected actor_rollout_ref.rollout.over_sample_rate, which is 0.2, got 0.1",
+        ),
+        (
+            ["trackway.over_sample_rate=0.6", "trackway.max_staleness=1"],
+            "trackway.over_sample_rate: expected at most trackway.max_staleness (1) versions ahead, got 1.5 on average",
+        ),
+        (["trackway.over_sample_rate=1"], "trackway.over_sample_rate: Input should be less than 1"),
+        (
+            ["actor_rollout_ref.rollout.over_sample_rate=many"],
+            "actor_rollout_ref.rollout.over_sample_rate: Input should be a valid number",
+        ),
         ([f"{SAMPLER}.max_off_policy_strategy=evict"], f"{SAMPLER}.max_off_policy_strategy: Input should be 'drop'"),
     ],
 )

@@ -138,6 +138,19 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
         19,
         {"pacing.sync_every": 19, "sharing.runs_ahead": True, "learner.engine_threads": 1, **CORRECTED},
     ),
+    **dict.fromkeys(
+        ("trackway.over_sample_rate", f"{ROLLOUT}.over_sample_rate"),
+        (
+            0.2,
+            {
+                "pacing.over_sample": 0.2,
+                "pacing.bound": 2,
+                "sharing.runs_ahead": True,
+                "learner.engine_threads": 1,
+                **CORRECTED,
+            },
+        ),
+    ),
     "async_training.partial_rollout": (False, {"publisher.update_mode": "wait"}),
     "data.val_batch_size": (7, {"validation_policy.max_inflight": 7}),
     "trackway.staleness_strategy": ("drop", {"pacing.drop": True}),

@@ -239,6 +239,82 @@ async def test_a_slow_group_holds_no_batch_back_until_it_would_be_too_stale(begi
     assert await run.take() == [(1, 0), (1, 5), (1, 6), (1, 7)]
 
 
+async def test_a_step_leaves_its_slowest_groups_to_later_ones_until_they_would_be_too_stale(begin):
+    run = begin(over_sample=0.2, bound=2)
+    run.submit()
+    await run.generation.end(*[(1, index) for index in (4, 2, 0)])
+    assert (run.generation.running, await run.is_waiting()) == ([(1, 1), (1, 3)], True)
+    await run.generation.end((1, 3))
+    run.used(await run.take())
+    run.submit()
+    second = [(2, index) for index in range(5, 9)]
+    assert (run.generation.requested[5:], run.generation.cancelled) == (second, [])
+    await run.generation.end(*second)
+    run.used(await run.take())
+    run.submit()
+    third = [(3, index) for index in range(9, 13)]
+    await run.generation.end(*third)
+
+    assert await run.is_waiting()  # for (1, 1), which would be three versions old in the step after
+    assert run.scheduler.progress() == (
+        "4 of 5 groups have finished, and it takes 4 of the oldest; held by group 1/1, too stale for a later step "
+        "(trackway.max_staleness)"
+    )
+    await run.generation.end((1, 1))
+    assert await run.take() == [(1, 1), *third[:3]]
+    assert run.scheduler.progress() == "5 of 5 groups have finished, and it takes 4 of the oldest"
+    assert run.trained == [[(1, 0), (1, 2), (1, 3), (1, 4)], second]
+
+
+async def test_a_step_counts_the_groups_that_were_begun_before_it(begin):
+    run = begin(over_sample=0.2, bound=2)
+    counts: list[float] = []
+    for late in ([(1, 1)], [(2, 5)], []):
+        run.submit()
+        await run.generation.end(*[name for name in run.generation.running if name not in late])
+        run.used(await run.take())
+        counts.append(run.scheduler.metrics()["training/carried_over_groups"])
+
+    assert counts == [0, 1, 1]
+    assert "training/carried_over_groups" not in begin().scheduler.metrics()
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "rate", "begun"),
+    [(8, 0.2, 10), (4, 0.2, 5), (9, 0.1, 10), (14, 0.3, 20), (4, 0.5, 8), (4, 0.01, 5), (4, 0, 4), (3, 0.9, 30)],
+)
+async def test_a_step_ends_when_the_share_of_its_groups_is_complete(begin, batch_size: int, rate: float, begun: int):
+    run = begin(batch_size=batch_size, over_sample=rate, bound=9)
+    run.submit()
+    await run.generation.end(*run.generation.running[: batch_size - 1])
+    assert (len(run.generation.requested), await run.is_waiting()) == (begun, True)
+
+    await run.generation.end(run.generation.running[-1])
+    assert len(await run.take()) == batch_size >= (1 - rate) * begun - 1
+
+
+async def test_a_resumed_run_begins_the_groups_again_that_a_step_left_to_later_ones(begin):
+    run = begin(over_sample=0.2, bound=2)
+    run.submit()
+    await run.generation.end(*[(1, index) for index in (0, 2, 3, 4)])
+    run.used(await run.take())
+    state, finished = run.scheduler.snapshot()
+    assert (finished, [group.place for group in state.outstanding]) == ([], [1])
+
+    resumed = begin(over_sample=0.2, bound=2, state=state, finished=finished)
+    resumed.steps, resumed.position = run.steps, run.position
+    resumed.submit()
+    await resumed.generation.end(*resumed.generation.running)
+    groups = await resumed.take()
+    resumed.used(groups)
+
+    assert resumed.generation.requested == [(1, 1), *[(2, index) for index in range(5, 9)]]
+    assert groups == [(1, 1), (2, 5), (2, 6), (2, 7)]
+    assert resumed.scheduler.metrics()["training/carried_over_groups"] == 1
+    account = resumed.scheduler.account()
+    assert account.pop("submitted") == sum(account.values()) == 9 * N
+
+
 async def test_with_drop_a_group_that_passes_the_bound_is_cancelled_and_another_takes_its_place(begin):
     run = begin(depth=1, bound=1, drop=True)
     run.submit()
@@ -297,6 +373,7 @@ async def test_no_group_is_requested_that_no_step_would_train(begin):
         "rollouts/finished": 0,
         "rollouts/cancelled": 0,
         "training/rollout_retries": 0,
+        "training/carried_over_groups": 4,
     }
 
 
@@ -345,6 +422,10 @@ async def test_the_traced_places_are_chosen_once_for_each_batch(begin):
         {"depth": 2, "bound": 2},
         {"depth": 1.5, "bound": 2, "sync_every": 2},
         {"depth": 2, "bound": 4},
+        {"over_sample": 0.2, "bound": 2},
+        {"over_sample": 0.5, "bound": 1},
+        {"depth": 1, "over_sample": 0.2, "bound": 3},
+        {"over_sample": 0.5, "bound": 1, "sync_every": 2},
     ],
 )
 async def test_whatever_ends_first_all_prompts_train_once_in_time_and_the_account_is_whole(
