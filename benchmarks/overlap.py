@@ -7,12 +7,14 @@ With `--replicas 1 2 4` the services run under Ray Serve, and each part is repea
 `--slots` sequences each; without it, agent, tools, reward and one rollout service are a process each.
 
 The learner is simulated too: it takes `--train-s` seconds in which it needs no core, as one on a GPU does. Agent, tools
-and reward are the real services. Each part runs the synchronous loop first, then the asynchronous.
+and reward are the real services. Each part runs the synchronous loop first, then the asynchronous with each
+`--staleness-threshold` and `--over-sample-rate`, which may be 0.
 """
 
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import sys
 import tempfile
@@ -35,8 +37,10 @@ from trackway.deploy.deployment.status import scale
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.local.up import bring_up, take_down
 from trackway.system import free_port
+from trackway.trainer.config import compose
 from trackway.trainer.data.dataset import Position, Prompts
 from trackway.trainer.data.tiny import make_tiny_rows
+from trackway.trainer.loop.from_config import pacing
 from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy, Rollouts
 from trackway.trainer.loop.scheduler import GroupScheduler, Pacing
 from trackway.wire.agent import Limits, Sample
@@ -88,14 +92,14 @@ def rows() -> list[Sample]:
     return [row.model_copy(update={"extra_info": row.extra_info | {"tool_selection": None}}) for row in made]
 
 
-async def train(agent_url: str, pacing: Pacing, steps: int, train_s: float, run_name: str, calls: int) -> Pace:
+async def train(agent_url: str, paced: Pacing, steps: int, train_s: float, run_name: str, calls: int) -> Pace:
     """The loop of a run with a learner that only takes time; each trajectory executes so many tool calls."""
     params, limits = SamplingParams(max_tokens=512, seed=1), Limits(max_response_length=2048, max_assistant_turns=8)
     template = GroupTemplate(run_name, run_name, GROUP, params, limits, "tool_agent")
     policy = CallPolicy(max_in_flight=1024, total_s=900.0, read_s=900.0)
     rollouts = Rollouts(AgentClient(agent_url, policy=policy), template, RetryPolicy(max_inflight=1024))
     prompts = Prompts(rows(), BATCH, 0, shuffle=False)
-    scheduler, position = GroupScheduler(prompts, rollouts, pacing), Position()
+    scheduler, position = GroupScheduler(prompts, rollouts, paced), Position()
     began = waited = 0.0
     for step in range(steps):
         if step == WARM_STEPS:
@@ -186,13 +190,17 @@ def each_setup(sim: dict[str, object], slots: int, replicas: Sequence[int], tool
             yield f"{deployment.base_url}/agent"
 
 
-def compare(agent_url: str, depths: Sequence[float], steps: int, train_s: float, calls: int = 0) -> list[Pace]:
-    """The synchronous loop, then the asynchronous one with each depth."""
-    paces = []
-    for depth in (0.0, *depths):
-        pacing = Pacing(BATCH, depth, max(1, round(depth + 0.49))) if depth else Pacing(BATCH)
-        name = f"staleness_threshold={depth:g}" if depth else "synchronous"
-        paces.append(run(train(agent_url, pacing, steps, train_s, name.replace("=", "_"), calls)))
+def compare(agent_url: str, args: argparse.Namespace, calls: int = 0) -> list[Pace]:
+    """The synchronous loop, then the asynchronous one with each depth and rate."""
+    paces: list[Pace] = []
+    asynchronous = itertools.product(args.over_sample_rate, args.staleness_threshold)
+    for rate, depth in [(0.0, 0.0), *asynchronous]:
+        batch = (f"data.train_batch_size={BATCH}", f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}")
+        ahead = (f"async_training.staleness_threshold={depth}", f"trackway.over_sample_rate={rate}")
+        paced = pacing(compose([*batch, *ahead]))
+        name = f"threshold {depth:g}, rate {rate:g}" if depth or rate else "synchronous"
+        run_name = f"overlap_{depth:g}_{rate:g}"
+        paces.append(run(train(agent_url, paced, args.steps, args.train_s, run_name, calls)))
         paces[-1].show(name)
     return paces
 
@@ -203,7 +211,7 @@ def measure_halves(args: argparse.Namespace) -> None:
     turns = [THOUGHT * 3 + ANSWER]
     tokens = len(tokenizer.encode(turns[0], add_special_tokens=False))
     for url in each_setup(script(turns, args.train_s / tokens), args.slots, args.replicas):
-        taking_turns, *overlapped = compare(url, args.staleness_threshold, args.steps, args.train_s)
+        taking_turns, *overlapped = compare(url, args)
         longer = max(args.train_s, taking_turns.step_s - args.train_s)
         print(
             f"generation {taking_turns.step_s - args.train_s:.2f} s, training {args.train_s:.2f} s: a step is "
@@ -217,7 +225,7 @@ def measure_tools(args: argparse.Namespace) -> None:
     turns = [f"{THOUGHT} {number}. {CALL}" for number in ("One", "Two", "Three")] + [f"{THOUGHT}{ANSWER}"]
     tool = SLOW_TOOL.format(median=args.tool_median_s, sigma=args.tool_sigma, cap=args.tool_cap_s)
     for url in each_setup(script(turns, 0.005), args.slots, args.replicas, tool):
-        taking_turns, *overlapped = compare(url, args.staleness_threshold, args.steps, args.train_s, calls=3)
+        taking_turns, *overlapped = compare(url, args, calls=3)
         ratios = (pace.trajectories_per_s / taking_turns.trajectories_per_s for pace in overlapped)
         print(f"{', '.join(f'{ratio:.2f}x' for ratio in ratios)} the trajectories a second", flush=True)
 
@@ -227,6 +235,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["halves", "tools"])
     parser.add_argument("--staleness-threshold", type=float, nargs="+", default=[1.0])
+    parser.add_argument("--over-sample-rate", type=float, nargs="+", default=[0.0])
     parser.add_argument("--steps", type=int, default=10, help=f"of which the first {WARM_STEPS} are not measured")
     parser.add_argument("--train-s", type=float, default=2.0, help="seconds of an update")
     parser.add_argument("--tool-median-s", type=float, default=1.0)
