@@ -332,8 +332,10 @@ class Outcome(NamedTuple):
 class Run:
     """One policy on one case: trajectories begin as others end, so that as many run at any time."""
 
-    def __init__(self, case: Case, policy: str, seed: int, rounds: float = 3.0) -> None:
-        hardware, workload = HARDWARE[case.hardware], WORKLOADS[case.hardware, case.turns]
+    def __init__(
+        self, case: Case, policy: str, seed: int, rounds: float = 3.0, workload: Workload | None = None
+    ) -> None:
+        hardware, workload = HARDWARE[case.hardware], workload or WORKLOADS[case.hardware, case.turns]
         self.engines = [Engine(hardware) for _ in range(case.replicas)]
         self.policy = POLICIES[policy](self.engines, seed)
         at_once = max(workload.n, round(case.replicas * case.load * workload.fitting(hardware)))
@@ -349,14 +351,14 @@ class Run:
 
     def outcome(self) -> Outcome:
         """Run it to its end."""
-        draw = random.Random(0)
-        for _ in range(min(self.at_once, len(self.todo))):
-            self.push(draw.random() * 5.0, -1, self.todo.popleft())
+        self.begin()
         now = 0.0
         while self.events:
             now, _, replica, trajectory = heapq.heappop(self.events)
             if trajectory is not None:
                 self.send(trajectory, now)
+            elif replica < 0:
+                self.tick(now)
             elif self.engines[replica].next_at == now:
                 for call in self.engines[replica].step():
                     self.answered(self.callers.pop(call), call, replica, now)
@@ -369,8 +371,22 @@ class Run:
         rate = (after - before) / (end - start)
         return Outcome(rate, reused / (reused + computed), stayed, preempted, now, self.peak)
 
+    def begin(self) -> None:
+        """Start as many trajectories as run at once."""
+        draw = random.Random(0)
+        for _ in range(min(self.at_once, len(self.todo))):
+            self.push(draw.random() * 5.0, -1, self.todo.popleft())
+
+    def follow(self, now: float) -> None:
+        """Start one more trajectory as another has ended."""
+        if self.todo:
+            self.push(now, -1, self.todo.popleft())
+
     def push(self, at: float, replica: int, trajectory: Trajectory | None) -> None:
         heapq.heappush(self.events, (at, next(self.order), replica, trajectory))
+
+    def tick(self, now: float) -> None:
+        """Do what is due at a time that was pushed without a trajectory."""
 
     def plan(self, replica: int) -> None:
         """Wake up when the replica's steps end. An earlier plan is passed over."""
@@ -404,8 +420,7 @@ class Run:
             return
         self.policy.released(trajectory, replica)
         self.ended += 1
-        if self.todo:
-            self.push(now, -1, self.todo.popleft())
+        self.follow(now)
         if self.ended == self.at_once // 2 or (not self.todo and len(self.marks) == 1):
             self.marks.append((now, sum(engine.work.decoded for engine in self.engines)))
         if self.ended == self.at_once // 2:

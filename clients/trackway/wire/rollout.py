@@ -360,6 +360,29 @@ class WeightsReply(WireReply):
     """How the replica can take new weights, besides from the store."""
 
 
+class EngineLoad(WireReply):
+    """The requests and the KV cache of a replica's engine."""
+
+    running: int
+    waiting: int
+    preemptions: int
+    """Since the engine's start."""
+    kv_used: int
+    """Tokens of the KV cache that running requests hold."""
+    kv_tokens: int
+    """Tokens that the KV cache holds, or 0 if unknown."""
+    max_len: int
+    """Longest prompt plus response in tokens."""
+    callers: int = 1
+    """Callers that have asked for the load lately, and share the replica."""
+
+
+class EngineLoads(WireReply):
+    """The load of every replica that has one. A replica that starts has none."""
+
+    replicas: list[EngineLoad]
+
+
 class WeightInfo(WireReply):
     """vLLM's answer of `/weight_info`."""
 
