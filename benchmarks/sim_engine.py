@@ -41,7 +41,7 @@ from trackway.rollout.engines.weight_folder import tensors
 from trackway.rollout.engines.weight_proof import Judgement, compare_digests, judge, require_accepted
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.rollout import SamplingParams
+from trackway.wire.rollout import EngineLoad, SamplingParams
 from trackway.wire.trajectory import WeightSpan, add_span
 from trackway.wire.weights import WeightProof
 
@@ -490,6 +490,13 @@ class SimEngine:
     def stats(self) -> EngineStats:
         """The engine's counters."""
         return self._core.stats()
+
+    async def load(self) -> EngineLoad:
+        """Its requests. It has no KV cache."""
+        stats = self.stats()
+        return EngineLoad(
+            running=stats.running, waiting=stats.waiting, preemptions=0, kv_used=0, kv_tokens=0, max_len=self.max_len
+        )
 
     def _turn(self) -> None:
         """Advance the core to now, wake the requests with new tokens, and reset the timer."""

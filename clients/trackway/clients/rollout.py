@@ -3,6 +3,7 @@
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from functools import cached_property
+from urllib.parse import urlencode
 
 from pydantic import ValidationError
 
@@ -15,6 +16,8 @@ from trackway.system.waits import note_problem
 from trackway.tracing import add_incident, current_trace_stats
 from trackway.wire.errors import ErrorCode, ErrorReply, TrackwayError
 from trackway.wire.rollout import (
+    EngineLoad,
+    EngineLoads,
     GeneratePiece,
     GenerateReply,
     GenerateRequest,
@@ -148,6 +151,16 @@ class RolloutClient(ServiceClient):
     async def weights(self) -> WeightsReply:
         """The weight version of the replica that answers."""
         return await self.call("GET", "/weights", reply=WeightsReply)
+
+    async def loads(self, caller: str, deadline: Deadline | None = None) -> list[EngineLoad]:
+        """The load of every replica's engine. `caller` counts as one of those that share them."""
+        path = f"/load?{urlencode({'caller': caller})}"
+        try:
+            return (await self.call("GET", f"/replicas{path}", reply=EngineLoads, deadline=deadline)).replicas
+        except TrackwayError as error:
+            if error.code is not ErrorCode.NOT_FOUND:
+                raise
+        return [await self.call("GET", path, reply=EngineLoad, deadline=deadline)]
 
     async def policies(self) -> PolicyList:
         """Every policy that a request can name."""

@@ -14,6 +14,7 @@ import importlib
 import uuid
 from collections.abc import Callable, Mapping, Sized
 from typing import Any, TypeVar, cast, get_args
+from urllib.parse import urlencode
 
 import httpx
 import ray
@@ -28,6 +29,7 @@ from trackway.deploy.serve.fan_out import (
     Refusal,
     ReplicaMetrics,
     ReplicaPass,
+    load_route,
     metrics_route,
     replicas_route,
     sleep_routes,
@@ -42,7 +44,7 @@ from trackway.system import refuse_inspection
 from trackway.wire.errors import ErrorReply
 from trackway.wire.headers import REPLICA, REQUEST_TIMEOUT
 from trackway.wire.health import Health, Ready, ReplicaInfo, ServiceName
-from trackway.wire.rollout import SleepReply, WeightsReply
+from trackway.wire.rollout import EngineLoad, SleepReply, WeightsReply
 
 
 def keep_on_loopback() -> None:
@@ -95,6 +97,7 @@ class Replica:
         self._app.include_router(metrics_route(to_each_replica_of(service)))
         if service == "rollout":
             self._app.include_router(sleep_routes(broadcast))
+            self._app.include_router(load_route(broadcast))
         self._direct = _direct_port(settings, self._app)
         if settings.probe_dir:  # the outermost of the lifespan, so that probes fail before the replica drains
             metrics = self._app.state.metrics
@@ -111,6 +114,11 @@ class Replica:
         weights = await self._ask("/weights", WeightsReply) if self._service == "rollout" and ready.ready else None
         url = self._direct.url if self._direct else ""
         return ReplicaInfo(health=await self._ask("/health", Health), ready=ready, weights=weights, url=url or None)
+
+    async def load(self, caller: str) -> EngineLoad | None:
+        """The load of this replica's engine, or None while it does not answer."""
+        answer = await self._request("GET", f"/load?{urlencode({'caller': caller})}")
+        return EngineLoad.model_validate_json(answer.content) if answer.is_success else None
 
     async def exposition(self) -> ReplicaMetrics:
         """This replica's metrics in Prometheus' text format."""

@@ -33,6 +33,7 @@ from trackway.wire.errors import TrackwayError
 from trackway.wire.rollout import (
     AbortReply,
     AbortRequest,
+    EngineLoad,
     GeneratePiece,
     GenerateReply,
     GenerateRequest,
@@ -83,6 +84,9 @@ def _line(piece: GeneratePiece) -> str:
 
 ANSWER_S = 0.5
 """Time left before the caller's deadline to report why an operation is unfinished."""
+
+Caller = Annotated[str, Query(max_length=64)]
+"""Name of a caller that limits its rollouts by the load."""
 
 PROMPT: dict[str, JsonValue] = {
     "token_ids": [1, 64, 17, 9],
@@ -164,6 +168,11 @@ def routes(policies: Policies) -> ServiceRouter:
     async def weights(model: str | None = None) -> WeightsReply:
         """The weight version of a policy that the replica has loaded, and the newest that it has seen."""
         return policies.held(model).weights()
+
+    @router.get("/load")
+    async def load(caller: Caller = "") -> EngineLoad:
+        """The engine's requests and KV cache, and how many callers have asked for them in the last 30 seconds."""
+        return await policies.load(caller)
 
     @router.get("/v1/models")
     async def models() -> ModelList:

@@ -23,6 +23,7 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Ready
 from trackway.wire.rollout import (
     BASE_POLICY,
+    EngineLoad,
     GenerateReply,
     GenerateRequest,
     ModelCard,
@@ -33,6 +34,11 @@ from trackway.wire.rollout import (
 from trackway.wire.weights import policy_url
 
 _SHOWN = 20
+
+
+CALLER_S = 30.0
+"""Time for which a caller of `load` counts."""
+MAX_CALLERS = 1024
 
 
 @dataclass(eq=False)
@@ -63,6 +69,8 @@ class Policies(Collector):
         self._places = asyncio.Lock()
         """Held to choose what leaves and what is loaded."""
         self._evictions = 0
+        self._callers: dict[str, float] = {}
+        """When each caller of `load` asked last."""
 
     async def start(self) -> None:
         """Load the default policy."""
@@ -137,6 +145,14 @@ class Policies(Collector):
     async def policies(self) -> PolicyList:
         """Every policy that can be asked for, and what this replica has loaded of it."""
         return PolicyList(policies=[self._info(name) for name in await self._names()])
+
+    async def load(self, caller: str) -> EngineLoad:
+        """The load of the default policy's engine, and the number of callers that have asked lately."""
+        load, now = await self.default.load(), time.monotonic()
+        self._callers = {name: asked for name, asked in self._callers.items() if now - asked < CALLER_S}
+        if caller in self._callers or len(self._callers) < MAX_CALLERS:
+            self._callers[caller] = now
+        return load.model_copy(update={"callers": len(self._callers)})
 
     def collect(self) -> Iterator[Metric]:
         """Version and requests of each loaded policy beside the default one; at most `max_policies` labels."""

@@ -18,6 +18,7 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Ready
 from trackway.wire.rollout import (
     AbortReply,
+    EngineLoad,
     GenerateChoice,
     GenerateReply,
     GenerateRequest,
@@ -158,6 +159,10 @@ class RolloutService:
     @property
     def _verdict(self) -> Verdict | None:
         return None if self._engine.judgement is None else self._engine.judgement.verdict
+
+    async def load(self) -> EngineLoad:
+        """The engine's requests and KV cache."""
+        return await self._engine.load()
 
     def weight_info(self) -> WeightInfo:
         """The loaded version, in vLLM's format."""

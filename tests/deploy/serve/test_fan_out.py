@@ -185,3 +185,15 @@ async def test_a_defect_of_a_replica_is_a_500_and_logged_with_its_traceback(capl
     assert "the replica's own traceback" in caplog.text
     with pytest.raises(ValueError, match="wrong"):
         agreed("POST /wake_up", [raised_there(ValueError("wrong"))])
+
+
+async def test_the_load_is_asked_of_all_replicas_that_answer(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with group.running(SLEEPY, SLEEPY) as client:
+        assert [load.callers for load in await client.loads("a")] == [1, 1]
+        assert [load.callers for load in await client.loads("b & c")] == [2, 2]
+
+        async def starting(caller: str) -> None:
+            return None
+
+        monkeypatch.setattr(group.replicas[0], "load", starting)
+        assert len(await client.loads("a")) == 1

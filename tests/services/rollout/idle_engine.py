@@ -15,7 +15,7 @@ from trackway.rollout.engines.protocol import (
     Swapping,
 )
 from trackway.rollout.engines.weight_proof import Judgement
-from trackway.wire.rollout import SamplingParams
+from trackway.wire.rollout import EngineLoad, SamplingParams
 from trackway.wire.weights import WeightProof
 
 
@@ -64,3 +64,6 @@ class IdleEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats(0, 0, 0, 0, 0, 0)
+
+    async def load(self) -> EngineLoad:
+        return EngineLoad(running=0, waiting=0, preemptions=0, kv_used=0, kv_tokens=4096, max_len=self.max_len)

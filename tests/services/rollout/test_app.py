@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from tests.weight_proofs import ANY_PROOF
 from trackway.clients.weights import WeightStore
+from trackway.rollout import policies
 from trackway.rollout.app import create_app
 from trackway.rollout.settings import RolloutSettings
 from trackway.rollout.tokenizer import TokenText
@@ -251,3 +252,25 @@ async def test_text_is_decoded_only_for_a_recorded_span_that_carries_it(
         assert decoded == []
         await client.post("/generate", json=PROMPT, headers={"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"})
     assert decoded == ([3, 6] if setting else [])
+
+
+async def test_the_load_counts_those_who_ask_for_it(
+    running: Running, settings: RolloutSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(create_app(settings)) as client:
+        found = [(await client.get(f"/load?caller={name}")).json() for name in ("a", "b", "a")]
+        monkeypatch.setattr(policies, "CALLER_S", 0.0)
+        found.append((await client.get("/load?caller=c")).json())
+        refused = await client.get("/load", params={"caller": "a" * 65})
+    longest = found[0]["max_len"]
+    assert found[0] == {
+        "running": 0,
+        "waiting": 0,
+        "preemptions": 0,
+        "kv_used": 0,
+        "kv_tokens": 2 * longest,
+        "max_len": longest,
+        "callers": 1,
+    }
+    assert [load["callers"] for load in found] == [1, 2, 2, 1]
+    assert error_of(refused) == (422, "invalid_request")

@@ -27,7 +27,7 @@ from trackway.serving.auth import presented
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
 from trackway.wire.headers import REQUEST_TIMEOUT
 from trackway.wire.health import ReplicaInfo, ReplicaList, ServiceName
-from trackway.wire.rollout import MemoryPart, SleepMode, SleepReplies, SleepReply
+from trackway.wire.rollout import EngineLoad, EngineLoads, MemoryPart, SleepMode, SleepReplies, SleepReply
 
 T = TypeVar("T")
 
@@ -114,6 +114,23 @@ def replicas_route(service: ServiceName, broadcast: Broadcast) -> ServiceRouter:
                 message = f"a {service} replica did not answer ({_how_lost(answer)}); ask again"
                 raise TrackwayError(ErrorCode.UNAVAILABLE, message) from answer
         return [answer for answer in answers if isinstance(answer, reply)]
+
+    return router
+
+
+def load_route(broadcast: Broadcast) -> ServiceRouter:
+    """The route `/replicas/load` of the rollout service."""
+    router = ServiceRouter(tags=["rollout"])
+
+    @router.get("/replicas/load")
+    async def load(caller: Annotated[str, Query(max_length=64)] = "") -> EngineLoads:
+        """`/load` of every replica. Those that do not answer are left out."""
+        try:
+            answers = await broadcast("load", caller, within_s=ASK_REPLICAS_S)
+        except TimeoutError as error:
+            message = f"not every rollout replica answered within {ASK_REPLICAS_S:.0f} s; ask again"
+            raise TrackwayError(ErrorCode.UNAVAILABLE, message) from error
+        return EngineLoads(replicas=[answer for answer in answers if isinstance(answer, EngineLoad)])
 
     return router
 

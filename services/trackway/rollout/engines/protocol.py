@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 from trackway.rollout.engines.weight_proof import Judgement
-from trackway.wire.rollout import MemoryPart, PauseMode, PromptLogprobs, SamplingParams, TopLogprobs
+from trackway.wire.rollout import EngineLoad, MemoryPart, PauseMode, PromptLogprobs, SamplingParams, TopLogprobs
 from trackway.wire.trajectory import WeightSpan, add_span, settle_spans
 from trackway.wire.weights import WeightProof
 
@@ -194,6 +194,10 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats:
         """The engine's counters."""
+        ...
+
+    async def load(self) -> EngineLoad:
+        """The engine's requests and KV cache. Raises UNAVAILABLE."""
         ...
 
 

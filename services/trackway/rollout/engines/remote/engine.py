@@ -50,7 +50,7 @@ from trackway.rollout.engines.weight_proof import HeldDigests, Judgement
 from trackway.rollout.settings import DEFAULT_MAX_LEN, RolloutSettings
 from trackway.system import free_port
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.rollout import SamplingParams
+from trackway.wire.rollout import EngineLoad, SamplingParams
 from trackway.wire.trajectory import WeightSpan, add_span
 from trackway.wire.weights import WeightProof
 
@@ -409,6 +409,10 @@ class RemoteEngine(ABC):
         calls = self.calls
         running = calls.running()
         return EngineStats(running, len(calls) - running, 0, calls.generated, calls.prefilled, calls.reused)
+
+    @abstractmethod
+    async def load(self) -> EngineLoad:
+        """The server's requests and KV cache. Raises TrackwayError when it does not answer."""
 
     async def _pieces(self, call: Call, tokens: AsyncGenerator[TokenChunk]) -> AsyncGenerator[Piece]:
         """The server's tokens that may be returned: none of rejected weights, none after a stop.

@@ -25,7 +25,7 @@ from trackway.rollout.engines.remote.http import Json
 from trackway.rollout.engines.remote.requests import Call, TokenChunk
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.rollout import PromptLogprobs, TopLogprobs
+from trackway.wire.rollout import EngineLoad, PromptLogprobs, TopLogprobs
 
 T = TypeVar("T")
 
@@ -180,6 +180,22 @@ class SglangEngine(RemoteEngine):
         exact = server["quantization"] is None and not self.facts.quantized and server["dtype"] in ("auto", self.dtype)
         if exact and (held := await self.base_checksums()):
             self.server_digests = DigestChanges(self.control.serving.folder, self.dtype, held)
+
+    async def load(self) -> EngineLoad:
+        """Implement `Engine.load`, summed over the server's groups of ranks. It does not count retractions there."""
+        groups = (await self.http.get("/v1/loads", params={"include": "core"}))["loads"]
+
+        def total(name: str) -> int:
+            return sum(int(group[name]) for group in groups)
+
+        return EngineLoad(
+            running=total("num_running_reqs"),
+            waiting=total("num_waiting_reqs"),
+            preemptions=0,
+            kv_used=total("num_used_tokens"),
+            kv_tokens=total("max_total_num_tokens"),
+            max_len=self.max_len,
+        )
 
     def _by_rank(self, reply: Json) -> Checksums:
         return {

@@ -33,7 +33,7 @@ from trackway.rollout.engines.remote.weight_transport import IpcReceiver, StoreR
 from trackway.rollout.engines.weight_folder import check_same_model, lacks_head, with_head
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.rollout import PromptLogprobs, TopLogprobs
+from trackway.wire.rollout import EngineLoad, PromptLogprobs, TopLogprobs
 from trackway.wire.weights import WeightProof
 
 _NO_TOKENIZER = "--skip-tokenizer-init"
@@ -43,6 +43,12 @@ _PROGRESS_S = 2.0
 _METRICS_S = 20.0  # a busy server may take seconds to respond
 _CUT_PAUSES_S = (0.02, 0.1, 0.5)
 _COUNTERS = re.compile(r"^vllm:(?:generation|prompt)_tokens_total\{.*$", re.MULTILINE)
+_GAUGES = re.compile(
+    r"^vllm:(num_requests_running|num_requests_waiting|num_preemptions_total|kv_cache_usage_perc)\{[^}]*\} (\S+)$",
+    re.MULTILINE,
+)
+_CACHES = re.compile(r"^vllm:cache_config_info\{(.*)\} \S+$", re.MULTILINE)
+_LABELS = re.compile(r'(num_gpu_blocks|(?<!\w)block_size)="(\d+)"')
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of --max-lora-rank."""
 _NO_NUMBER = -9999.0
@@ -120,6 +126,26 @@ class VllmEngine(RemoteEngine):
         """Implement `Engine.stats`."""
         stats, ipc = super().stats(), self._ipc
         return stats if ipc is None else stats._replace(transferred_weights=ipc.loads, weight_fallbacks=ipc.fallbacks)
+
+    async def load(self) -> EngineLoad:
+        """Implement `Engine.load` by vLLM's metrics, summed over its engines."""
+        text = str((await self.http.get("/metrics", timeout_s=_METRICS_S)).get("text"))
+        gauges: dict[str, list[float]] = {}
+        for name, value in _GAUGES.findall(text):
+            gauges.setdefault(name, []).append(float(value))
+        capacities = [
+            int(labels.get("num_gpu_blocks", 0)) * int(labels.get("block_size", 0))
+            for labels in (dict(_LABELS.findall(line)) for line in _CACHES.findall(text))
+        ]
+        usages = gauges.get("kv_cache_usage_perc", [])
+        return EngineLoad(
+            running=int(sum(gauges.get("num_requests_running", []))),
+            waiting=int(sum(gauges.get("num_requests_waiting", []))),
+            preemptions=int(sum(gauges.get("num_preemptions_total", []))),
+            kv_used=int(sum(usage * tokens for usage, tokens in zip(usages, capacities, strict=False))),
+            kv_tokens=sum(capacities),
+            max_len=self.max_len,
+        )
 
     async def _or_from_store(self, proving: Awaitable[None], swapping: Swapping = nullcontext) -> None:
         """Load the weights from the store if these were transferred and their proof fails."""

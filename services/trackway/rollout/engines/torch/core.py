@@ -26,7 +26,7 @@ from trackway.rollout.engines.torch.scheduler import Scheduler, Sequence
 from trackway.rollout.engines.torch.sleeping import SleepingWeights
 from trackway.rollout.engines.torch.slots import SlotAllocation
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.rollout import TopLogprobs
+from trackway.wire.rollout import EngineLoad, TopLogprobs
 
 _GROUP_TOKENS = {"cpu": 1024}
 """Tokens per forward pass: few enough for a CPU's cache, many enough to fill a GPU."""
@@ -122,6 +122,18 @@ class EngineCore:
         """Totals since the start, and current numbers."""
         running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         return EngineStats(running, waiting, self._steps, self._generated, self._prefilled, self._reused)
+
+    def load(self) -> EngineLoad:
+        """Requests and slots, each of which holds the longest context."""
+        running, waiting, longest = len(self.scheduler.running), len(self.scheduler.waiting), self.decoder.max_len
+        return EngineLoad(
+            running=running,
+            waiting=waiting,
+            preemptions=0,
+            kv_used=running * longest,
+            kv_tokens=self._slots * longest,
+            max_len=longest,
+        )
 
     def _copy(self, allocations: abc.Sequence[SlotAllocation]) -> None:
         self._reused += sum(allocation.cached for allocation in allocations)

@@ -35,7 +35,7 @@ from trackway.rollout.engines.weight_proof import Judgement, require_accepted
 from trackway.rollout.settings import DEFAULT_MAX_LEN, RolloutSettings
 from trackway.system.cpu_threads import choose_threads, usable_cores
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.rollout import SamplingParams
+from trackway.wire.rollout import EngineLoad, SamplingParams
 from trackway.wire.weights import WeightProof
 
 Pending = asyncio.Future[Generation | TrackwayError]
@@ -227,6 +227,10 @@ class TorchEngine:
     def stats(self) -> EngineStats:
         """Read without a lock: the counters may be of two adjacent steps."""
         return self._started().stats()
+
+    async def load(self) -> EngineLoad:
+        """Implement `Engine.load`, read without a lock."""
+        return self._started().load()
 
     @contextmanager
     def _in_flight(self, sequence: Sequence) -> Iterator[Pending]:

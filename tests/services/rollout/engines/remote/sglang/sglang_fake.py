@@ -173,6 +173,8 @@ class Fake:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.fail: dict[str, tuple[int, dict[str, Any]]] = {}
         self.hang: set[str] = set()
+        self.loads: list[dict[str, int]] = []
+        """Groups of ranks in `/v1/loads`."""
         self.nan_at: int | None = None
         self.score: Callable[[list[int]], list[float]] | None = None
         """A real model's logprobs of a prompt's tokens 1..n-1, for those who ask for them."""
@@ -333,6 +335,10 @@ def make_app(fake: Fake) -> FastAPI:
     @app.get("/server_info")
     async def server_info() -> dict[str, Any]:
         return {"disable_overlap_schedule": not fake.overlaps, "quantization": None, "dtype": "float32"}
+
+    @app.get("/v1/loads")
+    async def loads(include: str) -> dict[str, Any]:
+        return {"version": "0.5.23", "loads": fake.loads} if include == "core" else {}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

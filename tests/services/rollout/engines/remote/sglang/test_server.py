@@ -14,6 +14,7 @@ from trackway.rollout.engines.remote.sglang import SglangEngine
 from trackway.rollout.settings import RolloutSettings
 from trackway.system import free_port
 from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.rollout import EngineLoad
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 Folder = Callable[[int], Path]
@@ -94,3 +95,13 @@ def test_sglang_overlaps_steps_where_a_request_has_tokens_of_one_version(folder:
     settings = RolloutSettings(engine="sglang", model_path=folder(0), engine_python=Path("python"), **more)
 
     assert "--disable-overlap-schedule" not in SglangEngine(settings)._command(1)
+
+
+async def test_the_load_is_summed_over_groups_of_ranks(engine: SglangEngine, fake: Fake) -> None:
+    fake.loads = [
+        {"num_running_reqs": 3, "num_waiting_reqs": 1, "num_used_tokens": 600, "max_total_num_tokens": 1000},
+        {"num_running_reqs": 2, "num_waiting_reqs": 0, "num_used_tokens": 100, "max_total_num_tokens": 1000},
+    ]
+    assert await engine.load() == EngineLoad(
+        running=5, waiting=1, preemptions=0, kv_used=700, kv_tokens=2000, max_len=engine.max_len
+    )
