@@ -71,9 +71,11 @@ class Waits:
     now: Now = time.time
     _waiting: list[Waiting] = field(default_factory=list)
 
-    def __call__(self, who: str, waits_for: str, timeout_s: float | None = None) -> BegunWait:
-        """A wait, for the duration of the block."""
-        return BegunWait(self._waiting, Waiting(who, waits_for, self.now(), timeout_s))
+    def __call__(
+        self, who: str, waits_for: str, timeout_s: float | None = None, progress: Callable[[], str] = lambda: ""
+    ) -> BegunWait:
+        """A wait, for the duration of the block. `progress` says how far it is whenever it is asked for."""
+        return BegunWait(self._waiting, Waiting(who, waits_for, self.now(), timeout_s, progress))
 
     def current(self, patience_s: float = 0.0) -> list[Wait]:
         """Waits that have lasted so long."""

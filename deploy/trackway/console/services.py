@@ -38,6 +38,7 @@ QUEUES = (
     "trackway_engine_running",
     "trackway_engine_waiting",
     "trackway_trajectories_running",
+    "trackway_trajectories_limit",
     "trackway_tool_instances",
 )
 """Gauges of `/metrics` that are shown."""

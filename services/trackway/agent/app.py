@@ -25,6 +25,7 @@ from trackway.serving.batches import NdjsonStream
 from trackway.tracing import Tracing
 from trackway.wire.agent import AgentList, GroupRequest, GroupWaits
 from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.health import Ready
 from trackway.wire.trajectory import Trajectory
 
 
@@ -55,11 +56,15 @@ def create_app(
         finally:
             await groups.close()
 
+    async def ready() -> Ready:
+        return Ready(ready=True, reason=groups.limit())
+
     app = service_app(
         "agent",
         settings,
         routers=[_routes(groups, context), *session_routes(context, groups)],
         lifespan=lifespan,
+        ready=ready,
         tracing=tracing,
         collectors=[groups.metrics, _RoutedCalls(context)],
         guests=partial(guest, context.sessions),

@@ -11,6 +11,7 @@ from trackway.agent.teachers import Teachers
 from trackway.agent.toolbox import ToolCatalog
 from trackway.chat.tokens import ChatTokens
 from trackway.clients import RewardClient, RolloutClient, ToolsClient, TrainerClient
+from trackway.clients.in_flight import RolloutLimiter
 from trackway.clients.routing import TrajectoryRouting
 from trackway.wire.errors import ErrorCode, TrackwayError
 
@@ -29,6 +30,8 @@ class AgentContext:
     chat_tokens: ChatTokens | None
     sessions: Sessions
     teachers: Teachers
+    limiter: RolloutLimiter | None = None
+    """Limits the trajectories by the engines' KV caches."""
     chat: ChatModel | None = None
     """Model that speaks messages and answers instead of the rollout service."""
 
@@ -65,5 +68,13 @@ class AgentContext:
             else ChatTokens.load(settings.model_path, settings.chat_template_kwargs, settings.tool_parser),
             chat=settings.chat_model and ChatModel(settings.chat_model, settings.rollout_policy),
             sessions=Sessions(settings),
+            limiter=_limiter(settings),
             teachers=Teachers(settings, rollout, http),
         )
+
+
+def _limiter(settings: AgentSettings) -> RolloutLimiter | None:
+    least = settings.min_concurrent_trajectories
+    if least is None or settings.chat_model is not None:
+        return None
+    return RolloutLimiter(least, settings.max_concurrent_trajectories)

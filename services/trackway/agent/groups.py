@@ -9,6 +9,8 @@ from prometheus_client import Counter, Gauge, Histogram
 from trackway.agent.context import AgentContext
 from trackway.agent.loop import AgentLoop, agent_loop
 from trackway.agent.waits import RolloutWaits, current_rollout
+from trackway.clients import Deadline
+from trackway.clients.in_flight import RolloutLimiter
 from trackway.serving.metrics import Collectors, OperationDuration
 from trackway.serving.middleware import is_cancelled
 from trackway.serving.user_code import contained
@@ -21,6 +23,10 @@ MakeLoop = Callable[[AgentContext], AgentLoop]
 """An agent loop's class, or a function that makes one."""
 _SLACK_S = 1.0
 """Time allowed for the work around a release."""
+_UPDATE_S = 2.0
+"""Time between updates of the limit."""
+_LOADS_S = 10.0
+"""Longest wait for the replicas' loads."""
 _CALLS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Buckets advised by the GenAI conventions."""
 
@@ -33,7 +39,11 @@ class Groups:
 
     def __init__(self, services: AgentContext) -> None:
         self._services = services
-        self._slots = FairSlots(services.settings.max_concurrent_trajectories)
+        self._limiter = services.limiter
+        self._slots = FairSlots(
+            services.settings.max_concurrent_trajectories if self._limiter is None else self._limiter.limit
+        )
+        self._following: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Trajectory]] = set()
         self._ended = Counter(
             "trackway_trajectories", "Ended trajectories by kind and outcome", ["kind", "outcome"], registry=None
@@ -50,7 +60,11 @@ class Groups:
                 ("tool_calls", "Tool calls of a trajectory"),
             )
         ]
-        self.metrics = Collectors(running, self._ended, self._duration, *self._calls)
+        gauges = [running]
+        if (limiter := self._limiter) is not None:
+            gauges.append(Gauge("trackway_trajectories_limit", "Most trajectories that run", registry=None))
+            gauges[-1].set_function(lambda: limiter.limit)
+        self.metrics = Collectors(*gauges, self._ended, self._duration, *self._calls)
         """An outcome is a stop reason, an error code, or `aborted`."""
         self._closed = False
 
@@ -58,6 +72,21 @@ class Groups:
     def running(self) -> int:
         """Unfinished trajectories, including those that wait for a slot."""
         return len(self._tasks)
+
+    def limit(self) -> str:
+        """The number of trajectories that the engines' KV caches allow, and why. Empty if it is fixed."""
+        return "" if self._limiter is None else f"at most {self._limiter.limit} at once: {self._limiter.reason}"
+
+    async def _follow(self, limiter: RolloutLimiter) -> None:
+        """Let the slots follow the engines' load while trajectories run or wait."""
+        rollout, replica = self._services.rollout, self._services.settings.replica
+        while self._tasks:
+            try:
+                loads = await rollout.loads(replica, Deadline.after(_LOADS_S))
+                self._slots.resize(limiter.update(loads, self._slots.held, time.monotonic()))
+            except TrackwayError as error:
+                limiter.reason = f"the engines' load is unknown: {error.message}"
+            await asyncio.sleep(_UPDATE_S)
 
     def start(self, request: GroupRequest) -> AsyncGenerator[Trajectory | GroupWaits, None]:
         """The requested rollouts, each as it ends, and what they wait for when the request asks for it.
@@ -119,6 +148,9 @@ class Groups:
             task.cancel("the agent service stops")
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self._services.settings.release_timeout_s + _SLACK_S)
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait([self._following])
 
     def _spawn(
         self, loop: MakeLoop, request: GroupRequest, rollout_n: int, waits: RolloutWaits, slots: FairSlots
@@ -126,6 +158,8 @@ class Groups:
         task = asyncio.create_task(self._one(loop, request, rollout_n, waits, slots))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        if self._limiter is not None and (self._following is None or self._following.done()):
+            self._following = asyncio.create_task(self._follow(self._limiter))
         return task
 
     async def _one(
@@ -134,7 +168,7 @@ class Groups:
         outcome = "aborted"
         current_rollout.set(waits)
         try:
-            with waits("a free slot of its agent replica"):
+            with waits("a free slot of its agent replica", progress=self.limit):
                 await slots.acquire(request.run)
             try:
                 with waits("its agent loop"):

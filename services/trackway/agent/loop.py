@@ -128,6 +128,8 @@ class AgentLoop(ABC):
             episode.fail(_named(error, episode))
         finally:
             self.services.rollout.release(episode.id)
+            if self.services.limiter is not None:
+                self.services.limiter.release(episode.id)
             await toolbox.release()
         return []
 
@@ -175,7 +177,12 @@ class AgentLoop(ABC):
                 max_tokens = min(episode.sampling_params.max_tokens - written, episode.room)
                 if max_tokens < 1:
                     break
+                limiter = self.services.limiter
+                if limiter is not None:
+                    limiter.begin_turn(episode.id, len(episode.context), time.monotonic())
                 choice = await self._generate_part(episode, max_tokens, part, told)
+                if limiter is not None:
+                    limiter.end_turn(episode.id, len(choice.token_ids), time.monotonic())
                 episode.add_generated(choice)
                 if choice.finish_reason != "abort":
                     return choice.finish_reason

@@ -130,6 +130,9 @@ class AgentSettings(OwnCodeSettings):
     """verl's YAML list of own agent loops, each with `name`, `_target_` and arguments of its class."""
     max_concurrent_trajectories: int = Field(default=1024, ge=1)
     """Concurrent trajectories on this replica. Others wait, and their time limit starts when they run."""
+    min_concurrent_trajectories: int | None = Field(default=None, ge=1)
+    """Fewest concurrent trajectories on this replica, if their number follows the rollout engines' KV caches, at most
+    `max_concurrent_trajectories`. Without it the latter alone holds."""
     release_timeout_s: float = Field(default=5.0, gt=0)
     """Time limit for releasing a trajectory's tool instances; the tool server expires the rest."""
     max_sessions: int = Field(default=1024, ge=1)
@@ -164,6 +167,16 @@ class AgentSettings(OwnCodeSettings):
     """Client policy of scoring."""
     trainer_policy: CallPolicy = CallPolicy(outage_s=_OUTAGE_S)
     """Client policy of handing sessions to the run that trains on them."""
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> Self:
+        least, most = self.min_concurrent_trajectories, self.max_concurrent_trajectories
+        if least is not None and least > most:
+            raise ValueError(
+                f"min_concurrent_trajectories: expected at most max_concurrent_trajectories ({most}), got {least}; "
+                "lower it, or raise the other"
+            )
+        return self
 
     @property
     def own_files(self) -> list[Path]:

@@ -1,5 +1,6 @@
 """Waits of each rollout. Its own are in the context of the task that runs it."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 
@@ -16,10 +17,12 @@ class RolloutWaits:
         self._name = f"rollout {tags.step}/{tags.sample_index}/{tags.rollout_n}"
         self._waits = Waits()
 
-    def __call__(self, waits_for: str, deadline: Deadline | None = None) -> AbstractContextManager[object]:
+    def __call__(
+        self, waits_for: str, deadline: Deadline | None = None, progress: Callable[[], str] = lambda: ""
+    ) -> AbstractContextManager[object]:
         """A wait of the rollout, for the duration of the block."""
         timeout_s = None if deadline is None else deadline.remaining
-        return _NotedWait(self._waits(self._name, waits_for, timeout_s))
+        return _NotedWait(self._waits(self._name, waits_for, timeout_s, progress))
 
     def current(self) -> list[Wait]:
         """Its present wait. Its agent loop, if that waits for no service."""

@@ -58,3 +58,30 @@ async def test_a_slot_of_a_cancelled_wait_goes_to_the_next() -> None:
     slots.release("d")
     await asyncio.wait_for(slots.acquire("e"), 10.0)
     assert [task.cancelled() for task in waiting] == [True, True, False]
+
+
+async def test_further_slots_go_to_those_that_wait() -> None:
+    slots = FairSlots(1)
+    await slots.acquire("a")
+    waiting = [asyncio.create_task(slots.acquire(run)) for run in "abc"]
+    await asyncio.sleep(0)
+    slots.resize(3)
+    await asyncio.sleep(0)
+    assert ([task.done() for task in waiting], slots.held) == ([False, True, True], 3)
+    slots.release("a")
+    await asyncio.wait_for(waiting[0], 10.0)
+
+
+async def test_with_fewer_slots_none_is_free_until_enough_are_given_back() -> None:
+    slots = FairSlots(3)
+    for run in "aaa":
+        await slots.acquire(run)
+    waiting = asyncio.create_task(slots.acquire("b"))
+    slots.resize(1)
+    for held in (2, 1):
+        slots.release("a")
+        await asyncio.sleep(0)
+        assert (waiting.done(), slots.held) == (False, held)
+    slots.release("a")
+    await asyncio.wait_for(waiting, 10.0)
+    assert slots.held == 1

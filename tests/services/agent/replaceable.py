@@ -79,6 +79,7 @@ class ModelLine(Replaceable):
         self._model = model
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        asked = GenerateRequest.model_validate_json(await request.aread())
-        self._model.requests.append((request.headers["x-session-id"], asked))
+        if request.method == "POST":
+            asked = GenerateRequest.model_validate_json(await request.aread())
+            self._model.requests.append((request.headers["x-session-id"], asked))
         return await super().handle_async_request(request)

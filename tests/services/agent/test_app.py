@@ -9,12 +9,15 @@ from transformers import PreTrainedTokenizerFast
 from tests.services.agent.agent_services import AgentServices, call, group, open_services
 from tests.services.agent.replaceable import Answer
 from tests.services.agent.scripted_model import END
+from tests.serving import served
 from tests.waiting import async_until
+from trackway.agent import groups
 from trackway.agent.app import create_app
 from trackway.agent.settings import AgentSettings
-from trackway.clients import AgentClient
+from trackway.clients import AgentClient, shared_http
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Wait
+from trackway.wire.rollout import EngineLoad
 from trackway.wire.trajectory import Trajectory
 
 ANSWER = "#### 18" + END
@@ -238,6 +241,79 @@ async def test_no_more_trajectories_run_at_once_than_the_settings_allow(
         trajectories = await services.run(group(n=6))
 
     assert (most, len(trajectories)) == (2, 6)
+
+
+@pytest.mark.anyio
+async def test_the_number_of_trajectories_follows_the_engines_kv_caches(
+    settings: AgentSettings, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, most, may_end = 0, 0, asyncio.Event()
+    why = "at most 3 at once: 85% of 4,096 KV tokens, of which"
+    waiting: list[str] = []
+
+    async def watched() -> str:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await may_end.wait()
+        running -= 1
+        return ANSWER
+
+    def on_waits(waits: list[Wait]) -> None:
+        slots = [wait.progress for wait in waits if wait.waits_for == "a free slot of its agent replica"]
+        if slots and slots[0].startswith(why) and running == 3:
+            waiting.extend(slots)
+            may_end.set()
+
+    monkeypatch.setattr(groups, "_UPDATE_S", 600.0)
+    bounds = {"min_concurrent_trajectories": 1, "max_concurrent_trajectories": 5}
+    async with (
+        open_services(settings.model_copy(update=bounds), tokenizer) as services,
+        served(services.agent, lifespan="off") as url,
+    ):
+        services.model.max_len = 1024  # of 4,096 KV tokens 85 % hold three contexts of that length
+        services.model.scripts = {number: [watched] for number in range(6)}
+        request = group(n=6, report_waits_s=0.1)
+        ended = [trajectory async for trajectory in AgentClient(url).group(request, on_waits=on_waits)]
+        reason = (await services.client.get("/ready")).json()["reason"]
+        lines = (await services.client.get("/metrics")).text.splitlines()
+        await shared_http().aclose()
+
+    assert (len(ended), most, len(waiting)) == (6, 3, 3)
+    assert reason.startswith(why)
+    assert "trackway_trajectories_limit 3.0" in lines
+
+
+@pytest.mark.anyio
+async def test_the_limit_stays_while_the_engines_do_not_answer(
+    settings: AgentSettings, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(groups, "_LOADS_S", 0.2)
+    monkeypatch.setattr(groups, "_UPDATE_S", 0.02)
+    update = {"min_concurrent_trajectories": 2}
+    async with open_services(settings.model_copy(update=update), tokenizer) as services:
+        may_end = asyncio.Event()
+
+        async def fails() -> EngineLoad:
+            may_end.set()
+            raise TrackwayError(ErrorCode.UNAVAILABLE, "it starts")
+
+        async def slow() -> str:
+            await may_end.wait()
+            return ANSWER
+
+        services.model.load = fails
+        services.model.scripts = {number: [slow] for number in range(4)}
+        assert len(await services.run(group(n=4))) == 4
+        reason = ""
+        async with asyncio.timeout(10.0):
+            while not reason.startswith("at most 2 at once: the engines' load is unknown: "):
+                reason = (await services.client.get("/ready")).json()["reason"]
+
+
+def test_bounds_of_trajectories_out_of_order_are_refused(settings: AgentSettings) -> None:
+    with pytest.raises(ValueError, match=r"expected at most max_concurrent_trajectories \(4\), got 5"):
+        AgentSettings(model_path="m", min_concurrent_trajectories=5, max_concurrent_trajectories=4)
 
 
 def test_an_unknown_parser_is_refused_at_the_start(settings: AgentSettings) -> None:

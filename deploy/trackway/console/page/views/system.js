@@ -5,7 +5,7 @@ import { csv } from "./parts.js";
 
 const EVERY_MS = 5000;
 const COLUMNS = ["replica", "pid", "ready", "reason", "version", "latest", "spans_ended", "spans_waiting", "spans_lost", "threads"];
-const WORDS = { in_flight: ["request in progress", "requests in progress"], engine_running: ["running"], engine_waiting: ["waiting"], trajectories_running: ["trajectory", "trajectories"], tool_instances: ["tool instance", "tool instances"] };
+const WORDS = { in_flight: ["request in progress", "requests in progress"], engine_running: ["running"], engine_waiting: ["waiting"], trajectories_running: ["trajectory", "trajectories"], trajectories_limit: ["most at once"], tool_instances: ["tool instance", "tool instances"] };
 /** Of one, and of several. */
 
 export default async function system(visit) {
@@ -54,7 +54,7 @@ function service({ service: name, url, answers, message, replicas: list }) {
     h("thead", {}, h("tr", {}, head.map((text) => h("th", { scope: "col" }, text)))),
     h("tbody", {}, list.map((replica) => named(head, h("tr", {},
       h("td", {}, h("b", {}, visible(replica.replica)), h("div", { class: "dim small" }, `pid ${replica.pid}`)),
-      h("td", {}, replica.ready ? h("span", { class: "chip good" }, "ready") : [h("span", { class: "chip bad" }, "not ready"), " ", visible(replica.reason)]),
+      h("td", {}, replica.ready ? [h("span", { class: "chip good" }, "ready"), replica.reason && h("div", { class: "dim small" }, visible(replica.reason))] : [h("span", { class: "chip bad" }, "not ready"), " ", visible(replica.reason)]),
       h("td", {}, Object.entries(replica.queues).map(([key, value]) => h("div", { class: "nowrap" }, `${number(value)} `, h("span", { class: "dim" }, words(key, value)))), !Object.keys(replica.queues).length && h("span", { class: "dim" }, "not reachable from here")),
       weights && h("td", { class: "nowrap" }, replica.version === null ? "–" : [`version ${replica.version} `, lag(replica) > 0 && h("span", { class: "chip warn" }, `${plural(lag(replica), "version")} behind`), replica.verdict && h("div", { class: "dim small" }, replica.verdict)]),
       h("td", { class: replica.spans_lost ? "bad-text strong" : null }, number(replica.spans_lost)), h("td", {}, number(replica.spans_waiting)),
