@@ -2,6 +2,7 @@
 
     .venv/bin/python benchmarks/overlap.py halves   generation and training of equal length: seconds a step
     .venv/bin/python benchmarks/overlap.py tools    four turns with slow tools: trajectories a second
+    .venv/bin/python benchmarks/overlap.py simulated --steps 300    the tools in simulated time, without services
 
 With `--replicas 1 2 4` the services run under Ray Serve, and each part is repeated with so many rollout replicas of
 `--slots` sequences each; without it, agent, tools, reward and one rollout service are a process each.
@@ -16,6 +17,8 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
+import random
 import sys
 import tempfile
 import time
@@ -23,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import yaml
@@ -30,6 +34,7 @@ from rollout import services
 from sim_engine import use_sim
 from transformers import AutoTokenizer
 
+from tests.services.trainer.loop.test_stragglers import SimulatedLoop
 from trackway.clients import AgentClient, CallPolicy, run
 from trackway.deploy.bundled import CPU_CONFIG, TINY_MODEL
 from trackway.deploy.deployment.record import Deployment
@@ -41,13 +46,17 @@ from trackway.trainer.config import compose
 from trackway.trainer.data.dataset import Position, Prompts
 from trackway.trainer.data.tiny import make_tiny_rows
 from trackway.trainer.loop.from_config import pacing
+from trackway.trainer.loop.group_source import GroupSource
 from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy, Rollouts
 from trackway.trainer.loop.scheduler import GroupScheduler, Pacing
 from trackway.wire.agent import Limits, Sample
 from trackway.wire.rollout import SamplingParams
+from trackway.wire.trajectory import StopReason, Tags, Trajectory
 
 BATCH, GROUP = 8, 8
 WARM_STEPS = 2
+SIMULATED_GENERATION_S = 0.4
+"""Seconds of a trajectory's four turns in the part `simulated`."""
 THOUGHT = "Tom had 12 pens and lost 5 of them. "
 SLOW_TOOL = '''
 import asyncio
@@ -190,14 +199,19 @@ def each_setup(sim: dict[str, object], slots: int, replicas: Sequence[int], tool
             yield f"{deployment.base_url}/agent"
 
 
+def paced_by(depth: float, rate: float) -> Pacing:
+    """The pacing of a run with these two keys."""
+    batch = (f"data.train_batch_size={BATCH}", f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}")
+    ahead = (f"async_training.staleness_threshold={depth}", f"trackway.over_sample_rate={rate}")
+    return pacing(compose([*batch, *ahead]))
+
+
 def compare(agent_url: str, args: argparse.Namespace, calls: int = 0) -> list[Pace]:
     """The synchronous loop, then the asynchronous one with each depth and rate."""
     paces: list[Pace] = []
     asynchronous = itertools.product(args.over_sample_rate, args.staleness_threshold)
     for rate, depth in [(0.0, 0.0), *asynchronous]:
-        batch = (f"data.train_batch_size={BATCH}", f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}")
-        ahead = (f"async_training.staleness_threshold={depth}", f"trackway.over_sample_rate={rate}")
-        paced = pacing(compose([*batch, *ahead]))
+        paced = paced_by(depth, rate)
         name = f"threshold {depth:g}, rate {rate:g}" if depth or rate else "synchronous"
         run_name = f"overlap_{depth:g}_{rate:g}"
         paces.append(run(train(agent_url, paced, args.steps, args.train_s, run_name, calls)))
@@ -230,10 +244,60 @@ def measure_tools(args: argparse.Namespace) -> None:
         print(f"{', '.join(f'{ratio:.2f}x' for ratio in ratios)} the trajectories a second", flush=True)
 
 
+class SimulatedTools(GroupSource):
+    """Groups as slow as the slowest of `GROUP` trajectories of three tool calls. One trajectory stands for a group."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__()
+        self._args, self._random = args, random.Random(0)
+
+    @property
+    def n(self) -> int:
+        """Trajectories of a group."""
+        return 1
+
+    async def group(self, sample: Sample, step: int, min_weight_version: int, trace: bool) -> list[Trajectory]:
+        calls = [[self._call_s() for _ in range(3)] for _ in range(GROUP)]
+        await asyncio.sleep(max(map(sum, calls)) + SIMULATED_GENERATION_S)
+        tags = Tags(experiment_name="e", step=step, sample_index=sample.index, rollout_n=0)
+        names = {"id": f"{step}/{sample.index}", "session_id": "s", "agent_name": "a", "data_source": "d"}
+        return [Trajectory.model_validate({**names, "tags": tags, "stop_reason": StopReason.ANSWERED})]
+
+    def _call_s(self) -> float:
+        drawn = math.exp(self._args.tool_sigma * self._random.gauss(0.0, 1.0))
+        return min(self._args.tool_cap_s, self._args.tool_median_s * drawn)
+
+
+async def simulate(paced: Pacing, args: argparse.Namespace) -> tuple[float, float, int]:
+    """Seconds of a step, and the mean and the most versions that a group is behind."""
+    prompts = Prompts(make_tiny_rows("train", BATCH * args.steps * 2, seed=0), BATCH, 0, shuffle=False)
+    scheduler, position, began, behind = GroupScheduler(prompts, SimulatedTools(args), paced), Position(), 0.0, []
+    for step in range(args.steps):
+        began = asyncio.get_running_loop().time() if step == WARM_STEPS else began
+        scheduler.submit(step, position, step, lambda number, size: frozenset(), args.steps - step)
+        behind += [step + 1 - group.tags.step for group in await scheduler.take(step, position)]
+        await asyncio.sleep(args.train_s)
+        scheduler.used({"used": BATCH})
+        _, position = prompts.take(position)
+    step_s = (asyncio.get_running_loop().time() - began) / (args.steps - WARM_STEPS)
+    return step_s, sum(behind) / len(behind), max(behind)
+
+
+def measure_simulated(args: argparse.Namespace) -> None:
+    """The schedule alone, without services and CPU."""
+    in_turns_s = 0.0
+    for rate, depth in [(0.0, 0.0), *itertools.product(args.over_sample_rate, args.staleness_threshold)]:
+        with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
+            step_s, mean, most = runner.run(simulate(paced_by(depth, rate), args))
+        in_turns_s = in_turns_s or step_s
+        ratio = f"{step_s:.1f} s a step, {in_turns_s / step_s:.2f}x"
+        print(f"threshold {depth:g}, rate {rate:g}: {ratio}; {mean:.2f} versions behind, at most {most}", flush=True)
+
+
 def main() -> None:
     """One part, as the first word says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["halves", "tools"])
+    parser.add_argument("part", choices=["halves", "tools", "simulated"])
     parser.add_argument("--staleness-threshold", type=float, nargs="+", default=[1.0])
     parser.add_argument("--over-sample-rate", type=float, nargs="+", default=[0.0])
     parser.add_argument("--steps", type=int, default=10, help=f"of which the first {WARM_STEPS} are not measured")
@@ -244,8 +308,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, nargs="+", default=[], help="rollout replicas under Ray Serve")
     parser.add_argument("--slots", type=int, default=BATCH * GROUP, help="sequences that a replica generates at once")
     args = parser.parse_args()
-    measure = measure_halves if args.part == "halves" else measure_tools
-    measure(args)
+    {"halves": measure_halves, "tools": measure_tools, "simulated": measure_simulated}[args.part](args)
 
 
 if __name__ == "__main__":
