@@ -144,10 +144,20 @@ def test_a_run_killed_at_any_moment_neither_loses_nor_repeats_a_batch(run_of: Ca
 
 
 @pytest.mark.extended
-def test_an_overlapped_run_killed_at_any_moment_trains_every_prompt_once(run_of: Callable[..., Run]):
+@pytest.mark.parametrize(
+    "ahead",
+    [
+        [f"async_training.staleness_threshold={BEHIND - 0.5}"],
+        ["trackway.over_sample_rate=0.5"],
+    ],
+    ids=["overlapped", "over-sampled"],
+)
+def test_an_overlapped_run_killed_at_any_moment_trains_every_prompt_once(
+    run_of: Callable[..., Run], ahead: Sequence[str]
+):
     steps = 20
     ahead = [
-        f"async_training.staleness_threshold={BEHIND - 0.5}",
+        *ahead,
         f"trainer.total_training_steps={steps}",
         "trainer.save_freq=2",
     ]
