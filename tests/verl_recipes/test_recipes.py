@@ -160,6 +160,7 @@ _BY_NAME = (
     *("trainer.use_v1", "trainer.v1.trainer_mode", "trainer.v1.separate_async.parameter_sync_step"),
     *("trainer.v1.sampler.max_off_policy_threshold", "trainer.v1.sampler.max_off_policy_strategy"),
     *("async_training.require_batches", "rollout.total_rollout_steps", "rollout.test_freq"),
+    "actor_rollout_ref.rollout.over_sample_rate",
 )
 READ_OTHERWISE: dict[str, tuple[str, str]] = {
     "distillation.teacher_models.teacher_model.key": (
