@@ -156,6 +156,7 @@ def numbered(tracing: Tracing, numbers: range) -> None:
         with activated(tracing), trajectory_span(TAGS, "t", "agent", [], True), turn_span(number):
             pass
         tracing.flush(0.1)
+        until(lambda: tracing.stats().queued == 0)
 
 
 @pytest.mark.parametrize("status", [500, 503, 429, 408])
