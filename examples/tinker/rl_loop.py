@@ -53,7 +53,7 @@ async def main():
         print(f"step {step}: accuracy {sum(mean for _, mean in groups) / len(rows):.3f}", flush=True)
         if rows is not test:
             trainer.forward_backward([datum for data, _ in groups for datum in data], "importance_sampling")
-            await trainer.optim_step(AdamParams(learning_rate=2e-3))
+            await trainer.optim_step(AdamParams(learning_rate=2e-3 * (1 - step / (STEPS + 1))))
     await service.close("success")
 
 
