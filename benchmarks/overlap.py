@@ -34,7 +34,7 @@ from rollout import services
 from sim_engine import use_sim
 from transformers import AutoTokenizer
 
-from tests.services.trainer.loop.test_stragglers import SimulatedLoop
+from tests.services.trainer.loop.simulated_loop import SimulatedLoop
 from trackway.clients import AgentClient, CallPolicy, run
 from trackway.deploy.bundled import CPU_CONFIG, TINY_MODEL
 from trackway.deploy.deployment.record import Deployment

@@ -114,7 +114,7 @@ def test_held_out_accuracy_rises_by_sft_and_then_by_rl(seed: str, model: Path, t
 
 
 def _held_out_accuracies(seed: str, model: Path, folder: Path, *keys: str) -> list[float]:
-    """Of each validation of a run of RL."""
+    """Train by RL and return the accuracy of each validation."""
     folder.mkdir(exist_ok=True)
     make_rows(folder, seed=int(seed))
     files = [f"data.train_files={folder}/train.jsonl", f"data.val_files={folder}/held_out.jsonl"]

@@ -188,6 +188,26 @@ async def test_a_frozen_request_that_is_cut_returns_what_it_has(
     assert worst(done, first.model, LONG) < 1e-4
 
 
+async def test_the_load_has_the_requests_and_the_kv_tokens_that_they_hold(
+    server: ModuleType, engine: RemoteEngine
+) -> None:
+    idle = await engine.load()
+    async with server.slowed(engine):
+        task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
+        await server.busy(engine)
+        busy = idle
+        async with asyncio.timeout(20.0):
+            while (busy.running, busy.kv_used) < (1, idle.kv_used + len(PROMPT)):
+                busy = await engine.load()
+    await engine.abort("a")
+    await task
+    print(idle, busy)
+    assert (idle.running, idle.waiting, idle.max_len) == (0, 0, engine.max_len)
+    assert (busy.running, busy.waiting, busy.kv_tokens) == (1, 0, idle.kv_tokens)
+    assert idle.kv_tokens >= engine.max_len
+    assert busy.kv_used <= idle.kv_used + len(PROMPT) + 300 + BLOCK
+
+
 async def test_a_prefix_that_was_computed_is_not_computed_again(engine: RemoteEngine) -> None:
     prompt = [7, 9] * BLOCK
     before = engine.stats()

@@ -137,7 +137,11 @@ class RolloutLimiter:
             self._budget = max(1.0, self._budget / RAISED)
 
     def _room(self, budget: float, lengths: list[float], starting: int, max_len: int) -> float:
-        """Rollouts that may start beside `starting` and those of these lengths; negative if there are too many."""
+        """How many more rollouts may start. Negative if too many are in flight.
+
+        budget: tokens that the forecast may fill. lengths: of the rollouts in flight, in tokens. starting: rollouts
+        before their first turn.
+        """
         prompt = sum(self._prompts) / len(self._prompts) if self._prompts else 0.0
         width = (max([prompt, *lengths, *self._ended]) + 1) / BINS
         first = int(prompt / width)
@@ -150,7 +154,7 @@ class RolloutLimiter:
         survival = _survival(living, ended)
 
         def expected(start: int, growth: int) -> float:
-            """Tokens of a rollout of `start` bins after so much growth, if it has not ended by then."""
+            """Expected tokens of a rollout that has `start` bins now and grows by `growth` bins. An ended one has 0."""
             end = start + growth
             length = (end + 0.5) * width if end < BINS else max_len
             return survival[min(end, BINS)] / survival[start] * length

@@ -378,7 +378,7 @@ class EngineLoad(WireReply):
 
 
 class EngineLoads(WireReply):
-    """The load of every replica that has one. A replica that starts has none."""
+    """The load of every replica that answers. A replica that is still starting is left out."""
 
     replicas: list[EngineLoad]
 

@@ -75,6 +75,4 @@ class AgentContext:
 
 def _limiter(settings: AgentSettings) -> RolloutLimiter | None:
     least = settings.min_concurrent_trajectories
-    if least is None or settings.chat_model is not None:
-        return None
-    return RolloutLimiter(least, settings.max_concurrent_trajectories)
+    return None if least is None else RolloutLimiter(least, settings.max_concurrent_trajectories)

@@ -171,6 +171,11 @@ class AgentSettings(OwnCodeSettings):
     @model_validator(mode="after")
     def _bounds_in_order(self) -> Self:
         least, most = self.min_concurrent_trajectories, self.max_concurrent_trajectories
+        if least is not None and self.chat_model is not None:
+            raise ValueError(
+                f"min_concurrent_trajectories: expected None with chat_model, whose KV cache is unknown, got {least}; "
+                "set max_concurrent_trajectories alone"
+            )
         if least is not None and least > most:
             raise ValueError(
                 f"min_concurrent_trajectories: expected at most max_concurrent_trajectories ({most}), got {least}; "

@@ -86,7 +86,7 @@ ANSWER_S = 0.5
 """Time left before the caller's deadline to report why an operation is unfinished."""
 
 Caller = Annotated[str, Query(max_length=64)]
-"""Name of a caller that limits its rollouts by the load."""
+"""Name of a caller that limits its rollouts by the load. Others need none and do not count."""
 
 PROMPT: dict[str, JsonValue] = {
     "token_ids": [1, 64, 17, 9],

@@ -147,12 +147,12 @@ class Policies(Collector):
         return PolicyList(policies=[self._info(name) for name in await self._names()])
 
     async def load(self, caller: str) -> EngineLoad:
-        """The load of the default policy's engine, and the number of callers that have asked lately."""
+        """The load of the default policy's engine, and the number of named callers that have asked lately."""
         load, now = await self.default.load(), time.monotonic()
         self._callers = {name: asked for name, asked in self._callers.items() if now - asked < CALLER_S}
-        if caller in self._callers or len(self._callers) < MAX_CALLERS:
+        if caller and (caller in self._callers or len(self._callers) < MAX_CALLERS):
             self._callers[caller] = now
-        return load.model_copy(update={"callers": len(self._callers)})
+        return load.model_copy(update={"callers": max(1, len(self._callers))})
 
     def collect(self) -> Iterator[Metric]:
         """Version and requests of each loaded policy beside the default one; at most `max_policies` labels."""

@@ -15,6 +15,7 @@ from trackway.agent import groups
 from trackway.agent.app import create_app
 from trackway.agent.settings import AgentSettings
 from trackway.clients import AgentClient, shared_http
+from trackway.wire.chat import ChatModelSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Wait
 from trackway.wire.rollout import EngineLoad
@@ -314,6 +315,12 @@ async def test_the_limit_stays_while_the_engines_do_not_answer(
 def test_bounds_of_trajectories_out_of_order_are_refused(settings: AgentSettings) -> None:
     with pytest.raises(ValueError, match=r"expected at most max_concurrent_trajectories \(4\), got 5"):
         AgentSettings(model_path="m", min_concurrent_trajectories=5, max_concurrent_trajectories=4)
+
+
+def test_a_limit_by_kv_caches_is_refused_where_a_chat_model_answers() -> None:
+    chat_model = ChatModelSettings(base_url="http://127.0.0.1:9/v1", model="m")
+    with pytest.raises(ValueError, match="expected None with chat_model, whose KV cache is unknown, got 5"):
+        AgentSettings(model_path="m", chat_model=chat_model, min_concurrent_trajectories=5)
 
 
 def test_an_unknown_parser_is_refused_at_the_start(settings: AgentSettings) -> None:

@@ -258,7 +258,7 @@ async def test_the_load_counts_those_who_ask_for_it(
     running: Running, settings: RolloutSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(create_app(settings)) as client:
-        found = [(await client.get(f"/load?caller={name}")).json() for name in ("a", "b", "a")]
+        found = [(await client.get(f"/load?caller={name}")).json() for name in ("a", "b", "", "a")]
         monkeypatch.setattr(policies, "CALLER_S", 0.0)
         found.append((await client.get("/load?caller=c")).json())
         refused = await client.get("/load", params={"caller": "a" * 65})
@@ -272,5 +272,5 @@ async def test_the_load_counts_those_who_ask_for_it(
         "max_len": longest,
         "callers": 1,
     }
-    assert [load["callers"] for load in found] == [1, 2, 2, 1]
+    assert [load["callers"] for load in found] == [1, 2, 2, 2, 1]
     assert error_of(refused) == (422, "invalid_request")

@@ -69,9 +69,10 @@ def _bring_up(settings: UpSettings, report: Report, config: dict[str, Any] | Non
     deployment.save()
     try:
         _wait_until_ready(deployment, settings, report)
-        for replica in replicas_at(deployment.url("trainer")) if "trainer" in deployment.services else []:
-            deployment.tinker_url = replica.url or deployment.url("trainer")
-        deployment.save()
+        if "trainer" in deployment.services:
+            trainer = replicas_at(deployment.url("trainer"))[0]
+            deployment.tinker_url = trainer.url or deployment.url("trainer")
+            deployment.save()
     except BaseException:
         _stop(deployment)
         raise

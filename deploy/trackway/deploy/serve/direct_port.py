@@ -82,7 +82,7 @@ class DirectPort:
 
         @asynccontextmanager
         async def lifespan(app: FastAPI) -> AsyncIterator[Mapping[str, object]]:
-            with await self._listening() as listening:
+            with await self._listening() as listening:  # first, so that two replicas never work at once
                 async with inner(app) as state, self._served(listening):
                     yield state or {}
 

@@ -376,8 +376,8 @@ async def _trace(session: TinkerSession) -> str:
     """Return the caller's trace, or else the one of the session's step. The first request of a step begins it."""
     carried, record = dict[str, str](), session.record
     inject(carried)
-    if "traceparent" not in carried and record.traceparent and session.step_after != record.step_after:
-        record.step, record.step_after = record.step + 1, session.step_after
+    if "traceparent" not in carried and record.traceparent and session.step_end != record.step_after:
+        record.step, record.step_after = record.step + 1, session.step_end
         title, tags = f"step {record.step}", {names.TRAIN_STEP: record.step, "experiment_name": session.id}
         with (
             extracted({"traceparent": record.traceparent}),  # to which the new trace links

@@ -181,8 +181,8 @@ class TinkerSession:
         self.samplers = dict(record.samplers)
         self.overlays: dict[str, dict[str, JsonValue]] = {}
         """Fields of a result that its request decides, by request."""
-        self.step_after = ""
-        """Newest request after which a step begins: a create_model or an optim_step."""
+        self.step_end = ""
+        """Id of the newest request that ends a step: a create_model or an optim_step."""
         self.beat_at = time.monotonic()
         self.lock = asyncio.Lock()
         """Held around each change of the log."""
@@ -222,7 +222,7 @@ class TinkerSession:
         model.waiting[call.id] = call.seq_id, size
         name, place = call.arguments.get("path"), call.arguments.get("sampling_session_seq_id")
         if call.op in ("create_model", "optim_step"):
-            self.step_after = call.id
+            self.step_end = call.id
         if call.op in ("optim_step", "load_weights"):
             model.changes.add(call.seq_id)
         elif call.op == "unload_model":

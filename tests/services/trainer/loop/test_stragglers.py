@@ -3,13 +3,13 @@
 import asyncio
 import math
 import random
-import selectors
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 from scipy.stats import ks_2samp
 
+from tests.services.trainer.loop.simulated_loop import SimulatedLoop
 from trackway.trainer.data.dataset import Position, Prompts
 from trackway.trainer.loop.group_source import GroupSource
 from trackway.trainer.loop.scheduler import GroupScheduler, Pacing
@@ -21,32 +21,6 @@ MIDDLE = range(STEPS // 3, 2 * STEPS // 3)
 """Steps in which as many groups are begun as trained."""
 SAME, DIFFERENT = 0.5, 0.001
 """p-values above and below which lengths count as drawn alike, and as not."""
-
-
-class SimulatedLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time passes when all its tasks sleep."""
-
-    def __init__(self) -> None:
-        self._now_s = 0.0
-        super().__init__(_Selector(self))
-
-    def time(self) -> float:
-        """Seconds since the loop was made."""
-        return self._now_s
-
-    def pass_time(self, seconds: float) -> None:
-        """Let time pass."""
-        self._now_s += seconds
-
-
-class _Selector(selectors.SelectSelector):
-    def __init__(self, loop: SimulatedLoop) -> None:
-        super().__init__()
-        self._loop = loop
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        self._loop.pass_time(timeout or 0.0)
-        return super().select(0)
 
 
 class Lengths(GroupSource):
