@@ -33,8 +33,8 @@ import httpx
 import psutil
 import pyarrow.parquet as pq
 
+from trackway.run_config import compose
 from trackway.system import free_port
-from trackway.trainer.config import compose
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectory_dump import write_trajectories
 from trackway.trainer.service_urls import ServiceUrls
@@ -321,8 +321,8 @@ def values(prompts: int, tokens: int) -> None:
     """Print the bytes and seconds of the learner's values of a step with so many response tokens a rollout."""
     import torch
 
-    from trackway.trainer.learner.batch import TokenValues
-    from trackway.trainer.learner.filtering import FilteredBatch, TrainStatus
+    from trackway.learner.batch import TokenValues
+    from trackway.learner.filtering import FilteredBatch, TrainStatus
     from trackway.trainer.run_state.token_values import write_token_values
 
     draw = random.Random(0)

@@ -33,15 +33,15 @@ from engine_contenders import VOCABULARY, random_model
 from pydantic import JsonValue
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from trackway.trainer.config import resolve
-from trackway.trainer.config.placement import Placement
-from trackway.trainer.learner.batch import TrainingBatch
-from trackway.trainer.learner.config import PolicySettings
-from trackway.trainer.learner.learner import Learner
-from trackway.trainer.learner.packing import PackedRow
-from trackway.trainer.learner.policy import ModelInputs, Policy
-from trackway.trainer.learner.ranks.balance import PassLimit, rounds_of
-from trackway.trainer.learner.ranks.group import LeadingLearner, RankGroup
+from trackway.learner.batch import TrainingBatch
+from trackway.learner.config import PolicySettings
+from trackway.learner.learner import Learner
+from trackway.learner.packing import PackedRow
+from trackway.learner.policy import ModelInputs, Policy
+from trackway.learner.ranks.balance import PassLimit, rounds_of
+from trackway.learner.ranks.group import LeadingLearner, RankGroup
+from trackway.run_config import resolve
+from trackway.run_config.placement import Placement
 from trackway.trainer.loop.from_config import learner_config
 from trackway.wire.trajectory import Reward, StopReason, Tags, Trajectory
 

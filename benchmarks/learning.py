@@ -39,11 +39,11 @@ from trackway.deploy.runs import demo
 from trackway.deploy.runs.demo import HELD_OUT_ROWS, TRAIN_ROWS
 from trackway.deploy.runs.prepare import placed
 from trackway.deploy.runs.session import RunSession
+from trackway.run_config import compose
+from trackway.run_config.algorithm import ESTIMATORS as NAMES
+from trackway.run_config.policy import LOSSES as LOSS_NAMES
 from trackway.system import atomic_write, free_port
 from trackway.system.user_error import UserError
-from trackway.trainer.config import compose
-from trackway.trainer.config.algorithm import ESTIMATORS as NAMES
-from trackway.trainer.config.policy import LOSSES as LOSS_NAMES
 from trackway.trainer.data import make_tiny
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.errors import TrackwayError

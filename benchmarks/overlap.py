@@ -41,8 +41,8 @@ from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.status import scale
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.local.up import bring_up, take_down
+from trackway.run_config import compose
 from trackway.system import free_port
-from trackway.trainer.config import compose
 from trackway.trainer.data.dataset import Position, Prompts
 from trackway.trainer.data.tiny import make_tiny_rows
 from trackway.trainer.loop.from_config import pacing

@@ -20,7 +20,7 @@ from trackway.deploy.runs.demo import RunOutput, count_complete, gaps_on_one_mac
 from trackway.deploy.runs.losses import Unsent
 from trackway.deploy.runs.session import RunSession
 from trackway.deploy.terminal.progress import run_bar
-from trackway.trainer.config import compose
+from trackway.run_config import compose
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.trainer import RunInfo
 

@@ -24,7 +24,7 @@ from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.local.up import bring_up, take_down
 from trackway.deploy.runs.session import RunSession
-from trackway.trainer.config import compose
+from trackway.run_config import compose
 from trackway.trainer.data import make_tiny
 from trackway.wire.trainer import RunInfo
 

@@ -4,8 +4,8 @@ import json
 from collections import defaultdict
 
 from generators.markdown import breakable, code, page, sentence, table
-from trackway.trainer.config import Explanation, explain
-from trackway.trainer.config.unsupported_keys import DEPLOYMENT, MOVED, NO_EFFECT, ONLY, OTHERS
+from trackway.run_config import Explanation, explain
+from trackway.run_config.unsupported_keys import DEPLOYMENT, MOVED, NO_EFFECT, ONLY, OTHERS
 
 
 def configuration_keys() -> str:

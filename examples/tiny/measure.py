@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from trackway.scoring.gsm8k import score
+from trackway.gsm8k import score
 from trackway.tools.builtin.calculator import calculate
 from trackway.trainer.data.tiny import Problem, draw_problem
 from trackway.wire.chat import FunctionSchema, Message, ToolSchema

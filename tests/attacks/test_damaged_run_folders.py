@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
+from trackway.run_config import RunConfig
 from trackway.trainer.app import create_app
-from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.folder import Beat, Owner, RunFolder, this_machine
 from trackway.trainer.run_state.heartbeat import Heartbeat, LivenessMonitor, exit_if_lost
 from trackway.trainer.service_urls import ServiceUrls

@@ -20,9 +20,9 @@ import trackway.wire
 import trackway.wire.tinker.requests
 from trackway.deploy.runs.demo import Summary
 from trackway.deploy.terminal.progress import print_json
+from trackway.run_config import RunConfig
+from trackway.run_config.compose import leaves
 from trackway.serving.error_responses import error_response
-from trackway.trainer.config import RunConfig
-from trackway.trainer.config.compose import leaves
 from trackway.trainer.loop.schedule import Progress
 from trackway.trainer.run_state.folder import Beat
 from trackway.trainer.service_urls import ServiceUrls

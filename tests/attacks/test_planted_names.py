@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 from tests.services.rollout.rollout_models import build
 from tests.weight_proofs import ANY_PROOF
 from trackway.clients.weights import WeightStore
+from trackway.learner.weights.loading import load_model
 from trackway.rollout.classifiers.embedded import load_classifier
 from trackway.rollout.engines.weight_folder import with_head
 from trackway.system import find_difference, indexed_files
 from trackway.system.digests import digests
-from trackway.trainer.learner.weights.loading import load_model
 from trackway.trainer.run_state.checkpoint import find_all
 from trackway.wire.errors import ErrorCode, TrackwayError
 

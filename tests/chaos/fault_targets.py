@@ -11,7 +11,7 @@ import psutil
 
 from tests.chaos.fault_schedule import SERVICES, Fault, Target
 from trackway.deploy.deployment.record import Deployment
-from trackway.trainer.learner.ranks.launch import RANK_PROGRAM
+from trackway.learner.ranks.launch import RANK_PROGRAM
 
 
 def processes_of(target: Target, deployment: Deployment, run: Path) -> list[psutil.Process]:

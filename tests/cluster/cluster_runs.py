@@ -9,10 +9,10 @@ from tests.cluster.ray_cluster import PATIENCE_S, Cluster, until
 from tests.e2e.small_runs import small_run
 from trackway.clients import CallPolicy, RolloutClient, TrainerClient, run
 from trackway.deploy.runs.session import RunSession
+from trackway.learner.ranks.launch import RANK_PROGRAM
+from trackway.run_config import compose
 from trackway.traces import MlflowStore
 from trackway.traces.verify import Gap, dumps, verify
-from trackway.trainer.config import compose
-from trackway.trainer.learner.ranks.launch import RANK_PROGRAM
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectory_dump import read_trajectories
 from trackway.wire.headers import REPLICA

@@ -9,10 +9,10 @@ from ray.util.placement_group import placement_group_table
 from tests.services.trainer.learner_settings import learner_config
 from tests.services.trainer.rank_processes import listening
 from trackway.deploy.bundled import TINY_MODEL
-from trackway.trainer.config.placement import Placement
-from trackway.trainer.learner.config import LearnerConfig
-from trackway.trainer.learner.ranks.group import LeadingLearner, RankError, RankGroup
-from trackway.trainer.learner.ranks.launch import LAUNCHER
+from trackway.learner.config import LearnerConfig
+from trackway.learner.ranks.group import LeadingLearner, RankError, RankGroup
+from trackway.learner.ranks.launch import LAUNCHER
+from trackway.run_config.placement import Placement
 from trackway.wire.trajectory import Reward, StopReason, Tags, Trajectory, trajectory_id
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from tests.services.evaluation.rollouts import rollout as evaluated
 from trackway.evaluation.store import EvaluationStore
 from trackway.evaluation.summary import Evaluation
-from trackway.trainer.config import compose, resolve
-from trackway.trainer.learner.filtering import filter_trajectories
+from trackway.learner.filtering import filter_trajectories
+from trackway.run_config import compose, resolve
 from trackway.trainer.run_state.folder import Activity, RunFolder
 from trackway.trainer.run_state.token_values import write_token_values
 from trackway.trainer.run_state.trajectory_dump import write_trajectories

@@ -6,7 +6,7 @@ import pytest
 
 from tests.console.browser import Browser
 from tests.console.example_run import rollout, write_evaluation, write_run
-from trackway.trainer.config import compose
+from trackway.run_config import compose
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectory_dump import write_trajectories
 from trackway.trainer.service_urls import ServiceUrls

@@ -19,7 +19,7 @@ from typer.main import get_command
 from trackway.deploy.cli import app
 from trackway.deploy.terminal.entry import enter
 from trackway.main_ppo import app as main_ppo
-from trackway.trainer.config.compose import PRESETS
+from trackway.run_config.compose import PRESETS
 
 
 class Ended(NamedTuple):

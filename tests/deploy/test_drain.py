@@ -153,7 +153,7 @@ def test_a_replica_that_says_nothing_and_a_rank_of_another_nodes_run_keep_the_no
     assert not draining._busy(ELSEWHERE)
     stopping.kill()
     psutil.wait_procs([stopping])
-    raylet.start(SLEEPS, "trackway.trainer.learner.ranks.process")
+    raylet.start(SLEEPS, "trackway.learner.ranks.process")
     assert draining._busy(HERE)
     raylet.start(SLEEPS, "trackway.trainer.worker")
     assert not draining._busy(HERE)  # the run ends its own ranks

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from trackway.trainer.config import RunConfig
-from trackway.trainer.config.compose import known_keys
+from trackway.run_config import RunConfig
+from trackway.run_config.compose import known_keys
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "coming-from").glob("*.md"))
 

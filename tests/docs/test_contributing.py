@@ -41,7 +41,7 @@ def test_the_map_has_every_folder_of_the_repository_and_the_rooms_of_trackway() 
     rooms = {relative(package) for package in PACKAGES if package.parent.name == "trackway"}
 
     assert rooms | FOLDERS <= mapped
-    assert len(mapped) < 30  # a newcomer reads it in a minute
+    assert len(mapped) <= 30  # a newcomer reads it in a minute
 
 
 @pytest.mark.parametrize("title", ["The map", "To change X, look at Y", "Tests"])

@@ -8,7 +8,7 @@ from trackway.deploy.bundled import CPU_CONFIG
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.services_for_run import services_for
 from trackway.reward.reward_model import REWARD_MODEL
-from trackway.trainer.config import compose
+from trackway.run_config import compose
 
 CLASSIFIED = "e2e/classified"
 """The data source that the reward model scores."""

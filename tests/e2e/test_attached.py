@@ -26,8 +26,8 @@ from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs import demo
 from trackway.deploy.runs.prepare import placed, prepare
 from trackway.deploy.runs.session import RunSession
+from trackway.run_config import compose
 from trackway.system.user_error import UserError
-from trackway.trainer.config import compose
 from trackway.wire.health import ServiceName
 from trackway.wire.trainer import RunInfo, RunState
 

@@ -44,9 +44,9 @@ from trackway.deploy.deployment import status
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local.up import spans_waiting
 from trackway.deploy.runs.session import RunSession
+from trackway.run_config import compose
 from trackway.traces import MlflowStore
 from trackway.traces.verify import waiting
-from trackway.trainer.config import compose
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.sessions import TrainedSession
 from trackway.wire.trainer import RunInfo, RunState

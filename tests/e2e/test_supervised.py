@@ -10,7 +10,7 @@ from tests.waiting import until
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs.session import RunSession
-from trackway.trainer.config import compose
+from trackway.run_config import compose
 from trackway.trainer.run_state.export import export_checkpoint
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.trainer import RunState

@@ -16,7 +16,7 @@ from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.status import service_statuses
 from trackway.deploy.runs.found import find_run
 from trackway.deploy.runs.session import RunSession
-from trackway.trainer.config import compose
+from trackway.run_config import compose
 from trackway.wire.trainer import RunInfo, RunState
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

@@ -15,14 +15,14 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from tests.gpu_check.model import Shape, prompts, reference
 from tests.services.rollout.planted_weights import batch, make_versions
 from tests.services.trainer.learner_settings import learner_config
+from trackway.learner.learner import Learner
+from trackway.learner.ranks.sharding import ALONE, Ranks, join
 from trackway.rollout.engines.protocol import Generation
 from trackway.rollout.engines.torch import engine as torch_engine
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.engines.torch.sleeping import SleepingWeights
 from trackway.rollout.settings import RolloutSettings
-from trackway.trainer.config.placement import Placement
-from trackway.trainer.learner.learner import Learner
-from trackway.trainer.learner.ranks.sharding import ALONE, Ranks, join
+from trackway.run_config.placement import Placement
 from trackway.wire.errors import TrackwayError
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.trajectory import Trajectory

@@ -19,10 +19,10 @@ from tests.gpu_check.checks import LR, engine_of
 from tests.gpu_check.model import LARGE, SMALL, Shape, prompts
 from tests.services.rollout.planted_weights import batch
 from tests.services.trainer.learner_settings import learner_config
+from trackway.learner.learner import Learner
 from trackway.rollout.engines.protocol import Engine
 from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.rollout.settings import RolloutSettings
-from trackway.trainer.learner.learner import Learner
 from trackway.wire.rollout import SamplingParams
 
 

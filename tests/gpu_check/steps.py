@@ -63,7 +63,7 @@ STEPS = (
     Step("tokens a second beside vLLM alone", "{python} -m tests.gpu_check.speed {vllm} {device}", 2.5),
     Step(
         "ranks, one killed",
-        PYTEST + " tests/services/trainer/learner/ranks/test_group.py -k"
+        PYTEST + " tests/services/learner/ranks/test_group.py -k"
         " 'what_one_process_does or killed_between or not_answer or dies_ends or exits_with_0'",
         5.0,
         gpus=2,

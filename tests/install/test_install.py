@@ -46,7 +46,7 @@ DATA = [
     f"trackway/deploy/bundled/{name}" for name in ("cpu.yaml", "tiny/model.safetensors", "tiny/chat_template.jinja")
 ]
 DATA += ["trackway/traces/compare.html.j2", "trackway/console/page/index.html", "trackway/console/page/views/run.js"]
-DATA += [f"trackway/trainer/config/presets/{name}.yaml" for name in ("default", "ppo_trainer", "tiny_demo")]
+DATA += [f"trackway/run_config/presets/{name}.yaml" for name in ("default", "ppo_trainer", "tiny_demo")]
 
 
 def _clean() -> dict[str, str]:

@@ -23,10 +23,10 @@ from trackway.reward.app import create_app as reward_app
 from trackway.reward.settings import RewardSettings
 from trackway.rollout.app import create_app as rollout_app
 from trackway.rollout.settings import RolloutSettings
+from trackway.run_config import RunConfig
 from trackway.tools.app import create_app as tools_app
 from trackway.tools.settings import ToolsSettings
 from trackway.trainer.app import create_app as trainer_app
-from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.settings import TrainerSettings
 

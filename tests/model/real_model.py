@@ -11,10 +11,10 @@ from transformers import AutoTokenizer
 
 from tests.services.trainer.learner_settings import learner_config
 from tests.services.trainer.rank_processes import rank_processes
+from trackway.learner.learner import Learner
+from trackway.learner.ranks.sharding import ALONE, Ranks
 from trackway.rollout.engines.protocol import Engine
 from trackway.rollout.settings import RolloutSettings
-from trackway.trainer.learner.learner import Learner
-from trackway.trainer.learner.ranks.sharding import ALONE, Ranks
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.trajectory import Reward, StopReason, Tags, Trajectory
 from trackway.wire.weights import WeightProof

@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import get_args
 
-from trackway.trainer.config import RunConfig
-from trackway.trainer.config.section import Section
+from trackway.run_config import RunConfig
+from trackway.run_config.section import Section
 
 Reads = set[tuple[str, str]]
 """Of each read, the name of a section or of its class, and that of the field."""

@@ -14,7 +14,7 @@ from trackway.deploy.bundled import CPU_CONFIG
 from trackway.deploy.checks.gpu_memory import gpu_memory
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.services_for_run import services_for
-from trackway.trainer.config import compose
+from trackway.run_config import compose
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs/guides/gpu-memory.md"

@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoConfig
 
 from tests.verl_recipes.gpu_table import EXAMPLES, MODELS, PAGE, table, with_table
-from trackway.trainer.learner.gpu_memory import ModelSize
+from trackway.learner.gpu_memory import ModelSize
 
 pytestmark = pytest.mark.extended
 

@@ -11,9 +11,9 @@ from typer.testing import CliRunner, Result
 from tests.services.trainer.loop.test_from_config_keys import KEYS, OF_VALUE_MODEL, TOGETHER
 from tests.verl_recipes.consumers import is_read, names_in_test, reads_of, unparsed
 from trackway.main_ppo import app
-from trackway.trainer.config import explain, no_effect, resolve
-from trackway.trainer.config.compose import known_keys
-from trackway.trainer.config.unsupported_keys import MOVED, limited, without_effect
+from trackway.run_config import explain, no_effect, resolve
+from trackway.run_config.compose import known_keys
+from trackway.run_config.unsupported_keys import MOVED, limited, without_effect
 
 HERE = Path(__file__).parent
 DEFAULTS: dict[str, JsonValue] = yaml.safe_load((HERE / "ppo_trainer.yaml").read_text())
@@ -22,7 +22,7 @@ EXAMPLES: dict[str, dict] = yaml.safe_load((HERE / "examples.yaml").read_text())
 """The arguments of verl's example scripts."""
 
 
-_LEARNER = "services/trackway/trainer/learner"
+_LEARNER = "services/trackway/learner"
 _TESTS = "tests/services/trainer"
 _SERVICES = "tests/deploy/config/test_services_for_run.py"
 _PROJECT = "tests/deploy/runs/test_project.py"
@@ -153,8 +153,8 @@ SEEN_BY: dict[str, str] = {
 
 ROOT = HERE.parents[1]
 PRODUCT = ("services/trackway/trainer", "deploy")
-_ASYNCHRONOUS = "services/trackway/trainer/config/asynchronous.py"
-_MODELS = "services/trackway/trainer/config/models.py"
+_ASYNCHRONOUS = "services/trackway/run_config/asynchronous.py"
+_MODELS = "services/trackway/run_config/models.py"
 _FSDP = ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
 _BY_NAME = (
     *("trainer.use_v1", "trainer.v1.trainer_mode", "trainer.v1.separate_async.parameter_sync_step"),

@@ -6,10 +6,10 @@ import pytest
 import yaml
 from pydantic import JsonValue
 
-from trackway.trainer.config import compose, resolve
-from trackway.trainer.config.compose import known_keys, leaves
-from trackway.trainer.config.supervised import OWN, RENAMED, ROWS, spelled
-from trackway.trainer.config.unsupported_keys import MOVED, limited, without_effect
+from trackway.run_config import compose, resolve
+from trackway.run_config.compose import known_keys, leaves
+from trackway.run_config.supervised import OWN, RENAMED, ROWS, spelled
+from trackway.run_config.unsupported_keys import MOVED, limited, without_effect
 
 DEFAULTS: dict[str, JsonValue] = yaml.safe_load((Path(__file__).parent / "sft_trainer.yaml").read_text())
 """Every key of verl 0.9.1's SFT trainer with its default."""

@@ -11,8 +11,8 @@ from tests.services.rollout.engines.remote.file_memory import FileMemory
 from tests.services.rollout.engines.remote.model_in_memory import ModelInMemory
 from tests.vllm.vllm_runs import DEVICE, GREEDY, MARKS, PROMPT, Weights, settings_of, started, worst
 from trackway.clients.weights import WeightStore
+from trackway.learner.weight_proof import tensor_digests
 from trackway.rollout.engines.remote.vllm import VllmEngine
-from trackway.trainer.learner.weight_proof import tensor_digests
 from trackway.trainer.loop.weight_transport import IpcSender
 from trackway.wire.weights import Verdict, WeightProof
 

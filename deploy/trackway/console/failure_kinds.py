@@ -3,7 +3,7 @@
 import re
 from typing import get_args
 
-from trackway.trainer.learner.filtering import INFRASTRUCTURE
+from trackway.learner.filtering import INFRASTRUCTURE
 from trackway.wire.errors import ERRORS, ErrorCode, ModelSees
 from trackway.wire.health import ServiceName
 from trackway.wire.tracing import Incident

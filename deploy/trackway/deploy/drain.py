@@ -46,7 +46,7 @@ _SILENT = "the cluster does not answer"
 _REPLICA = "SERVE_REPLICA::"
 """Prefix of the actor names of Serve's replicas."""
 _REPLICA_PROCESS = "ray::ServeReplica:"
-_RUN, _RANK = "trackway.trainer.worker", "trackway.trainer.learner.ranks.process"
+_RUN, _RANK = "trackway.trainer.worker", "trackway.learner.ranks.process"
 """Parts of the command lines of a replica, a run and a learner's rank."""
 
 

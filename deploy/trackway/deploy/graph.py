@@ -168,7 +168,7 @@ class Replica:
 
 def _hand_over_launcher() -> None:
     """Lets the runs, which are processes of their own, place ranks of their learner on nodes of this cluster."""
-    from trackway.trainer.learner.ranks.launch import LAUNCHER  # a node without the trainer lacks its packages
+    from trackway.learner.ranks.launch import LAUNCHER  # a node without the trainer lacks its packages
 
     os.environ[LAUNCHER] = "trackway.deploy.serve.rank_nodes:RayNodes"
     os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)

@@ -16,8 +16,8 @@ from typing import Self
 from pydantic import ValidationError
 
 from trackway.evaluation.summary import Evaluation, Paired, by_data_source, by_task, paired, summary
+from trackway.run_config import RunConfig
 from trackway.system import append_line, atomic_write, writing
-from trackway.trainer.config import RunConfig
 from trackway.trainer.delivery.jobs import Later
 from trackway.trainer.delivery.mlflow_run import MlflowRun
 from trackway.trainer.metrics.validation import validation_metrics

@@ -3,13 +3,13 @@
 import pkgutil
 from collections.abc import Iterable
 
+from trackway import gsm8k
 from trackway.clients import CallPolicy, RewardClient
 from trackway.reward.functions import scorer_of_file, scorers_of_modules
 from trackway.reward.judge import JudgeScorer
 from trackway.reward.reward_model import RewardModelAccess, RewardModelScorer
 from trackway.reward.settings import RewardSettings
 from trackway.reward.weighted import Scorer, combined
-from trackway.scoring import gsm8k
 from trackway.serving.own_code import FunctionServer, FunctionsOutage, import_modules
 from trackway.serving.user_code import importing, user_code
 from trackway.wire.errors import ErrorCode, TrackwayError

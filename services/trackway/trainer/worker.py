@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from trackway.clients import run
+from trackway.run_config import RunConfig
 from trackway.system import StorageError, escape_log_records, refuse_inspection, remove_drafts
 from trackway.system.files import FULL, error_number, storage_error
 from trackway.system.waits import Waits
-from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.exit_status import EXIT_FAILED, EXIT_STORAGE
 from trackway.trainer.run_state.folder import Activity, RunFolder
 from trackway.trainer.run_state.heartbeat import Heartbeat, exit_if_lost

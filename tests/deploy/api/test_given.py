@@ -10,7 +10,7 @@ from hypothesis import given as drawn
 from hypothesis import strategies
 
 from trackway.deploy.api.given import overrides, row_files
-from trackway.trainer.config.compose import given
+from trackway.run_config.compose import given
 from trackway.trainer.data.parquet import read_rows
 from trackway.wire.errors import TrackwayError
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests.services.trainer.learner.test_gpu_memory import QWEN3_8B
+from tests.services.learner.test_gpu_memory import QWEN3_8B
 from trackway.deploy.bundled import CPU_CONFIG, TINY_MODEL
 from trackway.deploy.checks.doctor import examine
 from trackway.deploy.checks.gpu_memory import GpuMemory, gpu_memory
@@ -17,7 +17,7 @@ from trackway.deploy.config import serve_config, services_for_run
 from trackway.deploy.config.services_for_run import services_for
 from trackway.deploy.local.settings import UpSettings
 from trackway.main_ppo import app
-from trackway.trainer.config import compose
+from trackway.run_config import compose
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from trackway.deploy.checks.run import Checked, RunCheck, Subject
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs.report import plan_report
-from trackway.trainer.config import compose
+from trackway.run_config import compose
 from trackway.trainer.loop.forecast import forecast
 
 ABLE = {"CPU": 8.0, "GPU": 8.0, "trackway_learner": 1.0}

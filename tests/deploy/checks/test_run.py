@@ -23,8 +23,8 @@ from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs.prepare import prepare
 from trackway.main_ppo import app as main_ppo
+from trackway.run_config import RunConfig
 from trackway.system.user_error import UserError
-from trackway.trainer.config import RunConfig
 from trackway.trainer.data.parquet import write_rows
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.service_urls import ServiceUrls

@@ -9,7 +9,7 @@ from trackway.deploy.checks.run import RunCheck, Subject
 from trackway.deploy.config import serve_config
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local.settings import UpSettings
-from trackway.trainer.config import compose
+from trackway.run_config import compose
 
 
 def found(folder: Path, attached: bool = False, **rollout: Any) -> Findings:

@@ -12,8 +12,8 @@ from trackway.deploy.config import serve_config, services_for_run
 from trackway.deploy.config.services_for_run import RunServices, decided_already, services_for
 from trackway.deploy.local.up import shared_gpus
 from trackway.rollout.settings import RolloutSettings
+from trackway.run_config import compose
 from trackway.tools.settings import ToolsSettings
-from trackway.trainer.config import compose
 
 R = "actor_rollout_ref.rollout"
 SCRIPT = [

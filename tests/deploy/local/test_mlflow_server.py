@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from trackway.deploy.local import mlflow_server
+from trackway.run_config import RunConfig
 from trackway.system import free_port
 from trackway.system.user_error import UserError
-from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.service_urls import ServiceUrls
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from trackway.deploy.commands.new_project import templates, write_project
+from trackway.run_config import compose
 from trackway.system.user_error import UserError
-from trackway.trainer.config import compose
 from trackway.trainer.data.parquet import read_rows
 
 pytestmark = pytest.mark.slow

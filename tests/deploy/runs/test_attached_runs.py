@@ -15,8 +15,8 @@ from trackway.deploy.runs.losses import active_runs
 from trackway.deploy.runs.prepare import configured, localised, placed
 from trackway.deploy.runs.session import RunSession
 from trackway.deploy.terminal.progress import RunBar
+from trackway.run_config import compose
 from trackway.system.user_error import UserError
-from trackway.trainer.config import compose
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import OwnCode

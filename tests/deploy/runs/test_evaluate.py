@@ -22,10 +22,10 @@ from trackway.deploy.runs.evaluate import EvaluationRun, Options
 from trackway.deploy.runs.prepare import configured, prepare
 from trackway.evaluation.store import EvaluationStore
 from trackway.evaluation.summary import Evaluation
+from trackway.learner.learner import Learner
+from trackway.run_config import resolve
 from trackway.system.files import StorageError
 from trackway.system.user_error import UserError
-from trackway.trainer.config import resolve
-from trackway.trainer.learner.learner import Learner
 from trackway.trainer.run_state.checkpoint import save_checkpoint
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.errors import TrackwayError

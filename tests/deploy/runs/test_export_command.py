@@ -12,8 +12,8 @@ import trackway
 from tests.console.example_run import write_run
 from trackway import Run
 from trackway.deploy.cli import app as cli
+from trackway.run_config import compose
 from trackway.system.user_error import UserError
-from trackway.trainer.config import compose
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.chat import FunctionSchema, ToolSchema
 from trackway.wire.errors import TrackwayError

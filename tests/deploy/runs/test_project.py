@@ -15,8 +15,8 @@ from trackway.deploy.config.services_for_run import services_for
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs.prepare import configured, prepare, project_file
+from trackway.run_config import compose
 from trackway.system.user_error import UserError
-from trackway.trainer.config import compose
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.errors import TrackwayError

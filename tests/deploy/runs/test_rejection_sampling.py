@@ -11,7 +11,7 @@ from trackway.deploy.cli import app
 from trackway.deploy.runs import evaluate
 from trackway.deploy.runs.evaluate import Options
 from trackway.evaluation.store import EvaluationStore
-from trackway.trainer.config.models import DataConfig
+from trackway.run_config.models import DataConfig
 from trackway.trainer.data.conversations import encoded, load_conversations
 from trackway.trainer.data.dataset import ALL_ROWS
 from trackway.trainer.data.parquet import write_rows

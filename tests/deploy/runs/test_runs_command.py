@@ -11,8 +11,8 @@ from trackway.deploy.commands.why import reasons
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs.found import find_run
 from trackway.deploy.terminal.progress import sparkline
+from trackway.run_config import RunConfig
 from trackway.system.user_error import UserError
-from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.checkpoint import save_checkpoint
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.service_urls import ServiceUrls

@@ -16,8 +16,8 @@ from trackway.deploy.config.services_for_run import services_for
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs.prepare import prepare, with_models
 from trackway.main_ppo import app
+from trackway.run_config import compose
 from trackway.system.user_error import UserError
-from trackway.trainer.config import compose
 from trackway.trainer.data.parquet import write_rows
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.service_urls import ServiceUrls

@@ -15,8 +15,8 @@ from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs.prepare import prepare
 from trackway.deploy.runs.trial import Trial, Tried, advantages_of
 from trackway.deploy.runs.trial_report import trial_report
+from trackway.run_config import resolve
 from trackway.system.user_error import UserError
-from trackway.trainer.config import resolve
 from trackway.wire.agent import RewardModel, Sample
 from trackway.wire.chat import FunctionCall, Message, ToolCall
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from trackway.deploy.deployment.record import Deployment
-from trackway.trainer.config import compose
+from trackway.run_config import compose
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.trainer import RunState

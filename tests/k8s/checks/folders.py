@@ -8,7 +8,7 @@ from tests.k8s.checks.model import Fault, title
 from tests.k8s.checks.placement import held
 from tests.k8s.checks.pods import Pod
 from tests.k8s.checks.render import Render
-from trackway.trainer.config.placement import NODE_RESOURCE
+from trackway.run_config.placement import NODE_RESOURCE
 
 _RAYS = ("/tmp", "/tmp/ray", "/dev/shm", "/home/trackway")
 """Sockets, logs, the object store, caches; the last is HOME in deploy/docker/Dockerfile."""

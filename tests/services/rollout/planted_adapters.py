@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.services.rollout.planted_weights import DEMO, Pairs, batch
 from tests.services.trainer.learner_settings import learner_config
-from trackway.trainer.learner.learner import Learner
+from trackway.learner.learner import Learner
 from trackway.wire.weights import WeightProof
 
 RANK, ALPHA = 4, 12

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.services.trainer.learner_settings import learner_config
-from trackway.trainer.learner.learner import Learner
+from trackway.learner.learner import Learner
 from trackway.wire.trajectory import Reward, StopReason, Tags, Trajectory
 from trackway.wire.weights import WeightProof
 

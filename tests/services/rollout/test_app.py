@@ -16,13 +16,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from tests.weight_proofs import ANY_PROOF
 from trackway.clients.weights import WeightStore
+from trackway.learner.weight_proof import tensor_digests
 from trackway.rollout import policies
 from trackway.rollout.app import create_app
 from trackway.rollout.settings import RolloutSettings
 from trackway.rollout.tokenizer import TokenText
 from trackway.tracing import Tracing, TracingSettings, inject, trajectory_span
 from trackway.tracing.active import activated
-from trackway.trainer.learner.weight_proof import tensor_digests
 from trackway.wire.rollout import GenerateReply, WeightsReply
 from trackway.wire.trajectory import Tags
 from trackway.wire.weights import Verdict, WeightProof

@@ -20,12 +20,12 @@ from tests.services.rollout.idle_engine import IdleEngine
 from tests.waiting import async_until
 from tests.weight_proofs import ANY_PROOF, WRONG_PROOF
 from trackway.clients.weights import WeightStore
+from trackway.learner.weight_proof import tensor_digests
 from trackway.rollout.app import create_app
 from trackway.rollout.engines.protocol import Piece
 from trackway.rollout.engines.torch import engine as torch_engine
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.settings import RolloutSettings
-from trackway.trainer.learner.weight_proof import tensor_digests
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.weights import Verdict, WeightProof
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trackway.trainer.config import resolve
-from trackway.trainer.config.policy import OptimConfig, PolicyLossConfig
-from trackway.trainer.config.rollout_correction import RolloutCorrectionConfig
-from trackway.trainer.learner.config import LearnerConfig
-from trackway.trainer.learner.learner import Learner
+from trackway.learner.config import LearnerConfig
+from trackway.learner.learner import Learner
+from trackway.run_config import resolve
+from trackway.run_config.policy import OptimConfig, PolicyLossConfig
+from trackway.run_config.rollout_correction import RolloutCorrectionConfig
 from trackway.trainer.loop.from_config import learner_config as of_run
 
 POLICY, ACTOR = "actor_rollout_ref", "actor_rollout_ref.actor"

@@ -13,11 +13,11 @@ import psutil
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from trackway.trainer.config.placement import Placement
-from trackway.trainer.learner.config import LearnerConfig
-from trackway.trainer.learner.learner import Learner
-from trackway.trainer.learner.ranks.group import STOP, LeadingLearner, RankGroup, receive_command, send_command
-from trackway.trainer.learner.ranks.sharding import Ranks, join
+from trackway.learner.config import LearnerConfig
+from trackway.learner.learner import Learner
+from trackway.learner.ranks.group import STOP, LeadingLearner, RankGroup, receive_command, send_command
+from trackway.learner.ranks.sharding import Ranks, join
+from trackway.run_config.placement import Placement
 
 DEADLINE_S = 120.0
 """Longest that ranks wait for one another, and a test for them."""
@@ -45,7 +45,7 @@ class RankProcesses:
 def rank_processes(count: int, nodes: int = 1) -> Iterator[RankProcesses]:
     """A group of `count` ranks on the CPU, with one thread each; placed as on `nodes` nodes, all on this one."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trackway.trainer.learner.learner"])  # imports torch once for all
+    context.set_forkserver_preload(["trackway.learner.learner"])  # imports torch once for all
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [context.Pipe() for _ in range(count)]
     processes: list[BaseProcess] = [

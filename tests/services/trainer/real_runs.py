@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.waiting import async_until
-from trackway.trainer.config import compose
+from trackway.run_config import compose
 from trackway.trainer.data.parquet import write_rows
 from trackway.trainer.run_state.folder import RunFolder, this_machine
 from trackway.trainer.run_state.heartbeat import LivenessMonitor

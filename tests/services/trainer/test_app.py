@@ -4,9 +4,9 @@ import sys
 import pytest
 from pydantic import SecretStr
 
+from trackway.run_config import RunConfig, compose
 from trackway.tracing import Tracing, TracingSettings
 from trackway.trainer.app import create_app
-from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.settings import TrainerSettings
 from trackway.wire.trainer import MetricsRow, RunState

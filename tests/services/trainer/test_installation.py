@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from trackway.run_config import RunConfig
 from trackway.tracing import TracingSettings
-from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.exit_status import EXIT_FAILED
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.service_urls import ServiceUrls

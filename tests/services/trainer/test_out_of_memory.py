@@ -6,9 +6,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from trackway.learner.gpu_memory import ADVICE
+from trackway.run_config import compose
 from trackway.trainer import worker
-from trackway.trainer.config import compose
-from trackway.trainer.learner.gpu_memory import ADVICE
 from trackway.trainer.loop.from_config import advise
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.service_urls import ServiceUrls

@@ -4,7 +4,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
-from trackway.trainer.config import compose
+from trackway.run_config import compose
 from trackway.trainer.loop.colocation import Sharing, open_engines
 from trackway.trainer.loop.from_config import sharing
 from trackway.wire.errors import ErrorCode, TrackwayError

@@ -10,8 +10,8 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 from pydantic import JsonValue
 
+from trackway.run_config.compose import Tree, leaves
 from trackway.system import atomic_write
-from trackway.trainer.config.compose import Tree, leaves
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 ROWS = "rows"

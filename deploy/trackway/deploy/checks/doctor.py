@@ -105,7 +105,7 @@ def _gpu_memory(model: str, ranks: int) -> Iterator[Finding]:
         return
     from trackway.deploy.checks.gpu_memory import gib, gpu_memory
     from trackway.deploy.config.services_for_run import gpu_bytes
-    from trackway.trainer.config import compose
+    from trackway.run_config import compose
 
     config = compose([f"actor_rollout_ref.model.path={model}", f"trackway.learner_ranks={ranks}"])
     memory = gpu_memory(config, {}, gpu_bytes(), download=False)

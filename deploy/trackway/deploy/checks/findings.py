@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from trackway.deploy.deployment.progress import Report
+from trackway.run_config import UnsupportedKey
 from trackway.system.user_error import UserError
-from trackway.trainer.config import UnsupportedKey
 
 
 class Findings(BaseModel):

@@ -1,6 +1,6 @@
 """Forecast of the memory that a run needs on each GPU, compared with this machine's GPUs.
 
-The figures come from the model's `config.json` and the settings of the services (trackway.trainer.learner.gpu_memory).
+The figures come from the model's `config.json` and the settings of the services (trackway.learner.gpu_memory).
 """
 
 from dataclasses import dataclass
@@ -8,10 +8,7 @@ from typing import Any
 
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.engine_python import SERVERS
-from trackway.reward.reward_model import REWARD_MODEL
-from trackway.rollout.settings import DEFAULT_MAX_LEN, RolloutSettings
-from trackway.trainer.config import RunConfig
-from trackway.trainer.learner.gpu_memory import (
+from trackway.learner.gpu_memory import (
     EngineMemory,
     LearnerMemory,
     ModelSize,
@@ -20,6 +17,9 @@ from trackway.trainer.learner.gpu_memory import (
     gib,
     shortages,
 )
+from trackway.reward.reward_model import REWARD_MODEL
+from trackway.rollout.settings import DEFAULT_MAX_LEN, RolloutSettings
+from trackway.run_config import RunConfig
 
 
 @dataclass(frozen=True)

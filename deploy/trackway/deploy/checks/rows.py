@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from trackway.deploy.checks.findings import Findings
 from trackway.deploy.deployment.progress import Report
-from trackway.trainer.config import RunConfig
+from trackway.run_config import RunConfig
 from trackway.trainer.data.dataset import RowChoice, Rows, load_rows
 from trackway.trainer.data.name_check import Served
 from trackway.wire.errors import ErrorCode, TrackwayError

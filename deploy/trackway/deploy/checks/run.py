@@ -39,12 +39,12 @@ from trackway.deploy.local import preflight
 from trackway.deploy.local.access import check_access, host_of
 from trackway.deploy.local.settings import UpSettings
 from trackway.reward.reward_model import REWARD_MODEL
+from trackway.run_config import RunConfig, UnsupportedKey
 from trackway.serving.user_code import described, run_user_code
 from trackway.system.user_error import UserError
 from trackway.tools.base import BaseTool, ToolSource
 from trackway.tools.core.registry import ToolRegistry
 from trackway.tracing import TracingSettings
-from trackway.trainer.config import RunConfig, UnsupportedKey
 from trackway.trainer.data.dataset import Rows
 from trackway.trainer.data.name_check import CHECK_POLICY, Served, ask_services, unserved
 from trackway.trainer.data.own_code import SERVICES, loaded_code, not_loaded

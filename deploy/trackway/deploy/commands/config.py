@@ -9,7 +9,7 @@ from trackway.deploy.commands.options import json_of
 from trackway.deploy.terminal.progress import print_json, stdout
 
 if TYPE_CHECKING:
-    from trackway.trainer.config import Explanation
+    from trackway.run_config import Explanation
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -28,9 +28,9 @@ def explain(
 ) -> None:
     """Show a key's meaning, default and origin in verl.  Example: trackway config explain data.truncation"""
     from trackway.deploy.terminal.tables import table, wide
-    from trackway.trainer.config import compose
-    from trackway.trainer.config import explain as explanations
-    from trackway.trainer.config.compose import leaves
+    from trackway.run_config import compose
+    from trackway.run_config import explain as explanations
+    from trackway.run_config.compose import leaves
 
     explained = explanations(key)
     values = leaves(compose([], config, config_name).model_dump(mode="json"))

@@ -21,7 +21,7 @@ from trackway.deploy.terminal.progress import board, print_json, stderr, stdout
 from trackway.system.user_error import UserError
 
 if TYPE_CHECKING:
-    from trackway.trainer.config import UnsupportedKey
+    from trackway.run_config import UnsupportedKey
     from trackway.wire.trainer import RunInfo
 
 app = typer.Typer()
@@ -67,7 +67,7 @@ def train(
     from trackway.deploy.runs.report import as_yaml, settings_report
     from trackway.deploy.runs.session import RunSession, Show
     from trackway.deploy.terminal.tables import wide
-    from trackway.trainer.config.compose import given
+    from trackway.run_config.compose import given
 
     words = overrides or []
     if run is not None:

@@ -32,8 +32,8 @@ from trackway.rollout.classifiers import is_classifier
 from trackway.rollout.engines.admission import OF_POLICY, OF_REWARD_MODEL, too_long
 from trackway.rollout.engines.remote.model_info import ModelFacts
 from trackway.rollout.settings import DEFAULT_MAX_LEN
-from trackway.trainer.config import RunConfig, given_to_deployment
-from trackway.trainer.config.compose import leaves
+from trackway.run_config import RunConfig, given_to_deployment
+from trackway.run_config.compose import leaves
 from trackway.wire.errors import TrackwayError
 
 _ROLLOUT = "actor_rollout_ref.rollout"

@@ -34,11 +34,11 @@ from trackway.deploy.runs.prepare import configured
 from trackway.deploy.runs.trial import agent_of, reward_here
 from trackway.evaluation.store import EvaluationStore
 from trackway.evaluation.summary import Evaluation
+from trackway.run_config import RunConfig, resolve
+from trackway.run_config.compose import given, leaves
 from trackway.system.user_error import UserError
 from trackway.tracing import TracingSettings
 from trackway.tracing.export.mlflow import experiment_by_name
-from trackway.trainer.config import RunConfig, resolve
-from trackway.trainer.config.compose import given, leaves
 from trackway.trainer.data.dataset import Rows
 from trackway.trainer.loop.build_traces import LEDGER
 from trackway.trainer.loop.from_config import retry_policy, trace_target, training_template

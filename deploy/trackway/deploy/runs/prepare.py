@@ -19,10 +19,10 @@ from trackway.deploy.config.services_for_run import gpus_here, not_scoring, serv
 from trackway.deploy.deployment.record import Deployment, recorded
 from trackway.deploy.local.settings import UpSettings
 from trackway.reward.reward_model import REWARD_MODEL
+from trackway.run_config import RunConfig, UnsupportedKey, compose
+from trackway.run_config.changes import CHANGEABLE, RECORDED, changed
+from trackway.run_config.compose import given, leaves
 from trackway.system.user_error import UserError
-from trackway.trainer.config import RunConfig, UnsupportedKey, compose
-from trackway.trainer.config.changes import CHANGEABLE, RECORDED, changed
-from trackway.trainer.config.compose import given, leaves
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.trainer import RunInfo, RunState
 
@@ -268,7 +268,7 @@ def with_models(config: dict[str, Any]) -> dict[str, Any]:
 def _folder_of(key: str, path: str) -> Path:
     if Path(path).is_dir():
         return Path(path)
-    from trackway.trainer.learner.policy import model_folder  # imports transformers' models, which takes seconds
+    from trackway.learner.policy import model_folder  # imports transformers' models, which takes seconds
 
     try:
         return model_folder(path)

@@ -9,11 +9,11 @@ from rich.table import Table
 from trackway.deploy.checks.run import Checked
 from trackway.deploy.config.services_for_run import Decision, RunServices
 from trackway.deploy.terminal.tables import size_of, table
-from trackway.trainer.config import RunConfig, no_effect
-from trackway.trainer.config.changes import RECORDED
-from trackway.trainer.config.compose import leaves
-from trackway.trainer.config.rollout_correction import describe
-from trackway.trainer.config.unsupported_keys import MOVED
+from trackway.run_config import RunConfig, no_effect
+from trackway.run_config.changes import RECORDED
+from trackway.run_config.compose import leaves
+from trackway.run_config.rollout_correction import describe
+from trackway.run_config.unsupported_keys import MOVED
 from trackway.trainer.loop.forecast import Bounds, Forecast
 
 _ALWAYS = frozenset(

@@ -30,12 +30,12 @@ from trackway.reward.app import create_app as create_reward
 from trackway.reward.settings import RewardSettings
 from trackway.rollout.app import create_app as create_rollout
 from trackway.rollout.settings import RolloutSettings
+from trackway.run_config import RunConfig
+from trackway.run_config.algorithm import OPTIMAL_BASELINES
 from trackway.serving.own_code import add_to_path
 from trackway.system.user_error import UserError
 from trackway.tools.app import create_app as create_tools
 from trackway.tools.settings import ToolsSettings
-from trackway.trainer.config import RunConfig
-from trackway.trainer.config.algorithm import OPTIMAL_BASELINES
 from trackway.trainer.data.dataset import RowLocation, Rows
 from trackway.trainer.loop.from_config import training_template
 from trackway.wire.agent import Sample
@@ -224,9 +224,9 @@ def advantages_of(trajectories: list[Trajectory], config: RunConfig) -> list[flo
     """
     import torch
 
-    from trackway.trainer.learner.advantages import AdvantageInputs, estimate, per_trajectory, token_rewards
-    from trackway.trainer.learner.batch import placed_scores
-    from trackway.trainer.learner.filtering import TrainStatus, filter_trajectories
+    from trackway.learner.advantages import AdvantageInputs, estimate, per_trajectory, token_rewards
+    from trackway.learner.batch import placed_scores
+    from trackway.learner.filtering import TrainStatus, filter_trajectories
 
     batch = filter_trajectories(trajectories, version=0, max_staleness=None)
     rewards = [trajectory.reward for trajectory in batch.used if trajectory.reward is not None]

@@ -19,8 +19,8 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from trackway.trainer.config.placement import NODE_RESOURCE, Placement
-from trackway.trainer.learner.ranks.launch import LOST, RankError, handed_over, start_here
+from trackway.learner.ranks.launch import LOST, RankError, handed_over, start_here
+from trackway.run_config.placement import NODE_RESOURCE, Placement
 
 START_S = 120.0
 """Longest wait for the actors to start."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 
-from trackway.scoring import gsm8k
+from trackway import gsm8k
 from trackway.tools.base import BaseTool, ToolInputError
 from trackway.wire.chat import FunctionSchema, ToolSchema
 from trackway.wire.tools import ToolResult

@@ -19,6 +19,8 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from trackway.clients.weights import WeightStore
+from trackway.learner.config import LearnerConfig
+from trackway.learner.policy import Policy
 from trackway.system import StorageError
 from trackway.system.experimental import warn_experimental
 from trackway.system.waits import Waits
@@ -40,8 +42,6 @@ from trackway.trainer.calls.protobuf import decode, encode
 from trackway.trainer.calls.results import Result, Results
 from trackway.trainer.calls.trajectories import write_step
 from trackway.trainer.delivery import ConsoleSink, FileSink, Sink, Tracking, open_tracking
-from trackway.trainer.learner.config import LearnerConfig
-from trackway.trainer.learner.policy import Policy
 from trackway.trainer.loop.from_config import experimental, learner_config, update_mode
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.run_state.folder import RunFolder

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trackway.learner.algorithm import Aggregation
+from trackway.learner.batch import TrainingBatch
+from trackway.learner.config import LearnerConfig
+from trackway.learner.learner import Learner
+from trackway.learner.loss import MicroLoss, at_mask
+from trackway.learner.passes.head import Measure, TokenLogits, token_logprobs
+from trackway.learner.policy_losses import LossInputs, policy_loss_of
 from trackway.trainer.calls.protobuf import LOSSES, Array, ForwardBackward
-from trackway.trainer.learner.algorithm import Aggregation
-from trackway.trainer.learner.batch import TrainingBatch
-from trackway.trainer.learner.config import LearnerConfig
-from trackway.trainer.learner.learner import Learner
-from trackway.trainer.learner.loss import MicroLoss, at_mask
-from trackway.trainer.learner.passes.head import Measure, TokenLogits, token_logprobs
-from trackway.trainer.learner.policy_losses import LossInputs, policy_loss_of
 
 NEVER = 1e9
 """A bound above every probability ratio, whose logarithm is clamped to 20."""

@@ -15,15 +15,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from trackway.learner import optimizer as adamw
+from trackway.learner.config import LearnerConfig
+from trackway.learner.learner import Learner
+from trackway.learner.policy import Policy
 from trackway.system import replacing, writing
 from trackway.trainer.calls.losses import LossOutput, forward_backward
 from trackway.trainer.calls.paths import digest_of
 from trackway.trainer.calls.protobuf import ForwardBackward
 from trackway.trainer.calls.trajectories import TrainedDatum, trained_data
-from trackway.trainer.learner import optimizer as adamw
-from trackway.trainer.learner.config import LearnerConfig
-from trackway.trainer.learner.learner import Learner
-from trackway.trainer.learner.policy import Policy
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow
 

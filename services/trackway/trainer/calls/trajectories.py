@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from trackway.learner.batch import TokenValues
+from trackway.learner.filtering import FilteredBatch, TrainStatus
 from trackway.trainer.calls.losses import LossOutput, weights_of
 from trackway.trainer.calls.protobuf import Array, Datum, ForwardBackward
-from trackway.trainer.learner.batch import TokenValues
-from trackway.trainer.learner.filtering import FilteredBatch, TrainStatus
 from trackway.trainer.run_state.folder import TOKEN_VALUES
 from trackway.trainer.run_state.token_values import write_token_values
 from trackway.trainer.run_state.trajectory_dump import write_trajectories

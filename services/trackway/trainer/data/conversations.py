@@ -19,8 +19,8 @@ from typing import NamedTuple, TypeVar
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from trackway.chat.tokens import ChatTokens
-from trackway.trainer.config import RunConfig
-from trackway.trainer.config.models import DataConfig
+from trackway.run_config import RunConfig
+from trackway.run_config.models import DataConfig
 from trackway.trainer.data.dataset import RowChoice
 from trackway.trainer.data.parquet import read_each
 from trackway.trainer.data.progress import counted

@@ -16,7 +16,7 @@ from typing import Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 import numpy as np
 from pydantic import BaseModel
 
-from trackway.trainer.config import RunConfig
+from trackway.run_config import RunConfig
 from trackway.trainer.data.parquet import read_rows
 from trackway.trainer.data.row_warnings import agent_name_note, tools_kwargs_note
 from trackway.wire.agent import Sample

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from trackway.clients import AgentClient, CallPolicy, RewardClient, ToolsClient
-from trackway.trainer.config import RunConfig
+from trackway.run_config import RunConfig
 from trackway.trainer.data.dataset import Rows
 from trackway.trainer.data.row_warnings import WITHOUT_TOOLS
 from trackway.trainer.service_urls import ServiceUrls

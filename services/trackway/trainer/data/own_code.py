@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from trackway.clients import CallPolicy, ServiceClient
-from trackway.trainer.config import RunConfig
+from trackway.run_config import RunConfig
 from trackway.wire.errors import TrackwayError
 from trackway.wire.health import Health, OwnCode
 from trackway.wire.names import run_of_functions

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trackway.chat.tokenizer import template_message
 from trackway.clients import ToolsClient
-from trackway.trainer.config import RunConfig
+from trackway.run_config import RunConfig
 from trackway.trainer.data.progress import counted
 from trackway.trainer.data.row_warnings import WITHOUT_TOOLS
 from trackway.wire.agent import Sample

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from trackway.trainer.config import RunConfig
+from trackway.run_config import RunConfig
 from trackway.wire.agent import Sample
 
 WITHOUT_TOOLS = "single_turn_agent"

@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from trackway.run_config.weave_project import weave_project
 from trackway.system import Backoff
 from trackway.tracing import TracingSettings
-from trackway.trainer.config.weave_project import weave_project
 from trackway.trainer.delivery.jobs import Delivery, Later
 from trackway.trainer.delivery.mlflow_run import NAME as MLFLOW
 from trackway.trainer.delivery.mlflow_run import STATUS, MlflowRun, mlflow_summary, read_state, tracking_folder

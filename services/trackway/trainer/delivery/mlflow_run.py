@@ -30,9 +30,9 @@ from typing import TypeVar
 
 from pydantic import BaseModel, Field, JsonValue
 
+from trackway.run_config import RunConfig
+from trackway.run_config.compose import leaves
 from trackway.system import atomic_write
-from trackway.trainer.config import RunConfig
-from trackway.trainer.config.compose import leaves
 from trackway.trainer.delivery.feedback_queue import GROUND_TRUTH, Assessment, FeedbackQueue, Sent, Value
 from trackway.trainer.delivery.jobs import Later, Refused, only_sender
 from trackway.trainer.delivery.mlflow_api import Metric, MlflowApi, NotThere

@@ -11,17 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from trackway.learner.learner import Learner
+from trackway.learner.measuring import Clock
+from trackway.learner.ranks.snapshot import Snapshot
 from trackway.system import StorageError
 from trackway.system.waits import Waiting, Waits
 from trackway.trainer.delivery import Sink
-from trackway.trainer.learner.learner import Learner
-from trackway.trainer.learner.ranks.snapshot import Snapshot
 from trackway.trainer.loop.colocation import Engines
 from trackway.trainer.loop.profiler import Profiler
 from trackway.trainer.loop.resume import Beginning
 from trackway.trainer.loop.schedule import Schedule
 from trackway.trainer.loop.scheduler import SchedulerState
-from trackway.trainer.metrics.clock import Clock
 from trackway.trainer.metrics.rollout import Metrics, derived_metrics
 from trackway.trainer.run_state.checkpoint import copy_checkpoint, save_checkpoint
 from trackway.trainer.run_state.folder import RunFolder

@@ -12,19 +12,20 @@ from transformers import AutoTokenizer
 
 from trackway.clients import AgentClient, CallPolicy
 from trackway.clients.weights import WeightStore
+from trackway.learner.config import LearnerConfig
+from trackway.learner.learner import Learner
+from trackway.learner.measuring import ActiveTime
+from trackway.learner.ranks.group import LeadingLearner, RankGroup, require_shared
+from trackway.learner.ranks.publication import RankWriters
+from trackway.run_config import RunConfig, no_effect
 from trackway.serving.own_code import add_to_path
 from trackway.system.experimental import warn_experimental
 from trackway.system.waits import Waits
-from trackway.trainer.config import RunConfig, no_effect
 from trackway.trainer.data.conversations import EncodedRow
 from trackway.trainer.data.dataset import PromptBatches, Rows, load_data, prompts_of
 from trackway.trainer.data.name_check import check_names
 from trackway.trainer.data.prompt_filter import prompt_filter
 from trackway.trainer.delivery import ConsoleSink, FileSink, Sink, Tracking, open_tracking
-from trackway.trainer.learner.config import LearnerConfig
-from trackway.trainer.learner.learner import Learner
-from trackway.trainer.learner.ranks.group import LeadingLearner, RankGroup, require_shared
-from trackway.trainer.learner.ranks.publication import RankWriters
 from trackway.trainer.loop.base import BaseTraining
 from trackway.trainer.loop.build_traces import open_traces, run_target, weave_url
 from trackway.trainer.loop.colocation import open_engines
@@ -56,7 +57,6 @@ from trackway.trainer.loop.teaching import Teaching, open_teaching
 from trackway.trainer.loop.training import Training, Validation
 from trackway.trainer.loop.weight_publisher import CLAIM_WAIT_S, Publisher
 from trackway.trainer.loop.weight_transport import require_takers, sender_of
-from trackway.trainer.metrics.clock import ActiveTime
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.generations import Generations
 from trackway.trainer.run_state.session_inbox import SessionInbox

@@ -1,11 +1,11 @@
 """Builds what a run needs for its traces: where they go, the worker's own tracing, budget, feedback, counts."""
 
+from trackway.run_config import RunConfig
 from trackway.serving.app import span_counts
 from trackway.tracing import Tracing, TracingSettings
 from trackway.tracing.active import install
 from trackway.tracing.export.mlflow import experiment_by_name
 from trackway.tracing.export.weave import project_url
-from trackway.trainer.config import RunConfig
 from trackway.trainer.delivery import MlflowRun, Tracking
 from trackway.trainer.delivery.feedback_queue import QueuedFeedback
 from trackway.trainer.delivery.leftovers import weave_feedback

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
 from trackway.clients import CallPolicy, Deadline, RolloutClient
-from trackway.trainer.learner.gpu_memory import gib
+from trackway.learner.gpu_memory import gib
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SleepReplies
 

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from trackway.trainer.config import RunConfig
-from trackway.trainer.config.models import steps_between
+from trackway.run_config import RunConfig
+from trackway.run_config.models import steps_between
 from trackway.trainer.data.dataset import steps_per_epoch
 
 SPAN_BYTES = 700

@@ -8,14 +8,13 @@ from pathlib import Path
 import torch
 
 from trackway.clients.weights import WeightStore
+from trackway.learner.config import LearnerConfig
+from trackway.learner.filtering import GroupFilter, OverlongPenalty
+from trackway.learner.gpu_memory import with_advice
+from trackway.run_config import RunConfig
+from trackway.run_config.models import steps_between
+from trackway.run_config.weave_project import weave_project
 from trackway.system.experimental import Experimental
-from trackway.trainer.config import RunConfig
-from trackway.trainer.config.models import steps_between
-from trackway.trainer.config.weave_project import weave_project
-from trackway.trainer.learner.config import LearnerConfig
-from trackway.trainer.learner.filtering import GroupFilter
-from trackway.trainer.learner.gpu_memory import with_advice
-from trackway.trainer.learner.overlong import OverlongPenalty
 from trackway.trainer.loop.colocation import Sharing
 from trackway.trainer.loop.profiler import Profiler
 from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy

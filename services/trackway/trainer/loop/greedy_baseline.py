@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from trackway.trainer.learner.filtering import REWARD_BASELINE
+from trackway.learner.filtering import REWARD_BASELINE
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import StopReason, Trajectory
 

@@ -3,8 +3,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
+from trackway.learner.measuring import ActiveTime
 from trackway.system.waits import Waits
-from trackway.trainer.metrics.clock import ActiveTime
 from trackway.wire.agent import Sample
 from trackway.wire.trajectory import Trajectory
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from trackway.trainer.config import RunConfig
-from trackway.trainer.learner.learner import Learner
+from trackway.learner.learner import Learner
+from trackway.run_config import RunConfig
 from trackway.trainer.loop.schedule import Progress, WeightVersions
 from trackway.trainer.loop.scheduler import SchedulerState
 from trackway.trainer.run_state.checkpoint import (

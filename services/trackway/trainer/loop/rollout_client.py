@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pydantic import ValidationError
 
 from trackway.clients import AgentClient, Deadline
+from trackway.learner.filtering import OverlongPenalty
+from trackway.learner.measuring import ActiveTime
 from trackway.system import Backoff
 from trackway.system.waits import Waiting, longest_chain, noted_in
-from trackway.trainer.learner.overlong import OverlongPenalty
 from trackway.trainer.loop.greedy_baseline import with_baseline
 from trackway.trainer.loop.group_source import GroupSource
 from trackway.trainer.loop.teaching import Teaching
-from trackway.trainer.metrics.clock import ActiveTime
 from trackway.wire.agent import GroupRequest, Limits, Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Wait

@@ -26,8 +26,8 @@ from typing import Literal, TypeAlias
 
 from pydantic import BaseModel, Field
 
+from trackway.learner.filtering import FilteredBatch, GroupFilter, TrainStatus
 from trackway.trainer.data.dataset import Position, PromptBatches
-from trackway.trainer.learner.filtering import FilteredBatch, GroupFilter, TrainStatus
 from trackway.trainer.loop.group_source import GroupSource
 from trackway.trainer.metrics.rollout import Metrics
 from trackway.wire.errors import ErrorCode, TrackwayError

@@ -10,12 +10,12 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from trackway.learner.filtering import OverlongPenalty
+from trackway.learner.measuring import ActiveTime
 from trackway.system import StorageError
 from trackway.trainer.data.dataset import Position
-from trackway.trainer.learner.overlong import OverlongPenalty
 from trackway.trainer.loop.group_source import GroupSource
 from trackway.trainer.loop.rollout_client import GroupTemplate, checked
-from trackway.trainer.metrics.clock import ActiveTime
 from trackway.trainer.run_state.session_inbox import OpenInbox, SessionInbox, WaitingSession
 from trackway.wire.agent import RewardModel, Sample
 from trackway.wire.chat import Message

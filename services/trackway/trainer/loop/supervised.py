@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from trackway.chat.tokens import ChatTokens
-from trackway.trainer.config import RunConfig
+from trackway.learner.batch import MaskedTokens
+from trackway.run_config import RunConfig
 from trackway.trainer.data.conversations import EncodedRow, rows_to_train
 from trackway.trainer.data.dataset import Prompts
-from trackway.trainer.learner.batch import MaskedTokens
 from trackway.trainer.loop.base import BaseTraining, StopRequested
 from trackway.trainer.loop.schedule import Progress
 from trackway.trainer.metrics.rollout import Metrics

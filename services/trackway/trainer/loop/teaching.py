@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from trackway.clients import AgentClient, CallPolicy, RolloutClient
 from trackway.clients.weights import WeightStore
-from trackway.trainer.config.distillation import DistillationConfig
-from trackway.trainer.learner.policy import model_folder
-from trackway.trainer.learner.weight_proof import tensor_digests
+from trackway.learner.policy import model_folder
+from trackway.learner.weight_proof import tensor_digests
+from trackway.run_config.distillation import DistillationConfig
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.agent import Sample, Teacher
 from trackway.wire.errors import ErrorCode, TrackwayError

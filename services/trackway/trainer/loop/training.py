@@ -13,11 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from trackway.learner.batch import TokenValues
+from trackway.learner.filtering import FilteredBatch, filter_trajectories
+from trackway.learner.finite import NotFiniteError
+from trackway.learner.learner import EmptyBatchError, UpdateResult
+from trackway.learner.measuring import Clock
 from trackway.trainer.data.dataset import traced_positions
-from trackway.trainer.learner.batch import TokenValues
-from trackway.trainer.learner.filtering import FilteredBatch, filter_trajectories
-from trackway.trainer.learner.finite import NotFiniteError
-from trackway.trainer.learner.learner import EmptyBatchError, UpdateResult
 from trackway.trainer.loop.base import BaseTraining, StopRequested, is_multiple
 from trackway.trainer.loop.colocation import Engines, require_room
 from trackway.trainer.loop.greedy_baseline import sampled_of
@@ -25,7 +26,6 @@ from trackway.trainer.loop.rollout_client import Rollouts
 from trackway.trainer.loop.schedule import OpenValidation, Progress
 from trackway.trainer.loop.scheduler import GroupScheduler, SchedulerState
 from trackway.trainer.loop.weight_publisher import Publisher
-from trackway.trainer.metrics.clock import Clock
 from trackway.trainer.metrics.rollout import (
     Metrics,
     derived_metrics,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from trackway.clients.publisher_lock import PublisherLock
 from trackway.clients.weights import WeightStore, WholeWeights, Writers
+from trackway.learner.learner import Learner
 from trackway.system import writing
-from trackway.trainer.learner.learner import Learner
 from trackway.trainer.loop.weight_transport import StoreSender, WeightSender
 from trackway.wire.errors import TrackwayError
 from trackway.wire.weights import UpdateMode, WeightManifest

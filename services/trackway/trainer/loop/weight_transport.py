@@ -18,8 +18,8 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from trackway.clients import RolloutClient
 from trackway.clients.weights import WeightStore
-from trackway.trainer.learner.learner import Learner
-from trackway.trainer.learner.weights.sharded_files import tensors_in
+from trackway.learner.learner import Learner
+from trackway.learner.weights.sharded_files import tensors_in
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.weights import OfferedTensors, SharedMemory, TransportName, WeightOffer

@@ -11,7 +11,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from trackway.trainer.metrics.clock import Metrics
+from trackway.learner.measuring import Metrics, spread
 from trackway.wire.tracing import Incident
 from trackway.wire.trajectory import ACTIVITIES, ToolCallRecord, Trajectory
 
@@ -83,14 +83,6 @@ MOST_COMPONENTS = 512
 _OFF_POLICY = "training/off_policy/trajectory"
 _SAME = {"response_length/": "response_length_non_aborted/", "num_turns/": "training/num_turns/"}
 """A batch contains no aborted trajectories, so both names have the same value."""
-
-
-def spread(name: str, values: Sequence[float]) -> Metrics:
-    """`name/mean`, `/max` and `/min`. Empty without values."""
-    if not values:
-        return {}
-    mean = sum(values) / len(values)
-    return {f"{name}/mean": mean, f"{name}/max": float(max(values)), f"{name}/min": float(min(values))}
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> Metrics:

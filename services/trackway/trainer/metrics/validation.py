@@ -17,7 +17,8 @@ from functools import lru_cache
 from statistics import NormalDist
 from typing import NamedTuple
 
-from trackway.trainer.metrics.rollout import MOST_COMPONENTS, Metrics, score, spread, tool_metrics
+from trackway.learner.measuring import Metrics, spread
+from trackway.trainer.metrics.rollout import MOST_COMPONENTS, score, tool_metrics
 from trackway.wire.trajectory import Trajectory
 
 CONFIDENCE = 0.95

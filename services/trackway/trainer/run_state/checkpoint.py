@@ -31,10 +31,10 @@ from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import to_json
 from safetensors import SafetensorError
 
+from trackway.learner.finite import NotFiniteError
+from trackway.run_config import RunConfig
 from trackway.system import digests, find_difference, replacing, writing
-from trackway.trainer.config import RunConfig
 from trackway.trainer.data.copies import RemoteFolder
-from trackway.trainer.learner.finite import NotFiniteError
 from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
 from trackway.wire.base import NON_FINITE
 from trackway.wire.errors import ErrorCode, TrackwayError

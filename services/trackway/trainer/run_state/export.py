@@ -4,21 +4,21 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from trackway.system import new_folder, writing
-from trackway.trainer.config.policy import ModelConfig
-from trackway.trainer.learner.weights.peft_folder import (
+from trackway.learner.weights.peft_folder import (
     WEIGHTS,
     AdapterConfig,
     folder_names,
     layers_of,
     write_config,
 )
+from trackway.run_config.policy import ModelConfig
+from trackway.system import new_folder, writing
 from trackway.trainer.run_state.checkpoint import PREFIX, find_all, find_damage
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 if TYPE_CHECKING:
-    from trackway.trainer.learner.policy import Policy
+    from trackway.learner.policy import Policy
 
 
 class Export(NamedTuple):
@@ -67,7 +67,7 @@ def _write_adapter(actor: Path, folder: Path, model: ModelConfig) -> None:
     # Here and below, since a reader of runs may lack torch.
     from safetensors.torch import save_file
 
-    from trackway.trainer.learner.weights.sharded_files import read_whole
+    from trackway.learner.weights.sharded_files import read_whole
 
     tensors = read_whole(actor / "model")
     save_file(folder_names(tensors), folder / WEIGHTS, metadata={"format": "pt"})
@@ -82,10 +82,10 @@ def _write_adapter(actor: Path, folder: Path, model: ModelConfig) -> None:
 
 def policy_of(actor: Path, model: ModelConfig) -> "Policy":
     """The model that the run started from, with a checkpoint's weights. Raises TrackwayError(INVALID_REQUEST)."""
-    from trackway.trainer.learner.config import LoraSettings, PolicySettings
-    from trackway.trainer.learner.policy import Policy
-    from trackway.trainer.learner.ranks.snapshot import FILES
-    from trackway.trainer.learner.weights.sharded_files import is_saved, read_whole
+    from trackway.learner.config import LoraSettings, PolicySettings
+    from trackway.learner.policy import Policy
+    from trackway.learner.ranks.snapshot import FILES
+    from trackway.learner.weights.sharded_files import is_saved, read_whole
 
     extra = actor / FILES["extra"]
     published = read_whole(extra).get("published") if is_saved(extra) else None

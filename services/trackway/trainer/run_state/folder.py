@@ -41,7 +41,7 @@ from trackway.wire.names import RESERVED_NAMES
 from trackway.wire.trainer import ENDED, RUN_TRANSITIONS, MetricsRow, RunInfo, RunState
 
 if TYPE_CHECKING:
-    from trackway.trainer.config import RunConfig
+    from trackway.run_config import RunConfig
 
 
 _PROC = Path("/proc")
@@ -292,7 +292,7 @@ class RunFolder:
 
     def config(self) -> "RunConfig":
         """The resolved configuration. Raises TrackwayError(CONFLICT) when it cannot be read."""
-        from trackway.trainer.config import RunConfig  # needs Hydra, which a reader of runs may lack
+        from trackway.run_config import RunConfig  # needs Hydra, which a reader of runs may lack
 
         return self._required("config.json", RunConfig)
 

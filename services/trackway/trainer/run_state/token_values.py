@@ -14,13 +14,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from trackway.learner.filtering import FilteredBatch, TrainStatus
 from trackway.system import replacing, writing
-from trackway.trainer.learner.filtering import FilteredBatch, TrainStatus
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trackway.trainer.learner.batch import TokenValues
+    from trackway.learner.batch import TokenValues
 
 WHAT = "values of tokens"
 

@@ -22,7 +22,7 @@ from trackway.wire.trainer import ENDED
 from trackway.wire.weights import WeightProof, policy_url
 
 if TYPE_CHECKING:
-    from trackway.trainer.learner.policy import Policy
+    from trackway.learner.policy import Policy
 
 LOAD_S = 1800.0
 """Longest time to read a checkpoint and publish its weights."""
@@ -113,7 +113,7 @@ def publish_checkpoint(folder: RunFolder, step: int, url: str) -> None:
 
 
 def _whole_proof(folder: Path) -> WeightProof:
-    from trackway.trainer.learner.weight_proof import tensor_digests
+    from trackway.learner.weight_proof import tensor_digests
 
     digests = tensor_digests(folder)
     return WeightProof(digests=digests, dtype=digests[0].dtype)
@@ -123,7 +123,7 @@ def _adapter_proof(policy: "Policy") -> WeightProof:
     """Logprobs of fixed tokens with the adapter, and without it as the version before."""
     import torch
 
-    from trackway.trainer.learner.weight_proof import ScoredSequence, probes_of, rounding_of
+    from trackway.learner.weight_proof import ScoredSequence, probes_of, rounding_of
 
     vocabulary = min(256, policy.model.config.get_text_config().vocab_size)
     token_ids = [(37 * i + 11) % vocabulary for i in range(PROBE_LENGTH)]

@@ -19,9 +19,9 @@ from typing import NamedTuple
 from pydantic import JsonValue, SecretStr
 
 from trackway.clients import CallPolicy, RolloutClient
+from trackway.run_config import RunConfig, resolve
+from trackway.run_config.changes import changed
 from trackway.tracing import TracingSettings
-from trackway.trainer.config import RunConfig, resolve
-from trackway.trainer.config.changes import changed
 from trackway.trainer.data.own_code import health_of, loaded_code, not_loaded
 from trackway.trainer.delivery import check_loggers
 from trackway.trainer.run_state.checkpoint import check_storage

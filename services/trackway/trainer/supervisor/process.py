@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import IO, TypeVar
 
+from trackway.run_config import RunConfig
 from trackway.system import StorageError, writing
-from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.exit_status import EXIT_FAILED, EXIT_STORAGE
 from trackway.trainer.run_state.folder import Owner, RunFolder
 from trackway.wire.trainer import RunState

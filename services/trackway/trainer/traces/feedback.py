@@ -7,8 +7,8 @@ accepts it only once the trace has arrived, a second or two after the trajectory
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from trackway.learner.filtering import FilteredBatch, TrainStatus
 from trackway.trainer.delivery.feedback_queue import GROUND_TRUTH, Assessment, Value
-from trackway.trainer.learner.filtering import FilteredBatch, TrainStatus
 from trackway.wire.base import named_number
 from trackway.wire.trajectory import MAX_ANSWER, Trajectory
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pydantic import SecretStr
 
 from trackway.clients import CallPolicy, ServiceClient
+from trackway.run_config import RunConfig
+from trackway.run_config.weave_project import weave_project
 from trackway.tracing import TracingSettings
-from trackway.trainer.config import RunConfig
-from trackway.trainer.config.weave_project import weave_project
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Health
 from trackway.wire.tracing import TraceBackend

@@ -28,10 +28,10 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from trackway.clients import CallPolicy, ServiceClient
+from trackway.learner.filtering import FilteredBatch
 from trackway.system import atomic_write, locked
 from trackway.tracing import SpanHandle, Tracing, optimizer_step_span, train_step_span
 from trackway.tracing.spans import operation_span
-from trackway.trainer.learner.filtering import FilteredBatch
 from trackway.trainer.metrics.rollout import Metrics
 from trackway.trainer.traces.feedback import (
     Assessment,

@@ -9,11 +9,11 @@ import pytest
 from pydantic import SecretStr
 
 from tests.serving import answered_by
+from trackway.run_config import compose
+from trackway.run_config.weave_project import weave_project
 from trackway.tracing import RolloutTraceConfig
 from trackway.tracing.export.weave import default_entity, project_url
 from trackway.tracing.settings import HOSTED_WEAVE
-from trackway.trainer.config import compose
-from trackway.trainer.config.weave_project import weave_project
 from trackway.wire.errors import TrackwayError
 
 WEAVE = "actor_rollout_ref.rollout.trace.backend=weave"

@@ -14,7 +14,7 @@ from tests.services.agent.scripted_model import END
 from tests.services.agent.sessions.external_services import Serve
 from tests.services.agent.sessions.test_session import ANSWER, ARGUMENTS, COUNT
 from trackway.agent.settings import ExternalSettings
-from trackway.trainer.learner.filtering import TrainStatus, train_status
+from trackway.learner.filtering import TrainStatus, train_status
 from trackway.wire.trajectory import StopReason
 
 pytestmark = [pytest.mark.anyio, pytest.mark.agents, pytest.mark.timeout(900)]

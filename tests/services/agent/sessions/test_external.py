@@ -30,8 +30,8 @@ from trackway.agent.sessions import external as external_agents
 from trackway.agent.sessions.external import Program, guarded, run_program
 from trackway.agent.sessions.session import SessionEpisode
 from trackway.agent.settings import AgentSettings, ExternalSettings
-from trackway.trainer.learner.filtering import filter_trajectories
-from trackway.trainer.learner.learner import Learner
+from trackway.learner.filtering import filter_trajectories
+from trackway.learner.learner import Learner
 from trackway.wire.errors import ErrorCode
 from trackway.wire.sessions import ExternalRollout, SessionAccess, SessionBounds
 from trackway.wire.trajectory import StopReason

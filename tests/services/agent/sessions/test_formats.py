@@ -19,7 +19,7 @@ from tests.services.agent.sessions.test_session import (
     retry,
     state,
 )
-from trackway.trainer.learner.filtering import TrainStatus, train_status
+from trackway.learner.filtering import TrainStatus, train_status
 from trackway.wire.sessions import NodeKind, SessionAccess
 
 pytestmark = pytest.mark.anyio

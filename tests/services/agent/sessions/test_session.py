@@ -12,7 +12,7 @@ from openai import AsyncOpenAI, NotFoundError
 from tests.services.agent.agent_services import AgentServices, call
 from tests.services.agent.replaceable import answers
 from tests.services.agent.scripted_model import END
-from trackway.trainer.learner.filtering import TrainStatus, train_status
+from trackway.learner.filtering import TrainStatus, train_status
 from trackway.wire.errors import ErrorCode
 from trackway.wire.sessions import NodeKind, RootReason, SessionAccess, SessionState
 from trackway.wire.trajectory import StopReason, Trajectory, WeightSpan

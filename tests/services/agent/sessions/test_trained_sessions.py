@@ -11,8 +11,8 @@ from tests.services.agent.agent_services import AgentServices, open_services
 from tests.services.agent.sessions.test_session import ANSWER, QUESTION, SAMPLE, chat, ended, opened
 from trackway.agent.settings import AgentSettings
 from trackway.clients import CallPolicy
+from trackway.run_config import RunConfig
 from trackway.trainer.app import create_app
-from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.session_inbox import OpenInbox, SessionInbox
 from trackway.trainer.settings import TrainerSettings

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.vllm.vllm_runs import BLOCK, MAX_LEN, PROMPT, VOCAB, Weights, tokenizer
+from trackway.learner.weight_proof import tensor_digests
 from trackway.rollout.engines.protocol import Capability, Engine
 from trackway.rollout.engines.remote import sglang
 from trackway.rollout.engines.remote.engine import RemoteEngine
-from trackway.trainer.learner.weight_proof import tensor_digests
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams, StructuredOutputs
 

@@ -7,13 +7,13 @@ from typing import Any
 from safetensors.torch import load_file
 
 from tests.services.trainer.calls.requests import request_of
+from trackway.learner.policy import Policy
+from trackway.run_config import resolve
 from trackway.trainer.calls.drive import STATE, CallDriver
 from trackway.trainer.calls.log import Op, RequestLog, TrainingCall
 from trackway.trainer.calls.paths import model_folder
 from trackway.trainer.calls.results import Result, Results
-from trackway.trainer.config import resolve
 from trackway.trainer.delivery import FileSink
-from trackway.trainer.learner.policy import Policy
 from trackway.trainer.loop.from_config import learner_config
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.service_urls import ServiceUrls

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tests.services.trainer.calls.requests import request_of
 from tests.services.trainer.learner_settings import learner_config, logprobs_of
+from trackway.learner.learner import Learner
 from trackway.trainer.calls import losses
 from trackway.trainer.calls.losses import forward_backward
 from trackway.trainer.calls.protobuf import LOSSES, decode
-from trackway.trainer.learner.learner import Learner
 from trackway.wire.trajectory import Trajectory
 
 pytestmark = pytest.mark.slow

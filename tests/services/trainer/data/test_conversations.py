@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from tests.services.agent.scripted_model import QWEN, byte_tokenizer
 from trackway.chat.tokens import ChatTokens
 from trackway.deploy.bundled import TINY_MODEL
-from trackway.trainer.config.models import DataConfig
+from trackway.run_config.models import DataConfig
 from trackway.trainer.data.conversations import EncodedRow, encoded, load_conversations
 from trackway.trainer.data.dataset import ALL_ROWS, RowChoice
 from trackway.wire.errors import ErrorCode, TrackwayError

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import JsonValue
 
-from trackway.trainer.config import compose, resolve
+from trackway.run_config import compose, resolve
 from trackway.trainer.data.dataset import (
     Position,
     Prompts,

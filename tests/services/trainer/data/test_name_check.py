@@ -8,9 +8,9 @@ import pytest
 from fastapi import FastAPI
 
 from trackway.reward.app import create_app as create_reward
+from trackway.run_config import compose
 from trackway.tools.app import create_app as create_tools
 from trackway.tools.builtin.calculator import CalculatorTool
-from trackway.trainer.config import compose
 from trackway.trainer.data.dataset import RowLocation, Rows
 from trackway.trainer.data.name_check import Served, ask_services, check_names, unserved
 from trackway.trainer.service_urls import ServiceUrls

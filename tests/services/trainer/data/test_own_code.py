@@ -2,7 +2,7 @@
 
 import pytest
 
-from trackway.trainer.config import compose
+from trackway.run_config import compose
 from trackway.trainer.data.own_code import not_loaded
 from trackway.wire.health import OwnCode
 

@@ -10,10 +10,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+from trackway.run_config import compose
 from trackway.tools.app import create_app as create_tools
 from trackway.tools.builtin.calculator import CalculatorTool
 from trackway.tools.builtin.gsm8k import Gsm8kTool
-from trackway.trainer.config import compose
 from trackway.trainer.data import progress
 from trackway.trainer.data.prompt_filter import PromptFilter, prompt_filter
 from trackway.wire.agent import Sample

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from pydantic import JsonValue
 
-from trackway.trainer.config import compose
+from trackway.run_config import compose
 from trackway.trainer.data.row_warnings import agent_name_note, tools_kwargs_note
 from trackway.wire.agent import Sample
 

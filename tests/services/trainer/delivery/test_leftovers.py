@@ -2,8 +2,8 @@ import threading
 from pathlib import Path
 
 from tests.waiting import until
+from trackway.run_config import RunConfig
 from trackway.tracing import TracingSettings
-from trackway.trainer.config import RunConfig
 from trackway.trainer.delivery import Leftovers
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.service_urls import ServiceUrls

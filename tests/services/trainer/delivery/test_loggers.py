@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from trackway.trainer.config import compose, no_effect
+from trackway.run_config import compose, no_effect
 from trackway.trainer.delivery import ConsoleSink, Sink, Tracking, check_loggers, open_tracking
 from trackway.trainer.delivery.opening import PACKAGES
 from trackway.trainer.run_state.folder import RunFolder

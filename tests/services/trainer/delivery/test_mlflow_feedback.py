@@ -9,6 +9,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
+from trackway.learner.filtering import FilteredBatch, TrainStatus
 from trackway.system import Backoff
 from trackway.tracing.local_mlflow import client as local_mlflow
 from trackway.trainer.delivery import feedback_queue
@@ -16,7 +17,6 @@ from trackway.trainer.delivery.feedback_queue import Assessment, FeedbackQueue
 from trackway.trainer.delivery.jobs import Later
 from trackway.trainer.delivery.mlflow_api import ASSESSMENTS, MlflowApi
 from trackway.trainer.delivery.mlflow_run import MlflowFeedback, assessment_body
-from trackway.trainer.learner.filtering import FilteredBatch, TrainStatus
 from trackway.trainer.traces.feedback import training_feedback, validation_feedback
 
 STEP = [Assessment("t" * 32, "a" * 16, {"reward": 1.0, "fate": "used"})]

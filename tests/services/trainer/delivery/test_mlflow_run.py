@@ -16,10 +16,10 @@ from mlflow import MlflowClient
 
 from tests.services.trainer.mlflow_proxy import Proxy
 from tests.waiting import until
+from trackway.run_config import RunConfig, compose
 from trackway.system import Backoff
 from trackway.tracing import TracingSettings
 from trackway.trainer.app import create_app
-from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.delivery import (
     FileSink,
     Leftovers,

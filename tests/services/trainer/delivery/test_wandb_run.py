@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trackway.trainer.config import RunConfig, compose
+from trackway.run_config import RunConfig, compose
 from trackway.trainer.delivery import QueuedSink, open_tracking
 from trackway.trainer.delivery.opening import WandbRun
 from trackway.trainer.run_state.folder import RunFolder

@@ -10,9 +10,9 @@ import pytest
 
 from trackway.clients import AgentClient
 from trackway.clients.weights import WeightStore
+from trackway.run_config import compose, resolve
+from trackway.run_config.compose import leaves
 from trackway.system.waits import Waits
-from trackway.trainer.config import compose, resolve
-from trackway.trainer.config.compose import leaves
 from trackway.trainer.data.parquet import write_rows
 from trackway.trainer.loop import build as module
 from trackway.trainer.loop.build import build

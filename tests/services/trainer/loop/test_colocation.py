@@ -14,11 +14,11 @@ from fastapi.responses import JSONResponse
 
 from trackway.clients import close_shared_http
 from trackway.clients.weights import WeightStore
+from trackway.learner.config import LearnerConfig
+from trackway.learner.learner import Learner
+from trackway.run_config import compose
 from trackway.trainer import worker
-from trackway.trainer.config import compose
 from trackway.trainer.data.parquet import write_rows
-from trackway.trainer.learner.config import LearnerConfig
-from trackway.trainer.learner.learner import Learner
 from trackway.trainer.loop import build as build_module
 from trackway.trainer.loop.build import build
 from trackway.trainer.loop.fit import fit

@@ -16,11 +16,11 @@ from tests.waiting import async_until
 from trackway.clients import AgentClient
 from trackway.clients.weights import WeightStore
 from trackway.deploy.bundled import TINY_MODEL
+from trackway.learner.learner import Learner
+from trackway.run_config import RunConfig, compose
 from trackway.system import StorageError
-from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.data.dataset import PromptBatches, Prompts
 from trackway.trainer.delivery import FileSink
-from trackway.trainer.learner.learner import Learner
 from trackway.trainer.loop import base as training_module
 from trackway.trainer.loop.fit import fit
 from trackway.trainer.loop.from_config import (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trackway.trainer.config import RunConfig, compose
+from trackway.run_config import RunConfig, compose
 from trackway.trainer.loop.forecast import Bounds, Forecast, forecast
 from trackway.wire.errors import TrackwayError
 

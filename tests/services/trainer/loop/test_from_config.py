@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from trackway.clients.weights import WeightStore
-from trackway.trainer.config import compose
+from trackway.run_config import compose
 from trackway.trainer.loop.from_config import (
     anchor_every,
     learner_config,

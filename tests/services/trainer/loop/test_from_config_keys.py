@@ -11,11 +11,13 @@ import torch
 from pydantic import JsonValue
 
 from trackway.clients.weights import WeightStore
-from trackway.trainer.config import RunConfig, compose, resolve
-from trackway.trainer.config.algorithm import AlgorithmConfig, KlControlConfig
-from trackway.trainer.config.critic import CriticOptimConfig
-from trackway.trainer.config.distillation import DistillationLossConfig
-from trackway.trainer.config.policy import (
+from trackway.learner.config import CriticSettings, LearnerConfig, LoraSettings, PolicySettings
+from trackway.learner.ranks.balance import PassLimit
+from trackway.run_config import RunConfig, compose, resolve
+from trackway.run_config.algorithm import AlgorithmConfig, KlControlConfig
+from trackway.run_config.critic import CriticOptimConfig
+from trackway.run_config.distillation import DistillationLossConfig
+from trackway.run_config.policy import (
     CheckpointContents,
     FSDPConfig,
     MixedPrecisionConfig,
@@ -23,10 +25,8 @@ from trackway.trainer.config.policy import (
     RefOffloadConfig,
     ShardingConfig,
 )
-from trackway.trainer.config.rollout_correction import RolloutCorrectionConfig
-from trackway.trainer.config.section import Section
-from trackway.trainer.learner.config import CriticSettings, LearnerConfig, LoraSettings, PolicySettings
-from trackway.trainer.learner.ranks.balance import PassLimit
+from trackway.run_config.rollout_correction import RolloutCorrectionConfig
+from trackway.run_config.section import Section
 from trackway.trainer.loop.from_config import (
     anchor_every,
     group_filter,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from trackway.trainer.learner.filtering import TrainStatus, filter_trajectories
+from trackway.learner.filtering import TrainStatus, filter_trajectories
 from trackway.trainer.loop.greedy_baseline import sampled_of, with_baseline
 from trackway.trainer.metrics.rollout import update_metrics
 from trackway.wire.errors import ErrorCode, TrackwayError

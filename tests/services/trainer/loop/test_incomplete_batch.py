@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import async_until
-from trackway.trainer.config import compose
+from trackway.run_config import compose
 from trackway.trainer.data.parquet import write_rows
 from trackway.trainer.loop.build import build
 from trackway.trainer.loop.fit import fit

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import save_file
 
 from tests.services.trainer.learner_settings import learner_config, logprobs_of
+from trackway.learner.learner import Learner
+from trackway.run_config import RunConfig, compose
 from trackway.system import digests
-from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.data.copies import RemoteFolder
 from trackway.trainer.data.dataset import Position
-from trackway.trainer.learner.learner import Learner
 from trackway.trainer.loop.resume import begin
 from trackway.trainer.loop.schedule import Progress
 from trackway.trainer.run_state.checkpoint import Manifest, copy_checkpoint, save_checkpoint

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from trackway.learner.filtering import GroupFilter
 from trackway.trainer.data.dataset import Position, Prompts
-from trackway.trainer.learner.filtering import GroupFilter
 from trackway.trainer.loop.group_source import GroupSource
 from trackway.trainer.loop.scheduler import GroupScheduler, NextPrompt, Pacing, SchedulerState
 from trackway.wire.agent import Sample

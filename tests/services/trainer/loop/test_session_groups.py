@@ -11,7 +11,7 @@ import pytest
 
 from tests.services.trainer.run_state.test_session_inbox import RUN, Finished, finished
 from tests.waiting import async_until
-from trackway.trainer.config import RunConfig
+from trackway.run_config import RunConfig
 from trackway.trainer.data.dataset import Position
 from trackway.trainer.loop import session_groups
 from trackway.trainer.loop.from_config import training_template

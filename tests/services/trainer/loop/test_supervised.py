@@ -8,7 +8,7 @@ import pytest
 
 from tests.services.trainer.sft_rows import write_conversations
 from trackway.deploy.bundled import TINY_MODEL
-from trackway.trainer.config import compose
+from trackway.run_config import compose
 from trackway.trainer.loop.build import build_supervised
 from trackway.trainer.loop.fit import fit
 from trackway.trainer.loop.supervised import SupervisedTraining

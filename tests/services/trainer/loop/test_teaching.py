@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trackway.clients.weights import WeightStore
 from trackway.deploy.bundled import TINY_MODEL
-from trackway.trainer.config.distillation import DistillationConfig
+from trackway.run_config.distillation import DistillationConfig
 from trackway.trainer.loop.teaching import Teaching, _published
 from trackway.wire.agent import Sample, Teacher
 from trackway.wire.errors import ErrorCode, TrackwayError

@@ -15,15 +15,16 @@ from tests.services.trainer.learner_settings import learner_config, logprobs_of
 from tests.waiting import async_until
 from trackway.clients import AgentClient
 from trackway.clients.weights import WeightStore
+from trackway.learner import filtering
+from trackway.learner import learner as learner_module
+from trackway.learner.advantages import AdvantageInputs
+from trackway.learner.learner import Learner, StepObserver, UpdateResult
+from trackway.learner.measuring import ActiveTime, Clock
+from trackway.run_config import RunConfig, compose
+from trackway.run_config.algorithm import AlgorithmConfig
 from trackway.tracing import Tracing, TracingSettings
-from trackway.trainer.config import RunConfig, compose
-from trackway.trainer.config.algorithm import AlgorithmConfig
 from trackway.trainer.data.dataset import Position, Prompts
 from trackway.trainer.delivery import FileSink
-from trackway.trainer.learner import filtering
-from trackway.trainer.learner import learner as learner_module
-from trackway.trainer.learner.advantages import AdvantageInputs
-from trackway.trainer.learner.learner import Learner, StepObserver, UpdateResult
 from trackway.trainer.loop.from_config import training_template, validation_template
 from trackway.trainer.loop.resume import Beginning
 from trackway.trainer.loop.rollout_client import RetryPolicy, Rollouts
@@ -31,7 +32,6 @@ from trackway.trainer.loop.schedule import Progress, Schedule
 from trackway.trainer.loop.scheduler import GroupScheduler, Pacing
 from trackway.trainer.loop.training import Training, Validation
 from trackway.trainer.loop.weight_publisher import Publisher
-from trackway.trainer.metrics.clock import ActiveTime, Clock
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.traces.feedback import Assessment

@@ -9,8 +9,8 @@ import pytest
 
 from tests.weight_proofs import ANY_PROOF
 from trackway.clients.weights import WeightStore
+from trackway.learner.learner import Learner
 from trackway.system import StorageError
-from trackway.trainer.learner.learner import Learner
 from trackway.trainer.loop import weight_publisher
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.wire.errors import ErrorCode, TrackwayError

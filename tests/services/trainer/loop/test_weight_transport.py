@@ -7,7 +7,7 @@ import torch
 
 from trackway.clients import RolloutClient
 from trackway.clients.weights import WeightStore
-from trackway.trainer.learner.learner import Learner
+from trackway.learner.learner import Learner
 from trackway.trainer.loop import weight_transport
 from trackway.trainer.loop.weight_transport import StoreSender, require_takers, sender_of
 from trackway.trainer.service_urls import ServiceUrls

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from trackway.trainer.learner.metrics import drift_metrics
+from trackway.learner.metrics import drift_metrics
 from trackway.trainer.metrics.rollout import derived_metrics, incident_metrics, rollout_metrics, update_metrics
 from trackway.wire.chat import FunctionCall, Message, ToolCall
 from trackway.wire.errors import ErrorBody, ErrorCode

@@ -16,8 +16,8 @@ from torch.utils.tensorboard import SummaryWriter
 from transformers import Qwen3ForCausalLM
 
 from trackway.clients.weights import WeightStore
+from trackway.learner import optimizer
 from trackway.trainer import worker
-from trackway.trainer.learner import optimizer
 from trackway.trainer.loop import build, fit, training
 from trackway.trainer.loop.rollout_client import Rollouts
 from trackway.trainer.loop.scheduler import GroupScheduler

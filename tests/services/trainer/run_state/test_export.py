@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.services.trainer.learner_settings import learner_config, logprobs_of
-from trackway.trainer.config import resolve
-from trackway.trainer.learner.learner import Learner
+from trackway.learner.learner import Learner
+from trackway.run_config import resolve
 from trackway.trainer.run_state.checkpoint import save_checkpoint
 from trackway.trainer.run_state.export import export_checkpoint
 from trackway.trainer.run_state.folder import RunFolder

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trackway.trainer.config import RunConfig, resolve
+from trackway.run_config import RunConfig, resolve
 from trackway.trainer.run_state.folder import Owner, RunFolder
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.errors import ErrorCode, TrackwayError

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from trackway.trainer.config import RunConfig, compose
+from trackway.run_config import RunConfig, compose
 from trackway.trainer.data.parquet import write_rows
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectory_dump import read_trajectories

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from tests.services.trainer.learner_settings import learner_config, logprobs_of
 from tests.services.trainer.real_runs import on_disk
 from trackway.clients.weights import WeightStore
+from trackway.learner.learner import Learner
 from trackway.rollout.app import create_app
 from trackway.rollout.engines.adapter_folder import is_adapter
 from trackway.rollout.settings import RolloutSettings
-from trackway.trainer.config import resolve
-from trackway.trainer.learner.learner import Learner
+from trackway.run_config import resolve
 from trackway.trainer.run_state.checkpoint import save_checkpoint
 from trackway.trainer.supervisor.checkpoint_policies import CheckpointPolicies
 from trackway.trainer.supervisor.registry import RunRegistry

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from trackway.run_config import RunConfig
 from trackway.trainer.app import create_app
-from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.settings import TrainerSettings
 from trackway.wire.trainer import BackendSummary, RunState

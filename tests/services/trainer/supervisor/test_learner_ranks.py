@@ -39,7 +39,7 @@ def ranks_left_by(pids: set[int]) -> list[list[bytes]]:
         with contextlib.suppress(OSError):  # it has ended meanwhile
             commands.append(path.read_bytes().rstrip(b"\0").split(b"\0"))
     parents = {str(pid).encode() for pid in pids}
-    return [line for line in commands if b"trackway.trainer.learner.ranks.process" in line and line[-1] in parents]
+    return [line for line in commands if b"trackway.learner.ranks.process" in line and line[-1] in parents]
 
 
 @pytest.mark.parametrize("victim", [pytest.param("its own process", marks=pytest.mark.extended), "another"])

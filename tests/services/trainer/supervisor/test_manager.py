@@ -21,8 +21,8 @@ from tests.waiting import async_until
 from trackway.clients.weights import WeightStore
 from trackway.rollout.app import create_app
 from trackway.rollout.settings import RolloutSettings
+from trackway.run_config import compose
 from trackway.tracing import Tracing, TracingSettings
-from trackway.trainer.config import compose
 from trackway.trainer.run_state.checkpoint import LATEST
 from trackway.trainer.run_state.folder import Owner, RunFolder
 from trackway.trainer.run_state.trajectory_dump import read_trajectories

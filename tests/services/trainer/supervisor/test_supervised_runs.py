@@ -11,7 +11,7 @@ from tests.services.trainer.real_runs import ended, pid_of, urls
 from tests.services.trainer.sft_rows import write_conversations
 from tests.waiting import async_until
 from trackway.deploy.bundled import TINY_MODEL
-from trackway.trainer.config import compose
+from trackway.run_config import compose
 from trackway.trainer.supervisor.manager import RunManager
 from trackway.wire.trainer import RunInfo, RunRequest, RunState
 

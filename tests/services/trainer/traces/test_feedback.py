@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
-from trackway.trainer.learner.filtering import FilteredBatch, TrainStatus
+from trackway.learner.filtering import FilteredBatch, TrainStatus
 from trackway.trainer.traces.feedback import Assessment, training_feedback, validation_feedback
 from trackway.wire.trajectory import MAX_ANSWER, Trajectory
 

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
+from trackway.run_config import RunConfig, compose
 from trackway.serving import ServiceSettings, service_app
 from trackway.tracing import TracingSettings
-from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.traces.preflight import check_backends
 from trackway.wire.errors import ErrorCode, TrackwayError
 

@@ -9,8 +9,8 @@ from typing import cast
 from safetensors.torch import load_file
 from torch import Tensor
 
-from trackway.trainer.learner.learner import Learner
-from trackway.trainer.learner.weight_proof import tensor_digests
+from trackway.learner.learner import Learner
+from trackway.learner.weight_proof import tensor_digests
 from trackway.wire.weights import WeightProof
 
 
