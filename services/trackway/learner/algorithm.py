@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trackway.run_config.algorithm import KlControlConfig
+
 LOG_RATIO_BOUND = 20.0
 """A log ratio is clamped to +-20 before the exponential, so that no ratio overflows float32."""
 LOW_VAR_KL_BOUND = 10.0
@@ -249,3 +251,20 @@ def check_known(what: str, name: str, known: Collection[str]) -> None:
     """Raises ValueError naming the known names when `name` is not among them."""
     if name not in known:
         raise ValueError(f"expected {what} to be one of {', '.join(known)}, got {name!r}; correct the setting")
+
+
+MOST_RELATIVE_ERROR = 0.2
+"""Bound on the error of the KL, as a share of its target, that one step corrects."""
+
+
+def mean_kl(kl: Tensor, mask: Tensor) -> float:
+    """The mean over trajectories of the mean over tokens. Kl, mask: [B, T], each row of the mask has a token."""
+    return float(((kl * mask).sum(-1) / mask.sum(-1)).mean())
+
+
+def next_coefficient(config: KlControlConfig, coefficient: float, kl: float, trajectories: int) -> float:
+    """The coefficient after a step of so many trajectories, whose mean KL was `kl` (arXiv:1909.08593, section 2.2)."""
+    if config.type == "fixed":
+        return coefficient
+    error = max(-MOST_RELATIVE_ERROR, min(MOST_RELATIVE_ERROR, kl / config.target_kl - 1))
+    return coefficient * (1 + error * trajectories / config.horizon)

@@ -17,7 +17,7 @@ from typing import Self, TypeAlias
 import torch
 from torch import Tensor
 
-from trackway.learner.passes.head import TopTokens
+from trackway.learner.head import TopTokens
 from trackway.wire.trajectory import Trajectory
 
 MaskedTokens: TypeAlias = tuple[list[int], list[int]]

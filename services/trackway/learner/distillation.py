@@ -11,8 +11,8 @@ from torch import Tensor
 
 from trackway.learner.algorithm import kl_penalty, ppo_loss
 from trackway.learner.batch import TrainingBatch
+from trackway.learner.head import TokenLogits, TopTokens
 from trackway.learner.measuring import Metrics
-from trackway.learner.passes.head import TokenLogits, TopTokens
 from trackway.learner.policy_losses import LossInputs
 from trackway.run_config.distillation import DistillationLossConfig
 

@@ -1,7 +1,7 @@
 """The learner: trajectories in, updated weights and verl's metrics out.
 
 One update: rewards of tokens, less the KL penalty if there is one; advantages (advantages.py), for some of them with
-the values of a value model (critic/critic.py), which is trained too; then for each mini-batch one policy-gradient step
+the values of a value model (critic.py), which is trained too; then for each mini-batch one policy-gradient step
 (policy_losses.py), its gradient summed over micro-batches. Samples of older weights or of other arithmetic are
 corrected as `algorithm.rollout_correction` says (rollout_correction.py). A wrong mask or temperature shows in
 `training/rollout_logprob_diff_max`.
@@ -9,6 +9,7 @@ corrected as `algorithm.rollout_correction` says (rollout_correction.py). A wron
 
 import gc
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -20,6 +21,7 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor
+from transformers import set_seed
 
 from trackway.learner import optimizer as adamw
 from trackway.learner.advantages import (
@@ -30,7 +32,7 @@ from trackway.learner.advantages import (
     token_returns,
     token_rewards,
 )
-from trackway.learner.algorithm import Aggregation, by_token, entropy_from_logits, kl_penalty
+from trackway.learner.algorithm import Aggregation, by_token, entropy_from_logits, kl_penalty, mean_kl, next_coefficient
 from trackway.learner.batch import (
     MaskedTokens,
     ResponseColumns,
@@ -43,9 +45,10 @@ from trackway.learner.batch import (
     token_versions,
 )
 from trackway.learner.config import LearnerConfig
-from trackway.learner.critic.critic import Critic
+from trackway.learner.critic import Critic
 from trackway.learner.distillation import distillation_metrics
 from trackway.learner.finite import require_finite_logprobs
+from trackway.learner.head import Measure, compiled_entropy, sum_pi_squared, token_logprobs
 from trackway.learner.loss import (
     MicroLoss,
     at_mask,
@@ -57,16 +60,12 @@ from trackway.learner.loss import (
 )
 from trackway.learner.measuring import Clock, Metrics
 from trackway.learner.metrics import batch_metrics, drift_metrics, mean_metrics, scores_of, value_metrics
-from trackway.learner.passes.compiled_entropy import compiled_entropy
-from trackway.learner.passes.determinism import make_deterministic
-from trackway.learner.passes.head import Measure, sum_pi_squared, token_logprobs
 from trackway.learner.policy import BasePolicy, MicroBatch, Policy
 from trackway.learner.policy_losses import SELECTIONS, LossInputs, policy_loss_of
 from trackway.learner.ranks.balance import PassLimit
 from trackway.learner.ranks.publication import Work, own_files
 from trackway.learner.ranks.sharding import ALONE, Ranks, require_finite_shards
 from trackway.learner.ranks.snapshot import FILES, Publish, Snapshot, to_load, write_state
-from trackway.learner.reward_kl import mean_kl, next_coefficient
 from trackway.learner.rollout_correction import correct, correction_metrics, loglinear_share, mean_weight
 from trackway.learner.weight_proof import (
     ScoredSequence,
@@ -80,6 +79,20 @@ from trackway.learner.weights.sharded_files import is_saved, read_whole
 from trackway.system.cpu_threads import choose_threads, usable_cores
 from trackway.wire.trajectory import Trajectory
 from trackway.wire.weights import TensorDigest, WeightProof
+
+
+def make_deterministic(seed: int) -> None:
+    """Seeds the generators of Python, NumPy and PyTorch, and takes PyTorch's deterministic kernels, in this process.
+
+    As verl's `enable_full_determinism` does, an operation without such a kernel is warned of. Call it before the first
+    computation on a GPU, which reads the environment.
+    """
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"
+    set_seed(seed % 2**32)  # NumPy's range
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+
 
 PROBE_LENGTH = 16
 """Tokens of the fixed sequence."""

@@ -10,7 +10,7 @@ from trackway.learner.algorithm import Aggregation, aggregate, by_token, entropy
 from trackway.learner.batch import TrainingBatch
 from trackway.learner.config import LearnerConfig
 from trackway.learner.distillation import TopkMeasures, distillation_loss, estimate_losses
-from trackway.learner.passes.head import Measure, entropy_measure, full_kl, token_logprobs
+from trackway.learner.head import Measure, entropy_measure, full_kl, token_logprobs
 from trackway.learner.policy_losses import LossInputs, policy_loss_of
 from trackway.learner.rollout_correction import correct, loglinear_logprobs
 

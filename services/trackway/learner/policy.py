@@ -26,9 +26,7 @@ from trackway.learner.algorithm import check_known
 from trackway.learner.batch import TrainingBatch
 from trackway.learner.config import LoraSettings, PolicySettings
 from trackway.learner.finite import not_finite, require_finite, require_none
-from trackway.learner.loss import at_mask
-from trackway.learner.packing import ATTENTION, PackedRow, SequenceLengths, can_pack
-from trackway.learner.passes.head import (
+from trackway.learner.head import (
     HeadChunks,
     Measure,
     RefInputs,
@@ -40,16 +38,25 @@ from trackway.learner.passes.head import (
     to_float32_head,
     token_logprobs,
 )
+from trackway.learner.loss import at_mask
+from trackway.learner.packing import ATTENTION, PackedRow, SequenceLengths, can_pack
 from trackway.learner.ranks.balance import PassLimit, rounds_of
 from trackway.learner.ranks.messages import NOTHING
 from trackway.learner.ranks.publication import export_shares
 from trackway.learner.ranks.sequence_parallel import require_divisible
 from trackway.learner.ranks.sharding import ALONE, Ranks, gathered, local, reshard, shard
 from trackway.learner.weight_proof import LONGEST, ScoredSequence, rounded
-from trackway.learner.weights.adapter import Adapter, base_names
+from trackway.learner.weights.adapter import (
+    WEIGHTS,
+    Adapter,
+    AdapterConfig,
+    base_names,
+    folder_names,
+    layers_of,
+    write_config,
+)
 from trackway.learner.weights.loading import ShareLoader, load_model
 from trackway.learner.weights.offload import CpuOffload
-from trackway.learner.weights.peft_folder import WEIGHTS, AdapterConfig, folder_names, layers_of, write_config
 from trackway.learner.weights.sharded_files import read_shards, saved_tensors
 from trackway.run_config.policy import ShardingConfig
 

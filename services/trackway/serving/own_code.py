@@ -306,3 +306,17 @@ def _place(error: BaseException) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     outside = [frame for frame in frames if frame.filename != __file__ and frame.filename != importlib.__file__]
     return f" ({outside[-1].filename}:{outside[-1].lineno})" if outside else ""
+
+
+def own_function(key: str, name: str) -> Callable[..., object]:
+    """The function that `name`, `module:function`, stands for.
+
+    Raises ValueError naming `key` when the module cannot be imported or has no such function.
+    """
+    module_name, _, function_name = name.partition(":")
+    with loading(f"{key}={name}"):
+        module = importlib.import_module(module_name)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ValueError(f"{key}: expected a function {function_name!r} in {module_name}, found none; correct the name")
+    return function

@@ -21,8 +21,8 @@ from trackway.learner.algorithm import Aggregation
 from trackway.learner.batch import TrainingBatch
 from trackway.learner.config import LearnerConfig
 from trackway.learner.distillation import distillation_metrics
+from trackway.learner.head import TokenLogits
 from trackway.learner.loss import MicroLoss, at_mask, measures_of, micro_loss
-from trackway.learner.passes.head import TokenLogits
 from trackway.run_config.distillation import DistillationLossConfig
 
 F64 = torch.float64

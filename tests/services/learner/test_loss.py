@@ -9,8 +9,8 @@ from tests.services.trainer.learner_settings import learner_config
 from trackway.learner.algorithm import Aggregation
 from trackway.learner.batch import TrainingBatch
 from trackway.learner.config import LearnerConfig
+from trackway.learner.head import TokenLogits
 from trackway.learner.loss import MicroLoss, at_mask, clipped_and_kept, measures_of, micro_loss
-from trackway.learner.passes.head import TokenLogits
 
 F64 = torch.float64
 LN3 = math.log(3)

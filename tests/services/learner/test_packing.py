@@ -18,9 +18,9 @@ from tests.services.trainer.learner_settings import learner_config
 from trackway.learner import packing
 from trackway.learner.batch import TrainingBatch
 from trackway.learner.config import LearnerConfig, PolicySettings
+from trackway.learner.head import token_logprobs
 from trackway.learner.learner import Learner
 from trackway.learner.packing import ATTENTION, PackedRow, SequenceLengths, attend_by_sequence, can_pack
-from trackway.learner.passes.head import token_logprobs
 from trackway.learner.policy import Policy
 from trackway.learner.ranks.sequence_parallel import SequenceRanks
 from trackway.wire.trajectory import Trajectory

@@ -26,9 +26,9 @@ from tests.services.learner.test_golden_update import (
     trajectories,
     weights_of,
 )
+from trackway.learner.algorithm import mean_kl, next_coefficient
 from trackway.learner.learner import Learner
 from trackway.learner.policy import Policy
-from trackway.learner.reward_kl import mean_kl, next_coefficient
 from trackway.run_config.algorithm import KlControlConfig
 
 pytestmark = pytest.mark.slow

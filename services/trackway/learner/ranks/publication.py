@@ -24,7 +24,7 @@ from trackway.learner.finite import not_finite, require_none
 from trackway.learner.ranks.balance import balanced
 from trackway.learner.ranks.messages import NOTHING
 from trackway.learner.ranks.sharding import Ranks, gathered_in
-from trackway.learner.weights.tensor_file import write_tensors
+from trackway.learner.weights.sharded_files import write_tensors
 from trackway.system import digests
 from trackway.wire.weights import FileDigest
 

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from trackway.learner.finite import SHOWN_TENSORS
-from trackway.learner.passes.head import head_of
+from trackway.learner.head import head_of
 from trackway.learner.ranks.messages import NOTHING, broadcast
 from trackway.learner.ranks.sharding import Ranks, kept_in_float32, local, require_finite_shards, scatter_into
 from trackway.learner.weights.adapter import base_names

@@ -11,9 +11,9 @@ from torch import Tensor
 from trackway.learner.algorithm import Aggregation
 from trackway.learner.batch import TrainingBatch
 from trackway.learner.config import LearnerConfig
+from trackway.learner.head import Measure, TokenLogits, token_logprobs
 from trackway.learner.learner import Learner
 from trackway.learner.loss import MicroLoss, at_mask
-from trackway.learner.passes.head import Measure, TokenLogits, token_logprobs
 from trackway.learner.policy_losses import LossInputs, policy_loss_of
 from trackway.trainer.calls.protobuf import LOSSES, Array, ForwardBackward
 

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from trackway.learner.weights.peft_folder import (
+from trackway.learner.weights.adapter import (
     WEIGHTS,
     AdapterConfig,
     folder_names,

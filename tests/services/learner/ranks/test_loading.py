@@ -32,7 +32,7 @@ from transformers import (
 from tests.services.trainer.learner_settings import learner_config
 from tests.services.trainer.rank_processes import RankProcesses, rank_processes
 from trackway.learner.config import LearnerConfig, PolicySettings
-from trackway.learner.critic.value_model import WEIGHT
+from trackway.learner.critic import WEIGHT
 from trackway.learner.learner import Learner
 from trackway.learner.policy import Policy
 from trackway.learner.ranks.sharding import ALONE, Ranks, gathered

@@ -26,9 +26,9 @@ from tests.tiny_models import tiny_qwen3
 from trackway.clients.weights import WeightStore
 from trackway.learner.batch import TrainingBatch
 from trackway.learner.config import LearnerConfig
+from trackway.learner.head import TokenLogits
 from trackway.learner.learner import Learner
 from trackway.learner.optimizer import named_state, state_tensors
-from trackway.learner.passes.head import TokenLogits
 from trackway.learner.policy import Policy, load_model
 from trackway.learner.ranks.balance import PassLimit
 from trackway.learner.ranks.group import LeadingLearner
@@ -36,7 +36,7 @@ from trackway.learner.ranks.launch import RankError
 from trackway.learner.ranks.publication import INDEX, RankWriters
 from trackway.learner.ranks.sharding import ALONE, Ranks, gathered, local, shard
 from trackway.learner.ranks.snapshot import Snapshot
-from trackway.learner.weights.peft_folder import WEIGHTS
+from trackway.learner.weights.adapter import WEIGHTS
 from trackway.learner.weights.sharded_files import read_whole
 from trackway.run_config import resolve
 from trackway.trainer.loop.weight_publisher import Publisher

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from trackway.learner.weights.tensor_file import in_file_order, write_tensors
+from trackway.learner.weights.sharded_files import in_file_order, write_tensors
 
 TENSORS = {
     "b.weight": torch.arange(6, dtype=torch.float32).reshape(2, 3),

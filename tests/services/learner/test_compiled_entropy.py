@@ -12,8 +12,8 @@ from torch._inductor import config as inductor
 
 from tests.services.trainer.learner_settings import learner_config
 from trackway.learner.algorithm import entropy_from_logits
+from trackway.learner.head import compiled_entropy
 from trackway.learner.learner import Learner
-from trackway.learner.passes.compiled_entropy import compiled_entropy
 from trackway.wire.trajectory import Trajectory
 
 pytestmark = [

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from tests.services.trainer.learner_settings import learner_config
 from trackway.learner.algorithm import entropy_from_logits
 from trackway.learner.batch import TrainingBatch
+from trackway.learner.head import HeadChunks, entropy_measure, token_logprobs
 from trackway.learner.learner import Learner
-from trackway.learner.passes.head import HeadChunks, entropy_measure, token_logprobs
 from trackway.wire.trajectory import Trajectory
 
 pytestmark = pytest.mark.slow

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trackway.learner.algorithm import Aggregation
-from trackway.learner.critic.value_loss import value_loss
+from trackway.learner.critic import value_loss
 
 pytestmark = pytest.mark.slow
 

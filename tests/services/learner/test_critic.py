@@ -16,7 +16,7 @@ from tests.services.learner.test_learner_resume import ragged
 from tests.services.trainer.learner_settings import learner_config, logprobs_of
 from tests.tiny_models import tiny_qwen3
 from trackway.learner.batch import TrainingBatch
-from trackway.learner.critic.value_model import WEIGHT, exchange_head
+from trackway.learner.critic import WEIGHT, exchange_head
 from trackway.learner.learner import Learner
 from trackway.learner.weights.loading import load_model
 from trackway.wire.trajectory import TokenRow, Trajectory

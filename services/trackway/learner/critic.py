@@ -1,30 +1,98 @@
 """The critic: values in, an update of the value model and verl's metrics out.
 
-The values of a batch are computed before its update. Each mini-batch then takes one step of the clipped value loss
-towards the returns that the advantages came from (value_loss.py), its gradient summed over micro-batches.
+The value model is a language model whose head gives one number for each position: the value of the text so far.
+Position t belongs to the token at t + 1, as in a policy, so its value is known before that token is written.
+
+The values of a batch are computed before its update. Each mini-batch then takes one step of PPO's clipped value loss
+(arXiv:1707.06347; verl's `compute_value_loss` in verl/trainer/ppo/core_algos.py) towards the returns that the
+advantages came from, its gradient summed over micro-batches.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from trackway.learner import optimizer as adamw
-from trackway.learner.algorithm import Aggregation
+from trackway.learner.algorithm import Aggregation, aggregate
 from trackway.learner.batch import TrainingBatch, mini_batches
 from trackway.learner.config import CriticSettings
-from trackway.learner.critic.value_loss import value_loss
-from trackway.learner.critic.value_model import exchange_head
+from trackway.learner.head import TokenLogits, head_of
 from trackway.learner.loss import at_mask
 from trackway.learner.measuring import Metrics
 from trackway.learner.metrics import mean_metrics
-from trackway.learner.passes.head import TokenLogits
 from trackway.learner.policy import MicroBatch, Policy
 from trackway.learner.ranks.sharding import ALONE, Ranks
 from trackway.learner.ranks.snapshot import FILES, to_load
 from trackway.learner.weights.offload import CpuOffload
 from trackway.learner.weights.sharded_files import read_whole
+
+WEIGHT, BIAS = "score.weight", "score.bias"
+"""The head in a folder's safetensors: transformers' name in models for token classification, which verl's are."""
+
+
+def exchange_head(model: PreTrainedModel, folder: Path) -> None:
+    """Gives the model of a folder a head of one number, [N, H] -> [N, 1], in place of its vocabulary head.
+
+    Without a head in the folder, as in that of a policy, it is zero: values start at 0, whatever the model, and the
+    first advantages are those of the rewards to go. Raises ValueError for a head of another size.
+    """
+    vocabulary_head = head_of(model).get_parameter("weight")
+    head = nn.Linear(vocabulary_head.shape[1], 1, dtype=vocabulary_head.dtype)
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
+    _read(folder, dict(zip((WEIGHT, BIAS), head.parameters(), strict=True)))
+    model.config.tie_word_embeddings = False
+    model.set_output_embeddings(head)
+
+
+def _read(folder: Path, head: dict[str, nn.Parameter]) -> None:
+    """Copies the tensors that the folder's files have."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in head.keys() & set(file.keys()):
+                saved, parameter = file.get_tensor(name), head[name]
+                if saved.shape != parameter.shape:
+                    raise ValueError(
+                        f"critic.model.path: expected {name} of shape {list(parameter.shape)}, got {list(saved.shape)} "
+                        f"in {path}; give a model with one label"
+                    )
+                with torch.no_grad():
+                    parameter.copy_(saved)
+
+
+class ValueStats(NamedTuple):
+    """Means over the model tokens of the mini-batch. The stats of its micro-batches add up."""
+
+    vf_clipfrac: Tensor
+    """Share of tokens whose clipped loss exceeds the unclipped one."""
+    vpred_mean: Tensor
+    """Mean of the predicted values."""
+
+
+def value_loss(
+    predicted: Tensor, values: Tensor, returns: Tensor, mask: Tensor, cliprange: float, agg: Aggregation
+) -> tuple[Tensor, ValueStats]:
+    """Half the aggregate of max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), and its statistics.
+
+    predicted (V), values (V_old), returns (R), mask: [B, T]; cliprange (c): positive. The clip bounds how far one
+    update moves a value: beyond it, a token's loss has no gradient that would move it further away from V_old.
+    """
+    clipped = predicted.clamp(values - cliprange, values + cliprange)
+    losses, clipped_losses = (predicted - returns).square(), (clipped - returns).square()
+    loss = 0.5 * aggregate(torch.maximum(losses, clipped_losses), mask, agg)
+    by_tokens = agg._replace(mode="token-mean")
+    with torch.no_grad():
+        stats = ValueStats(
+            vf_clipfrac=aggregate((clipped_losses > losses).to(losses.dtype), mask, by_tokens),
+            vpred_mean=aggregate(predicted, mask, by_tokens),
+        )
+    return loss, stats
+
 
 FOLDER = "critic"
 """Name of the folder beside the policy's in a checkpoint, as in verl's."""

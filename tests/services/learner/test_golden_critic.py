@@ -29,7 +29,7 @@ from tests.services.learner.test_golden_update import (
     norm_in_float64,
     trajectories,
 )
-from trackway.learner.critic.value_model import BIAS, WEIGHT
+from trackway.learner.critic import BIAS, WEIGHT
 from trackway.learner.learner import Learner
 
 pytestmark = pytest.mark.slow

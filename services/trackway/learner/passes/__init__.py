@@ -1,1 +1,0 @@
-"""Measures of a model's logits in a forward pass."""
