@@ -36,8 +36,8 @@ import pyarrow.parquet as pq
 from trackway.run_config import compose
 from trackway.system import free_port
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.trajectory_dump import write_trajectories
-from trackway.trainer.service_urls import ServiceUrls
+from trackway.trainer.run_state.trajectories import write_trajectories
+from trackway.trainer.settings import ServiceUrls
 from trackway.wire.chat import FunctionCall, Message, ToolCall
 from trackway.wire.errors import ErrorBody, ErrorCode
 from trackway.wire.tracing import Incident
@@ -323,7 +323,7 @@ def values(prompts: int, tokens: int) -> None:
 
     from trackway.learner.batch import TokenValues
     from trackway.learner.filtering import FilteredBatch, TrainStatus
-    from trackway.trainer.run_state.token_values import write_token_values
+    from trackway.trainer.run_state.trajectories import write_token_values
 
     draw = random.Random(0)
     rollouts = [_rollout(draw, 1, prompt, n) for prompt in range(prompts) for n in range(ROLLOUTS)]

@@ -20,7 +20,7 @@ from trackway.traces.store import TraceFilter, TraceStore
 from trackway.traces.tree import TraceTree
 from trackway.traces.views import output_of, tokens_of
 from trackway.traces.weave_store import WeaveStore
-from trackway.trainer.run_state.trajectory_dump import read_trajectories
+from trackway.trainer.run_state.trajectories import read_trajectories
 from trackway.wire.chat import Message
 from trackway.wire.trajectory import Trajectory
 

@@ -13,7 +13,7 @@ from trackway.traces.store import TraceStore
 from trackway.traces.tree import SERVICE_OF_SPAN, TraceTree
 from trackway.traces.verify import Gap, settle
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.trajectory_dump import read_trajectories
+from trackway.trainer.run_state.trajectories import read_trajectories
 from trackway.wire.trainer import RunInfo
 from trackway.wire.trajectory import Trajectory
 

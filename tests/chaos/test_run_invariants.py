@@ -11,7 +11,7 @@ from tests.chaos.run_invariants import drift_of, of_the_first_weights, rollout_o
 from trackway.deploy.deployment.record import Deployment
 from trackway.traces.verify import Gap
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.trajectory_dump import write_trajectories
+from trackway.trainer.run_state.trajectories import write_trajectories
 from trackway.wire.chat import Message
 from trackway.wire.trainer import MetricsRow
 from trackway.wire.trajectory import Reward, StopReason, Tags, Timings, Trajectory, Turn

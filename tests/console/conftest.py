@@ -11,7 +11,7 @@ from tests.console.browser import Browser
 from tests.console.example_run import HOSTILE, rollout, write_run, write_values
 from tests.serving import served_in_thread
 from trackway.console.app import create_app
-from trackway.trainer.run_state.trajectory_dump import write_trajectories
+from trackway.trainer.run_state.trajectories import write_trajectories
 
 Serve = Callable[..., str]
 

@@ -9,7 +9,7 @@ from tests.console import accessibility
 from tests.console.browser import Browser
 from tests.console.conftest import Serve
 from tests.console.example_run import rollout, write_run
-from trackway.trainer.run_state.trajectory_dump import write_trajectories
+from trackway.trainer.run_state.trajectories import write_trajectories
 
 pytestmark = [pytest.mark.slow, pytest.mark.program("chromium")]
 

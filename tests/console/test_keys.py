@@ -7,7 +7,7 @@ import pytest
 from tests.console import accessibility
 from tests.console.browser import Browser
 from tests.console.example_run import rollout
-from trackway.trainer.run_state.trajectory_dump import write_trajectories
+from trackway.trainer.run_state.trajectories import write_trajectories
 
 pytestmark = [pytest.mark.slow, pytest.mark.program("chromium")]
 

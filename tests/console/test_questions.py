@@ -8,7 +8,7 @@ from tests.console.browser import Browser
 from tests.console.conftest import Serve
 from tests.console.example_run import write_run, write_values
 from trackway.trainer.run_state.folder import Activity, RunFolder
-from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
+from trackway.trainer.run_state.trajectories import read_trajectories, write_trajectories
 from trackway.wire.errors import ErrorBody, ErrorCode
 from trackway.wire.trajectory import StopReason, Trajectory
 

@@ -32,7 +32,7 @@ from trackway.deploy.bundled import TINY_MODEL
 from trackway.serving import AuthSettings, ServiceSettings
 from trackway.serving.tokens import Token
 from trackway.trainer.run_state.folder import Activity, Beat, Owner, RunFolder
-from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
+from trackway.trainer.run_state.trajectories import read_trajectories, write_trajectories
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
 from trackway.wire.health import Wait
 from trackway.wire.tracing import Incident

@@ -8,7 +8,7 @@ import pytest
 from tests.console import accessibility
 from tests.console.browser import Browser
 from tests.console.example_run import HOSTILE, rollout
-from trackway.trainer.run_state.trajectory_dump import write_trajectories
+from trackway.trainer.run_state.trajectories import write_trajectories
 from trackway.wire.chat import FunctionCall, Message, ToolCall
 from trackway.wire.errors import ErrorCode
 from trackway.wire.trajectory import ToolCallRecord, Trajectory, Turn

@@ -26,7 +26,7 @@ from trackway.deploy.deployment.attach import attach
 from trackway.deploy.deployment.status import ServiceStatus, service_statuses
 from trackway.deploy.local.single_service import app_of
 from trackway.system import free_port
-from trackway.trainer.run_state.trajectory_dump import read_trajectories
+from trackway.trainer.run_state.trajectories import read_trajectories
 
 DOCKER = Path(__file__).parents[2] / "deploy" / "docker"
 SCHEMA = Path(__file__).with_name("compose-spec.json.gz")

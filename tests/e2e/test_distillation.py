@@ -9,7 +9,7 @@ from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs.session import RunSession
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.trajectory_dump import read_trajectories
+from trackway.trainer.run_state.trajectories import read_trajectories
 from trackway.wire.trainer import RunState
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

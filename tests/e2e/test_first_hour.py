@@ -12,7 +12,7 @@ import pytest
 from tests.install.test_install import Installed
 from trackway.deploy.deployment.record import Deployment
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.trajectory_dump import read_trajectories
+from trackway.trainer.run_state.trajectories import read_trajectories
 from trackway.wire.trainer import RunState
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

@@ -15,7 +15,7 @@ from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.status import replicas_at
 from trackway.deploy.runs.session import RunSession
-from trackway.trainer.run_state.trajectory_dump import read_trajectories
+from trackway.trainer.run_state.trajectories import read_trajectories
 from trackway.wire.trainer import RunInfo, RunState
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

@@ -19,7 +19,7 @@ from tests.waiting import until
 from trackway.deploy.deployment.record import Deployment
 from trackway.traces.mlflow_store import MlflowStore
 from trackway.traces.store import Steps, TraceFilter, TraceKind
-from trackway.trainer.calls.paths import weights_file
+from trackway.trainer.calls.results import weights_file
 from trackway.wire.trainer import RunInfo, RunList, RunState
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

@@ -27,7 +27,7 @@ from trackway.console.app import create_app
 from trackway.deploy.deployment import status
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs.session import RunSession
-from trackway.trainer.run_state.trajectory_dump import read_trajectories
+from trackway.trainer.run_state.trajectories import read_trajectories
 from trackway.wire.trainer import RunInfo, RunState
 from trackway.wire.trajectory import Trajectory
 

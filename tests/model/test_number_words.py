@@ -8,7 +8,7 @@ from make_rows import EXAMPLES, in_words, make_rows
 
 from trackway.reward.functions import RewardFunction, scorer_of_file
 from trackway.run_config import compose
-from trackway.trainer.data.parquet import read_rows
+from trackway.trainer.data.row_files import read_rows
 from trackway.wire.reward import ScoreRequest
 from trackway.wire.trajectory import Reward
 

@@ -36,7 +36,7 @@ from trackway.tracing import (
     turn_span,
 )
 from trackway.tracing.active import activated
-from trackway.trainer.run_state.trajectory_dump import write_trajectories
+from trackway.trainer.run_state.trajectories import write_trajectories
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorBody, ErrorCode
 from trackway.wire.rollout import SamplingParams

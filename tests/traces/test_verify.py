@@ -11,7 +11,7 @@ from trackway.traces.store import Steps
 from trackway.traces.tree import TraceTree
 from trackway.traces.verify import Gap, WaitingSpans, dumps, settle, verify, waiting
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.trajectory_dump import write_trajectories
+from trackway.trainer.run_state.trajectories import write_trajectories
 
 
 def examples(count: int) -> list[ExampleTrace]:

@@ -13,7 +13,7 @@ from tests.vllm.vllm_runs import DEVICE, GREEDY, MARKS, PROMPT, Weights, setting
 from trackway.clients.weights import WeightStore
 from trackway.learner.weight_proof import tensor_digests
 from trackway.rollout.engines.remote.vllm import VllmEngine
-from trackway.trainer.loop.weight_transport import IpcSender
+from trackway.trainer.loop.weight_publisher import IpcSender
 from trackway.wire.weights import Verdict, WeightProof
 
 pytestmark = [*MARKS, pytest.mark.extended]

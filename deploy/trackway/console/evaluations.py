@@ -16,7 +16,7 @@ _SCORE = (
     "CAST(coalesce(json_extract(reward, '$.components.acc'), json_extract(reward, '$.components.score'), "
     "to_json(score)) AS DOUBLE)"
 )
-"""SQL of the score that passes or fails, as `trackway.trainer.metrics.validation.accuracy`."""
+"""SQL of the score that passes or fails, as `trackway.trainer.metrics.accuracy`."""
 _ENDED = "FILTER (json_extract(error, '$.code') IS NULL)"
 
 

@@ -10,7 +10,7 @@ from trackway.console.replies import StepPage
 from trackway.console.runs import finite
 from trackway.console.trajectory_files import ParquetReader, file_of
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.trajectory_record import from_record
+from trackway.trainer.run_state.trajectories import from_record
 from trackway.wire.trajectory import ACTIVITIES
 
 MOST_ROLLOUTS = 8192

@@ -20,7 +20,7 @@ from trackway.console.runs import finite, mlflow_page, weave_page
 from trackway.console.steps import ORDER
 from trackway.console.trajectory_files import File, ParquetReader, file_of, token_values_of
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.trajectory_record import from_record
+from trackway.trainer.run_state.trajectories import from_record
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import Trajectory, WeightSpan

@@ -16,7 +16,7 @@ from trackway.traces.tree import TraceTree
 from trackway.tracing.attributes import display_name
 from trackway.tracing.settings import SPOOL_FOLDER
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.trajectory_dump import read_trajectories
+from trackway.trainer.run_state.trajectories import read_trajectories
 from trackway.wire.trajectory import Trajectory
 
 _CHUNK = 100

@@ -20,11 +20,11 @@ from trackway.run_config import RunConfig
 from trackway.system import append_line, atomic_write, writing
 from trackway.trainer.delivery.jobs import Later
 from trackway.trainer.delivery.mlflow_run import MlflowRun
-from trackway.trainer.metrics.validation import validation_metrics
+from trackway.trainer.metrics import validation_metrics
 from trackway.trainer.run_state.folder import EVALUATION_FILE, RunFolder, outputs_folders
-from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
-from trackway.trainer.service_urls import ServiceUrls
-from trackway.trainer.traces.feedback import links_of, validation_feedback
+from trackway.trainer.run_state.trajectories import read_trajectories, write_trajectories
+from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.traces.run import links_of, validation_feedback
 from trackway.wire.chat import ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow, RunState

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field
 
-from trackway.trainer.metrics.validation import Mean, accuracy, best_of, draws, majority_at, mean_of, pass_all, pass_at
+from trackway.trainer.metrics import Mean, accuracy, best_of, draws, majority_at, mean_of, pass_all, pass_at
 from trackway.wire.chat import ChatModelSettings
 from trackway.wire.trajectory import StopReason, Trajectory
 

@@ -5,11 +5,12 @@ from typing import NamedTuple, Self
 
 from trackway.learner.ranks.balance import PassLimit
 from trackway.run_config.algorithm import OPTIMAL_BASELINES, AlgorithmConfig
-from trackway.run_config.critic import CriticConfig, CriticOptimConfig
 from trackway.run_config.distillation import DistillationLossConfig
 from trackway.run_config.policy import (
     ActorConfig,
     CheckpointContents,
+    CriticConfig,
+    CriticOptimConfig,
     LoraConfig,
     ModelConfig,
     RefConfig,

@@ -6,18 +6,21 @@ own keys are under `trackway.*`.
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
+from pydantic import Field, JsonValue, SecretStr, ValidationInfo, field_validator, model_validator
 
 from trackway.run_config.algorithm import AlgorithmConfig
 from trackway.run_config.asynchronous import AsyncTrainingConfig, RolloutSectionConfig, V1Config
-from trackway.run_config.critic import CriticConfig
 from trackway.run_config.distillation import DistillationConfig
 from trackway.run_config.placement import Placement
-from trackway.run_config.policy import ActorRolloutRefConfig
+from trackway.run_config.policy import ActorRolloutRefConfig, CriticConfig
 from trackway.run_config.rollout_correction import RolloutCorrectionConfig
 from trackway.run_config.section import Section, Seed
 from trackway.run_config.unsupported_keys import LOGGERS, OTHER_LOGGERS, UnsupportedError, UnsupportedKey
+from trackway.tracing import TracingSettings
+from trackway.tracing.export.weave import full_project
+from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.names import Label, RunName
+from trackway.wire.tracing import TraceBackend
 from trackway.wire.weights import TransportName
 
 
@@ -813,3 +816,22 @@ class RunConfig(Section):
     def trace_experiment(self) -> str:
         """The tag `experiment_name` of the traces."""
         return self.actor_rollout_ref.rollout.trace.experiment_name or self.trainer.experiment_name
+
+
+def weave_project(config: RunConfig, key: SecretStr | None = None) -> str | None:
+    """`entity/project` of the run's traces in Weave, or None when no entity is known and Weave is not a trace backend.
+
+    The entity may be looked up with the API key (see `full_project`): `key`, or else WANDB_API_KEY.
+
+    Raises:
+        TrackwayError: INVALID_REQUEST when Weave is a trace backend and no entity is known.
+    """
+    project, is_wanted = config.trace_project, TraceBackend.WEAVE in config.actor_rollout_ref.rollout.trace.backend
+    full = full_project(project, (key or TracingSettings().weave_api_key) if is_wanted else None)
+    if is_wanted and full is None:
+        message = (
+            f"actor_rollout_ref.rollout.trace.project_name: expected entity/project for Weave, got {project!r}; "
+            "add the entity, or set WANDB_ENTITY in the environment of the trainer service"
+        )
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
+    return full

@@ -12,12 +12,11 @@ from fastapi.responses import StreamingResponse
 from trackway.serving import ServiceRouter, needs_admin, service_app
 from trackway.trainer.delivery import Leftovers
 from trackway.trainer.settings import TrainerSettings
-from trackway.trainer.supervisor.auto_resume import resume_periodically
 from trackway.trainer.supervisor.checkpoint_policies import CheckpointPolicies
 from trackway.trainer.supervisor.gauges import RunGauges
-from trackway.trainer.supervisor.manager import RunManager
+from trackway.trainer.supervisor.manager import RunManager, resume_periodically
 from trackway.trainer.supervisor.registry import SessionIntake
-from trackway.trainer.tinker.api import TinkerApi
+from trackway.trainer.tinker.routes import TinkerApi
 from trackway.wire.names import RunNameInPath
 from trackway.wire.rollout import PolicyInfo
 from trackway.wire.sessions import FinishedSession, SessionRun, WaitingSessions

@@ -34,9 +34,8 @@ from trackway.run_config import RunConfig
 from trackway.system import StorageError, escape_log_records, refuse_inspection, remove_drafts
 from trackway.system.files import FULL, error_number, storage_error
 from trackway.system.waits import Waits
-from trackway.trainer.run_state.exit_status import EXIT_FAILED, EXIT_STORAGE
 from trackway.trainer.run_state.folder import Activity, RunFolder
-from trackway.trainer.run_state.heartbeat import Heartbeat, exit_if_lost
+from trackway.trainer.run_state.heartbeat import EXIT_FAILED, EXIT_STORAGE, Heartbeat, exit_if_lost
 from trackway.trainer.settings import check_installation
 from trackway.wire.errors import TrackwayError
 from trackway.wire.trainer import RunState

@@ -11,7 +11,7 @@ from hypothesis import strategies
 
 from trackway.deploy.api.given import overrides, row_files
 from trackway.run_config.compose import given
-from trackway.trainer.data.parquet import read_rows
+from trackway.trainer.data.row_files import read_rows
 from trackway.wire.errors import TrackwayError
 
 NAMES = strategies.from_regex(r"[a-z]{1,5}", fullmatch=True)

@@ -9,7 +9,7 @@ import pytest
 from trackway.deploy.commands.new_project import templates, write_project
 from trackway.run_config import compose
 from trackway.system.user_error import UserError
-from trackway.trainer.data.parquet import read_rows
+from trackway.trainer.data.row_files import read_rows
 
 pytestmark = pytest.mark.slow
 

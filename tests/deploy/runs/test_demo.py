@@ -24,7 +24,7 @@ from trackway.deploy.runs.prepare import prepare, to_start
 from trackway.deploy.terminal.progress import RunBar
 from trackway.system.user_error import UserError
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.trajectory_dump import write_trajectories
+from trackway.trainer.run_state.trajectories import write_trajectories
 from trackway.wire.trainer import BackendSummary, MetricsRow, RunInfo, RunState
 from trackway.wire.trajectory import StopReason, Tags, Trajectory
 

@@ -14,7 +14,7 @@ from trackway.evaluation.store import EvaluationStore
 from trackway.run_config.models import DataConfig
 from trackway.trainer.data.conversations import encoded, load_conversations
 from trackway.trainer.data.dataset import ALL_ROWS
-from trackway.trainer.data.parquet import write_rows
+from trackway.trainer.data.row_files import write_rows
 from trackway.trainer.data.tiny import make_tiny_rows
 
 pytestmark = pytest.mark.slow

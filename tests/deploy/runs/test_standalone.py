@@ -18,9 +18,9 @@ from trackway.deploy.runs.prepare import prepare, with_models
 from trackway.main_ppo import app
 from trackway.run_config import compose
 from trackway.system.user_error import UserError
-from trackway.trainer.data.parquet import write_rows
+from trackway.trainer.data.row_files import write_rows
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.service_urls import ServiceUrls
+from trackway.trainer.settings import ServiceUrls
 from trackway.wire.agent import RewardModel, Sample
 from trackway.wire.chat import Message
 from trackway.wire.errors import TrackwayError

@@ -40,7 +40,7 @@ from tests.services.trainer.learner_settings import learner_config
 from trackway.learner.advantages import ESTIMATORS
 from trackway.learner.learner import Learner
 from trackway.learner.policy import Policy
-from trackway.trainer.loop.greedy_baseline import sampled_of, with_baseline
+from trackway.trainer.loop.rollout_client import sampled_of, with_baseline
 
 pytestmark = pytest.mark.slow
 

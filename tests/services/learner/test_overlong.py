@@ -8,8 +8,7 @@ import pytest
 from trackway.learner.filtering import OverlongPenalty
 from trackway.run_config import resolve
 from trackway.trainer.loop.from_config import overlong_penalty
-from trackway.trainer.metrics.rollout import update_metrics
-from trackway.trainer.metrics.validation import validation_metrics
+from trackway.trainer.metrics import update_metrics, validation_metrics
 from trackway.wire.errors import TrackwayError
 from trackway.wire.trajectory import Reward, TokenRow, Trajectory
 

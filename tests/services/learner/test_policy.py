@@ -16,7 +16,7 @@ from tests.services.trainer.learner_settings import learner_config
 from trackway.clients.weights import WeightStore
 from trackway.learner.learner import Learner
 from trackway.learner.policy import Policy
-from trackway.trainer.loop.weight_transport import IpcSender
+from trackway.trainer.loop.weight_publisher import IpcSender
 from trackway.wire.trajectory import Trajectory
 from trackway.wire.weights import SharedMemory
 

@@ -14,7 +14,7 @@ from trackway.learner.config import LearnerConfig
 from trackway.learner.filtering import TrainStatus, train_status
 from trackway.learner.learner import Learner
 from trackway.trainer.loop.schedule import Republication, WeightVersions
-from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
+from trackway.trainer.run_state.trajectories import read_trajectories, write_trajectories
 from trackway.wire.trajectory import Reward, TokenRow, Trajectory, Turn, WeightSpan
 
 pytestmark = pytest.mark.slow

@@ -3,8 +3,7 @@
 import pytest
 
 from trackway.run_config import compose
-from trackway.run_config.changes import CHANGEABLE, changed
-from trackway.run_config.compose import given, known_keys
+from trackway.run_config.compose import CHANGEABLE, changed, given, known_keys
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 BEGAN = ["trackway.learner_ranks=2", "actor_rollout_ref.actor.optim.lr=0.5", "trackway.max_samples=first"]

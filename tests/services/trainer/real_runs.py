@@ -5,10 +5,10 @@ from pathlib import Path
 
 from tests.waiting import async_until
 from trackway.run_config import compose
-from trackway.trainer.data.parquet import write_rows
+from trackway.trainer.data.row_files import write_rows
 from trackway.trainer.run_state.folder import RunFolder, this_machine
 from trackway.trainer.run_state.heartbeat import LivenessMonitor
-from trackway.trainer.service_urls import ServiceUrls
+from trackway.trainer.settings import ServiceUrls
 from trackway.trainer.supervisor.manager import RunManager
 from trackway.wire.agent import Sample
 from trackway.wire.trainer import ENDED, RunInfo, RunRequest

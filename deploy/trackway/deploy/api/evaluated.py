@@ -8,7 +8,7 @@ from rich.console import Console
 from trackway.deploy.runs.evaluation_report import evaluation_report
 from trackway.evaluation.store import EvaluationStore
 from trackway.evaluation.summary import Evaluation, Paired, RolloutSummary
-from trackway.trainer.run_state.trajectory_record import to_record
+from trackway.trainer.run_state.trajectories import to_record
 from trackway.wire.trajectory import Trajectory
 
 if TYPE_CHECKING:

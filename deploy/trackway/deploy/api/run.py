@@ -12,7 +12,7 @@ from trackway.deploy.terminal.progress import delivery_bar, run_bar
 from trackway.system.user_error import UserError
 from trackway.trainer.run_state.export import Export, export_checkpoint
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.trajectory_dump import read_trajectories
+from trackway.trainer.run_state.trajectories import read_trajectories
 from trackway.trainer.run_state.trajectory_export import (
     ExportedTrajectories,
     TrajectoryFormat,

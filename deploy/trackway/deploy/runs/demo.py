@@ -20,7 +20,7 @@ from trackway.traces import rules
 from trackway.traces.verify import Rule, settle
 from trackway.trainer.data import make_tiny
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.trajectory_dump import read_trajectories
+from trackway.trainer.run_state.trajectories import read_trajectories
 from trackway.wire.base import NON_FINITE
 from trackway.wire.tracing import TraceBackend
 from trackway.wire.trainer import MetricsRow, RunInfo, RunState

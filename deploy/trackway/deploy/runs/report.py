@@ -10,8 +10,7 @@ from trackway.deploy.checks.run import Checked
 from trackway.deploy.config.services_for_run import Decision, RunServices
 from trackway.deploy.terminal.tables import size_of, table
 from trackway.run_config import RunConfig, no_effect
-from trackway.run_config.changes import RECORDED
-from trackway.run_config.compose import leaves
+from trackway.run_config.compose import RECORDED, leaves
 from trackway.run_config.rollout_correction import describe
 from trackway.run_config.unsupported_keys import MOVED
 from trackway.trainer.loop.forecast import Bounds, Forecast

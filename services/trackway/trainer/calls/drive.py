@@ -27,6 +27,7 @@ from trackway.system.waits import Waits
 from trackway.tracing import Tracing, extracted, install
 from trackway.tracing.spans import call_span
 from trackway.trainer.calls.log import UNNAMED, RequestLog, TrainingCall
+from trackway.trainer.calls.losses import write_step
 from trackway.trainer.calls.models import (
     AdamArguments,
     AdapterHeader,
@@ -37,10 +38,8 @@ from trackway.trainer.calls.models import (
     read_adapter,
     write_adapter,
 )
-from trackway.trainer.calls.paths import model_folder, weights_file
 from trackway.trainer.calls.protobuf import decode, encode
-from trackway.trainer.calls.results import Result, Results
-from trackway.trainer.calls.trajectories import write_step
+from trackway.trainer.calls.results import Result, Results, model_folder, weights_file
 from trackway.trainer.delivery import ConsoleSink, FileSink, Sink, Tracking, open_tracking
 from trackway.trainer.loop.from_config import experimental, learner_config, update_mode
 from trackway.trainer.loop.weight_publisher import Publisher

@@ -20,10 +20,9 @@ from trackway.learner.config import LearnerConfig
 from trackway.learner.learner import Learner
 from trackway.learner.policy import Policy
 from trackway.system import replacing, writing
-from trackway.trainer.calls.losses import LossOutput, forward_backward
-from trackway.trainer.calls.paths import digest_of
+from trackway.trainer.calls.losses import LossOutput, TrainedDatum, forward_backward, trained_data
 from trackway.trainer.calls.protobuf import ForwardBackward
-from trackway.trainer.calls.trajectories import TrainedDatum, trained_data
+from trackway.trainer.calls.results import digest_of
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow
 

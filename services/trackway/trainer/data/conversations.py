@@ -22,9 +22,7 @@ from trackway.chat.tokens import ChatTokens
 from trackway.run_config import RunConfig
 from trackway.run_config.models import DataConfig
 from trackway.trainer.data.dataset import RowChoice
-from trackway.trainer.data.parquet import read_each
-from trackway.trainer.data.progress import counted
-from trackway.trainer.data.records import Record
+from trackway.trainer.data.row_files import Record, counted, read_each
 from trackway.trainer.data.rows import prune
 from trackway.wire.chat import Message, ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError

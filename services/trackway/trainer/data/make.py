@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from trackway.trainer.data.copies import RemoteFolder
-from trackway.trainer.data.parquet import write_rows
-from trackway.trainer.data.records import SUFFIXES, Record, Rejected, read_records
+from trackway.trainer.data.row_files import SUFFIXES, Record, Rejected, read_records, write_rows
 from trackway.trainer.data.rows import AGENT_NAME, ExtraInfo, InteractionKwargs, Split, ToolKwargs, make_row
 from trackway.trainer.data.tiny import make_tiny_rows
 from trackway.wire.agent import Sample

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from trackway.chat.tokenizer import template_message
 from trackway.clients import ToolsClient
 from trackway.run_config import RunConfig
-from trackway.trainer.data.progress import counted
-from trackway.trainer.data.row_warnings import WITHOUT_TOOLS
+from trackway.trainer.data.dataset import WITHOUT_TOOLS
+from trackway.trainer.data.row_files import counted
 from trackway.wire.agent import Sample
 from trackway.wire.chat import ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trackway.run_config.weave_project import weave_project
+from trackway.run_config.models import weave_project
 from trackway.system import Backoff
 from trackway.tracing import TracingSettings
 from trackway.trainer.delivery.jobs import Delivery, Later

@@ -11,6 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import torch
+from torch.profiler import ProfilerActivity, profile
+
 from trackway.learner.learner import Learner
 from trackway.learner.measuring import Clock
 from trackway.learner.ranks.snapshot import Snapshot
@@ -18,17 +21,40 @@ from trackway.system import StorageError
 from trackway.system.waits import Waiting, Waits
 from trackway.trainer.delivery import Sink
 from trackway.trainer.loop.colocation import Engines
-from trackway.trainer.loop.profiler import Profiler
 from trackway.trainer.loop.resume import Beginning
 from trackway.trainer.loop.schedule import Schedule
 from trackway.trainer.loop.scheduler import SchedulerState
-from trackway.trainer.metrics.rollout import Metrics, derived_metrics
+from trackway.trainer.metrics import Metrics, derived_metrics
 from trackway.trainer.run_state.checkpoint import copy_checkpoint, save_checkpoint
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.traces.run import RunTraces
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow
 from trackway.wire.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class Profiler:
+    """Writes `step_<n>.json.gz` for Perfetto or chrome://tracing."""
+
+    folder: Path
+    steps: frozenset[int]
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Profile the block if it is one of the steps. A trace that cannot be written is logged, and fails nothing."""
+        if number not in self.steps:
+            yield
+            return
+        gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        with profile(activities=[ProfilerActivity.CPU, *gpu]) as profiled:
+            yield
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            profiled.export_chrome_trace(str(self.folder / f"step_{number}.json.gz"))
+        except OSError as error:
+            logger.warning("the profile of step %d cannot be written to %s: %s", number, self.folder, error)
+
 
 T = TypeVar("T")
 

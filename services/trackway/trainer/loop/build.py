@@ -55,13 +55,11 @@ from trackway.trainer.loop.session_groups import SessionGroups, SessionSlots
 from trackway.trainer.loop.supervised import SupervisedTraining, load_supervised
 from trackway.trainer.loop.teaching import Teaching, open_teaching
 from trackway.trainer.loop.training import Training, Validation
-from trackway.trainer.loop.weight_publisher import CLAIM_WAIT_S, Publisher
-from trackway.trainer.loop.weight_transport import require_takers, sender_of
+from trackway.trainer.loop.weight_publisher import CLAIM_WAIT_S, Publisher, require_takers, sender_of
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.generations import Generations
 from trackway.trainer.run_state.session_inbox import SessionInbox
-from trackway.trainer.service_urls import ServiceUrls
-from trackway.trainer.settings import taken_over
+from trackway.trainer.run_state.trajectories import Generations
+from trackway.trainer.settings import ServiceUrls, taken_over
 from trackway.trainer.traces.run import RunTraces
 from trackway.wire.errors import ErrorCode, TrackwayError
 

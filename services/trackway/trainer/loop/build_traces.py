@@ -11,8 +11,7 @@ from trackway.trainer.delivery.feedback_queue import QueuedFeedback
 from trackway.trainer.delivery.leftovers import weave_feedback
 from trackway.trainer.loop.from_config import trace_target
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.traces.feedback import TraceFeedback
-from trackway.trainer.traces.run import DailyTraceBytes, RunTraces, SpanAccounts, StepTrace, TraceBudget
+from trackway.trainer.traces.run import DailyTraceBytes, RunTraces, SpanAccounts, StepTrace, TraceBudget, TraceFeedback
 from trackway.wire.health import SpanCounts
 from trackway.wire.tracing import TraceBackend, TraceTarget
 

@@ -12,11 +12,10 @@ from trackway.learner.config import LearnerConfig
 from trackway.learner.filtering import GroupFilter, OverlongPenalty
 from trackway.learner.gpu_memory import with_advice
 from trackway.run_config import RunConfig
-from trackway.run_config.models import steps_between
-from trackway.run_config.weave_project import weave_project
+from trackway.run_config.models import steps_between, weave_project
 from trackway.system.experimental import Experimental
+from trackway.trainer.loop.base import Profiler
 from trackway.trainer.loop.colocation import Sharing
-from trackway.trainer.loop.profiler import Profiler
 from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy
 from trackway.trainer.loop.schedule import Schedule
 from trackway.trainer.loop.scheduler import Pacing

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from pydantic import ValidationError
 
 from trackway.clients import AgentClient, Deadline
-from trackway.learner.filtering import OverlongPenalty
+from trackway.learner.filtering import REWARD_BASELINE, OverlongPenalty
 from trackway.learner.measuring import ActiveTime
 from trackway.system import Backoff
 from trackway.system.waits import Waiting, longest_chain, noted_in
-from trackway.trainer.loop.greedy_baseline import with_baseline
 from trackway.trainer.loop.group_source import GroupSource
 from trackway.trainer.loop.teaching import Teaching
 from trackway.wire.agent import GroupRequest, Limits, Sample
@@ -26,6 +25,38 @@ from trackway.wire.health import Wait
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.tracing import TraceTarget
 from trackway.wire.trajectory import StopReason, Trajectory, require_placed, require_trainable
+
+
+def with_baseline(trajectories: Sequence[Trajectory], greedy: Trajectory) -> list[Trajectory]:
+    """The group with the greedy rollout's score in each reward, and the greedy rollout itself, which is not trained.
+
+    Without that score each trajectory fails with the greedy rollout's error: none is compared with a made-up baseline.
+    """
+    greedy = greedy.model_copy(update={"is_baseline": True})
+    if greedy.error is None and greedy.reward is not None:
+        return [*(_based(trajectory, greedy.reward.score) for trajectory in trajectories), greedy]
+    lacking = TrackwayError(ErrorCode.INTERNAL, "expected a reward, got none").to_reply().error
+    error = greedy.error or lacking
+    error = error.model_copy(update={"message": f"the greedy rollout {greedy.id} of the group failed: {error.message}"})
+    failed = {"stop_reason": StopReason.ERROR}
+    return [
+        *(trajectory.model_copy(update={**failed, "error": trajectory.error or error}) for trajectory in trajectories),
+        greedy,
+    ]
+
+
+def sampled_of(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Trajectories that are no greedy rollouts."""
+    return [trajectory for trajectory in trajectories if not trajectory.is_baseline]
+
+
+def _based(trajectory: Trajectory, baseline: float) -> Trajectory:
+    if trajectory.reward is None:
+        return trajectory
+    components = {**trajectory.reward.components, REWARD_BASELINE: baseline}
+    reward = trajectory.reward.model_copy(update={"components": components})
+    return trajectory.model_copy(update={"reward": reward})
+
 
 logger = logging.getLogger("trackway.trainer")
 

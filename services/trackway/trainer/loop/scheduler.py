@@ -29,7 +29,7 @@ from pydantic import BaseModel, Field
 from trackway.learner.filtering import FilteredBatch, GroupFilter, TrainStatus
 from trackway.trainer.data.dataset import Position, PromptBatches
 from trackway.trainer.loop.group_source import GroupSource
-from trackway.trainer.metrics.rollout import Metrics
+from trackway.trainer.metrics import Metrics
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import Trajectory
 

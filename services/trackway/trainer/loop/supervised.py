@@ -15,7 +15,7 @@ from trackway.trainer.data.conversations import EncodedRow, rows_to_train
 from trackway.trainer.data.dataset import Prompts
 from trackway.trainer.loop.base import BaseTraining, StopRequested
 from trackway.trainer.loop.schedule import Progress
-from trackway.trainer.metrics.rollout import Metrics
+from trackway.trainer.metrics import Metrics
 from trackway.trainer.traces.run import shown_metrics
 from trackway.wire.errors import ErrorCode, TrackwayError
 

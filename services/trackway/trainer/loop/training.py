@@ -21,24 +21,21 @@ from trackway.learner.measuring import Clock
 from trackway.trainer.data.dataset import traced_positions
 from trackway.trainer.loop.base import BaseTraining, StopRequested, is_multiple
 from trackway.trainer.loop.colocation import Engines, require_room
-from trackway.trainer.loop.greedy_baseline import sampled_of
-from trackway.trainer.loop.rollout_client import Rollouts
+from trackway.trainer.loop.rollout_client import Rollouts, sampled_of
 from trackway.trainer.loop.schedule import OpenValidation, Progress
 from trackway.trainer.loop.scheduler import GroupScheduler, SchedulerState
 from trackway.trainer.loop.weight_publisher import Publisher
-from trackway.trainer.metrics.rollout import (
+from trackway.trainer.metrics import (
     Metrics,
     derived_metrics,
     incident_metrics,
     rollout_metrics,
     update_metrics,
+    validation_metrics,
 )
-from trackway.trainer.metrics.validation import validation_metrics
 from trackway.trainer.run_state.checkpoint import find_latest
 from trackway.trainer.run_state.folder import TOKEN_VALUES
-from trackway.trainer.run_state.generations import Generations
-from trackway.trainer.run_state.token_values import write_token_values
-from trackway.trainer.run_state.trajectory_dump import write_trajectories
+from trackway.trainer.run_state.trajectories import Generations, write_token_values, write_trajectories
 from trackway.trainer.traces.run import shown_metrics
 from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorCode, TrackwayError

@@ -35,7 +35,7 @@ from trackway.learner.finite import NotFiniteError
 from trackway.run_config import RunConfig
 from trackway.system import digests, find_difference, replacing, writing
 from trackway.trainer.data.copies import RemoteFolder
-from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
+from trackway.trainer.run_state.trajectories import read_trajectories, write_trajectories
 from trackway.wire.base import NON_FINITE
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import Trajectory

@@ -15,8 +15,15 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple
 
-from trackway.trainer.run_state.exit_status import EXIT_LOST
 from trackway.trainer.run_state.folder import Beat, Machine, Owner, RunFolder, this_machine
+
+EXIT_FAILED = 3
+"""The run has FAILED. A restart would fail again."""
+EXIT_LOST = 4
+"""Another process owns the run."""
+EXIT_STORAGE = 5
+"""The disk is full or cannot be written. The run can be resumed."""
+
 
 BEAT_S = 3.0
 """Interval between beats."""

@@ -21,7 +21,7 @@ from trackway.system import new_folder, replacing, writing
 from trackway.trainer.run_state.atif import read_atif, to_atif
 from trackway.trainer.run_state.export import require_new
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.trajectory_dump import read_trajectories
+from trackway.trainer.run_state.trajectories import read_trajectories
 from trackway.wire.base import NON_FINITE
 from trackway.wire.chat import ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError

@@ -23,8 +23,8 @@ from typing import IO, TypeVar
 
 from trackway.run_config import RunConfig
 from trackway.system import StorageError, writing
-from trackway.trainer.run_state.exit_status import EXIT_FAILED, EXIT_STORAGE
 from trackway.trainer.run_state.folder import Owner, RunFolder
+from trackway.trainer.run_state.heartbeat import EXIT_FAILED, EXIT_STORAGE
 from trackway.wire.trainer import RunState
 
 

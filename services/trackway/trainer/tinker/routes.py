@@ -1,18 +1,24 @@
 """The routes of Tinker's API under `/api/v1`: what its SDK (0.38) calls. The logic is in service.py."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Annotated
 
 from fastapi import Depends, Query, Request, Response
 from pydantic import JsonValue, TypeAdapter
 
+from trackway.clients import RolloutClient
+from trackway.clients.weights import WeightStore
 from trackway.serving import ServiceRouter, needs_admin
 from trackway.serving.auth import CALLER
 from trackway.serving.routes import ErrorFormatRoute, Handler
 from trackway.trainer.calls.protobuf import decode, schema
-from trackway.trainer.tinker.sampling import MAX_DRAWS
+from trackway.trainer.settings import TrainerSettings
+from trackway.trainer.tinker.sampling import CALL_POLICY, MAX_DRAWS
 from trackway.trainer.tinker.service import TinkerService
-from trackway.trainer.tinker.sessions import CALLER_NAME
+from trackway.trainer.tinker.sessions import CALLER_NAME, SessionRuns, TinkerSessions
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tinker.replies import (
     ApiHealth,
@@ -338,3 +344,30 @@ def _list_routes(router: ServiceRouter, service: TinkerService) -> None:
 
 def _json(content: dict[str, JsonValue]) -> Response:
     return Response(TypeAdapter(JsonValue).dump_json(content), media_type="application/json")
+
+
+class TinkerApi:
+    """The API over the runs of a service."""
+
+    def __init__(self, settings: TrainerSettings, runs: SessionRuns) -> None:
+        outputs = Path(settings.outputs_dir)
+        self._sessions = TinkerSessions(
+            outputs, runs, WeightStore(settings.weights_url), settings.tinker_max_sessions, settings.tinker_idle_s
+        )
+        rollout = RolloutClient(
+            settings.url("rollout"), policy=CALL_POLICY, token=settings.token, direct=settings.direct
+        )
+        self._service = TinkerService(self._sessions, rollout)
+        self.routes = tinker_routes(self._service)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Restore the sessions, and end idle ones and delete expired weights until the block ends."""
+        await asyncio.to_thread(self._sessions.restore)
+        idle = asyncio.create_task(self._sessions.end_idle())
+        try:
+            yield
+        finally:
+            idle.cancel()
+            await asyncio.wait({idle})
+            await self._service.draws.close()

@@ -25,8 +25,7 @@ from pydantic import BaseModel, Field, JsonValue, ValidationError
 from trackway.clients.weights import WeightStore
 from trackway.system import atomic_write
 from trackway.trainer.calls.log import RequestLog, TrainingCall
-from trackway.trainer.calls.paths import weights_file
-from trackway.trainer.calls.results import Result, Results
+from trackway.trainer.calls.results import Result, Results, weights_file
 from trackway.trainer.tinker.samples_log import SampleLog
 from trackway.wire.base import NON_FINITE
 from trackway.wire.errors import ErrorCode, TrackwayError

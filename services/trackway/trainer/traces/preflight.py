@@ -11,7 +11,7 @@ from pydantic import SecretStr
 
 from trackway.clients import CallPolicy, ServiceClient
 from trackway.run_config import RunConfig
-from trackway.run_config.weave_project import weave_project
+from trackway.run_config.models import weave_project
 from trackway.tracing import TracingSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Health

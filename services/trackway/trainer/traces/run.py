@@ -14,6 +14,10 @@ has `sleep` before `update_actor` and `wake_up` after `update_weights`.
 
 Each trajectory has its own trace, which links to the `rollout` (or `testing`) span that requested it. An
 `optimizer_step` links to the trajectories it trained on. Without active tracing nothing is recorded, at no cost.
+
+Feedback (reward, advantage, training status, ground truth) is queued on disk (feedback_queue.py) and sent in the
+background, by another process if necessary. MLflow accepts it only once the trace has arrived, a second or two after
+the trajectory ended; Weave accepts it at any time.
 """
 
 import asyncio
@@ -24,27 +28,89 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from pathlib import Path
+from typing import Protocol
 
 from pydantic import BaseModel, ValidationError
 
 from trackway.clients import CallPolicy, ServiceClient
-from trackway.learner.filtering import FilteredBatch
+from trackway.learner.filtering import FilteredBatch, TrainStatus
 from trackway.system import atomic_write, locked
 from trackway.tracing import SpanHandle, Tracing, optimizer_step_span, train_step_span
 from trackway.tracing.spans import operation_span
-from trackway.trainer.metrics.rollout import Metrics
-from trackway.trainer.traces.feedback import (
-    Assessment,
-    TraceFeedback,
-    links_of,
-    training_feedback,
-    validation_feedback,
-)
+from trackway.trainer.delivery.feedback_queue import GROUND_TRUTH, Assessment, Value
+from trackway.trainer.metrics import Metrics
+from trackway.wire.base import named_number
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Health, ReplicaList, SpanCounts
 from trackway.wire.tracing import TraceTarget
 from trackway.wire.trainer import TraceSummary
-from trackway.wire.trajectory import Trajectory
+from trackway.wire.trajectory import MAX_ANSWER, Trajectory
+
+
+class TraceFeedback(Protocol):
+    """A trace backend that stores feedback."""
+
+    def submit(self, assessments: Sequence[Assessment]) -> None:
+        """Queue the values on disk. Never raises."""
+        ...
+
+
+def training_feedback(batch: FilteredBatch, advantages: Sequence[float], step: int = 0) -> list[Assessment]:
+    """Reward, advantage, `fate` and ground truth of the traced trajectories. `advantages` belong to `batch.used`.
+
+    Those that step `step` trained and an earlier one submitted have `trained_step` too. 0 leaves it out.
+    """
+    remaining = iter(advantages)
+    by_position = [next(remaining) if status is TrainStatus.USED else None for status in batch.statuses]
+    return [
+        _assessment(
+            trajectory,
+            {
+                **_reward(trajectory),
+                **_named("advantage", advantage),
+                "fate": status.feedback,
+                **_named("trained_step", float(step) if step > trajectory.tags.step else None),
+                **_ground_truth(trajectory),
+            },
+        )
+        for trajectory, status, advantage in zip(batch.trajectories, batch.statuses, by_position, strict=True)
+        if trajectory.trace_id is not None
+    ]
+
+
+def validation_feedback(trajectories: Sequence[Trajectory]) -> list[Assessment]:
+    """Reward and ground truth of each trajectory that has a trace and a reward."""
+    scored = [trajectory for trajectory in trajectories if trajectory.trace_id is not None and trajectory.reward]
+    return [_assessment(trajectory, _reward(trajectory) | _ground_truth(trajectory)) for trajectory in scored]
+
+
+def links_of(trajectories: Sequence[Trajectory]) -> list[Assessment]:
+    """The link of each trajectory's trace to the run."""
+    return [
+        Assessment(trajectory.trace_id, trajectory.span_id or "", {}, link=True)
+        for trajectory in trajectories
+        if trajectory.trace_id is not None
+    ]
+
+
+def _assessment(trajectory: Trajectory, values: Mapping[str, Value]) -> Assessment:
+    named = {name: named_number(value) if isinstance(value, float) else value for name, value in values.items()}
+    return Assessment(trajectory.trace_id or "", trajectory.span_id or "", named)
+
+
+def _reward(trajectory: Trajectory) -> dict[str, float]:
+    return _named("reward", None if trajectory.reward is None else trajectory.reward.score)
+
+
+def _ground_truth(trajectory: Trajectory) -> dict[str, str]:
+    """Empty for none, and for one longer than an answer: a part of it would be another truth."""
+    truth = trajectory.ground_truth
+    return {} if truth is None or len(truth) > MAX_ANSWER else {GROUND_TRUTH: truth}
+
+
+def _named(name: str, value: float | None) -> dict[str, float]:
+    return {} if value is None else {name: value}
+
 
 logger = logging.getLogger("trackway.trainer")
 

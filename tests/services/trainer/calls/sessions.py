@@ -11,12 +11,11 @@ from trackway.learner.policy import Policy
 from trackway.run_config import resolve
 from trackway.trainer.calls.drive import STATE, CallDriver
 from trackway.trainer.calls.log import Op, RequestLog, TrainingCall
-from trackway.trainer.calls.paths import model_folder
-from trackway.trainer.calls.results import Result, Results
+from trackway.trainer.calls.results import Result, Results, model_folder
 from trackway.trainer.delivery import FileSink
 from trackway.trainer.loop.from_config import learner_config
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.service_urls import ServiceUrls
+from trackway.trainer.settings import ServiceUrls
 from trackway.trainer.supervisor.manager import SESSION
 
 LORA = {"rank": 4, "seed": 3, "train_unembed": False}

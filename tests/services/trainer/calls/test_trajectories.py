@@ -11,7 +11,7 @@ import pytest
 from tests.services.trainer.calls.requests import request_of
 from tests.services.trainer.calls.sessions import LORA, LR, Session
 from trackway.trainer.calls.protobuf import schema
-from trackway.trainer.run_state.trajectory_dump import read_trajectories
+from trackway.trainer.run_state.trajectories import read_trajectories
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from trackway.trainer.data.dataset import (
     steps_per_epoch,
     traced_positions,
 )
-from trackway.trainer.data.parquet import write_rows
+from trackway.trainer.data.row_files import write_rows
 from trackway.wire.agent import Sample
 from trackway.wire.errors import TrackwayError
 

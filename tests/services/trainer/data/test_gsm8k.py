@@ -10,7 +10,7 @@ import pytest
 from pydantic import JsonValue
 
 from trackway.trainer.data.make import SYSTEM, extract_ground_truth, gsm8k_row, load_gsm8k
-from trackway.trainer.data.records import Record, Rejected, read_records
+from trackway.trainer.data.row_files import Record, Rejected, read_records
 from trackway.wire.agent import Sample
 
 GOOD: dict[str, JsonValue] = {"question": "Six and one?", "answer": "6+1=<<6+1=7>>7\n#### 7"}

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from fastapi import FastAPI, Form, Response
 
-from trackway.trainer.data.parquet import read_rows
+from trackway.trainer.data.row_files import read_rows
 
 COMMIT = "c" * 40
 README = """---

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from trackway.trainer.data.make import find_split_files, make_gsm8k, make_tiny
-from trackway.trainer.data.parquet import read_rows
+from trackway.trainer.data.row_files import read_rows
 from trackway.trainer.data.tiny import make_tiny_rows
 from trackway.wire.errors import ErrorCode, TrackwayError
 

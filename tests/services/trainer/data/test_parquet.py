@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import JsonValue
 
-from trackway.trainer.data import progress
-from trackway.trainer.data.parquet import read_rows, write_rows
+from trackway.trainer.data import row_files
+from trackway.trainer.data.row_files import read_rows, write_rows
 from trackway.trainer.data.rows import ExtraInfo, ToolKwargs, make_row
 from trackway.trainer.data.tiny import make_tiny_rows
 from trackway.wire.agent import Sample
@@ -101,7 +101,7 @@ def test_a_long_reading_says_how_far_it_is(
 
     with caplog.at_level(logging.INFO):
         read_rows(file)
-        monkeypatch.setattr(progress, "EVERY_S", -1.0)
+        monkeypatch.setattr(row_files, "EVERY_S", -1.0)
         read_rows(file)
 
     assert caplog.messages == [f"{file}: rows read: 1", f"{file}: rows read: 2"]

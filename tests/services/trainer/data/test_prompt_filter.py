@@ -14,7 +14,7 @@ from trackway.run_config import compose
 from trackway.tools.app import create_app as create_tools
 from trackway.tools.builtin.calculator import CalculatorTool
 from trackway.tools.builtin.gsm8k import Gsm8kTool
-from trackway.trainer.data import progress
+from trackway.trainer.data import row_files
 from trackway.trainer.data.prompt_filter import PromptFilter, prompt_filter
 from trackway.wire.agent import Sample
 from trackway.wire.chat import FunctionCall, FunctionSchema, Message, ToolCall, ToolSchema
@@ -125,7 +125,7 @@ def test_the_log_says_how_many_of_how_many_rows_were_dropped(
 def test_a_long_measuring_says_how_far_it_is(
     tokenizer: PreTrainedTokenizerFast, sample: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "EVERY_S", -1.0)
+    monkeypatch.setattr(row_files, "EVERY_S", -1.0)
 
     with caplog.at_level(logging.INFO):
         filter_of(tokenizer, 10)([words(sample(0), 1)] * 600, "rows.parquet")

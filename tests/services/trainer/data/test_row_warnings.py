@@ -6,7 +6,7 @@ import pytest
 from pydantic import JsonValue
 
 from trackway.run_config import compose
-from trackway.trainer.data.row_warnings import agent_name_note, tools_kwargs_note
+from trackway.trainer.data.dataset import agent_name_note, tools_kwargs_note
 from trackway.wire.agent import Sample
 
 ENABLE = "actor_rollout_ref.rollout.multi_turn.enable"

@@ -17,7 +17,7 @@ from trackway.trainer.delivery.feedback_queue import Assessment, FeedbackQueue
 from trackway.trainer.delivery.jobs import Later
 from trackway.trainer.delivery.mlflow_api import ASSESSMENTS, MlflowApi
 from trackway.trainer.delivery.mlflow_run import MlflowFeedback, assessment_body
-from trackway.trainer.traces.feedback import training_feedback, validation_feedback
+from trackway.trainer.traces.run import training_feedback, validation_feedback
 
 STEP = [Assessment("t" * 32, "a" * 16, {"reward": 1.0, "fate": "used"})]
 NOT_ARRIVED = (404, "RESOURCE_DOES_NOT_EXIST: no such trace")

@@ -13,15 +13,14 @@ from trackway.clients.weights import WeightStore
 from trackway.run_config import compose, resolve
 from trackway.run_config.compose import leaves
 from trackway.system.waits import Waits
-from trackway.trainer.data.parquet import write_rows
+from trackway.trainer.data.row_files import write_rows
 from trackway.trainer.loop import build as module
+from trackway.trainer.loop.base import Profiler
 from trackway.trainer.loop.build import build
-from trackway.trainer.loop.greedy_baseline import sampled_of
-from trackway.trainer.loop.profiler import Profiler
-from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy, Rollouts
+from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy, Rollouts, sampled_of
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.trajectory_dump import read_trajectories
-from trackway.trainer.service_urls import ServiceUrls
+from trackway.trainer.run_state.trajectories import read_trajectories
+from trackway.trainer.settings import ServiceUrls
 from trackway.wire.agent import Sample
 from trackway.wire.trajectory import Reward, Trajectory
 

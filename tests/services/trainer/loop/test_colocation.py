@@ -18,16 +18,16 @@ from trackway.learner.config import LearnerConfig
 from trackway.learner.learner import Learner
 from trackway.run_config import compose
 from trackway.trainer import worker
-from trackway.trainer.data.parquet import write_rows
+from trackway.trainer.data.row_files import write_rows
 from trackway.trainer.loop import build as build_module
 from trackway.trainer.loop.build import build
 from trackway.trainer.loop.fit import fit
 from trackway.trainer.loop.schedule import OpenValidation
 from trackway.trainer.loop.training import Training
 from trackway.trainer.run_state.checkpoint import find_latest
-from trackway.trainer.run_state.exit_status import EXIT_FAILED
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.service_urls import ServiceUrls
+from trackway.trainer.run_state.heartbeat import EXIT_FAILED
+from trackway.trainer.settings import ServiceUrls
 from trackway.wire.agent import GroupRequest
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import MemoryPart, SleepReplies, SleepReply

@@ -22,6 +22,7 @@ from trackway.system import StorageError
 from trackway.trainer.data.dataset import PromptBatches, Prompts
 from trackway.trainer.delivery import FileSink
 from trackway.trainer.loop import base as training_module
+from trackway.trainer.loop.base import Profiler
 from trackway.trainer.loop.fit import fit
 from trackway.trainer.loop.from_config import (
     group_filter,
@@ -33,7 +34,6 @@ from trackway.trainer.loop.from_config import (
     validation_template,
 )
 from trackway.trainer.loop.group_source import GroupSource
-from trackway.trainer.loop.profiler import Profiler
 from trackway.trainer.loop.resume import begin
 from trackway.trainer.loop.rollout_client import RetryPolicy, Rollouts
 from trackway.trainer.loop.schedule import Progress
@@ -41,13 +41,12 @@ from trackway.trainer.loop.scheduler import GroupScheduler
 from trackway.trainer.loop.session_groups import SessionGroups, SessionSlots
 from trackway.trainer.loop.training import Training, Validation
 from trackway.trainer.loop.weight_publisher import Publisher
-from trackway.trainer.metrics.rollout import Metrics
+from trackway.trainer.metrics import Metrics
 from trackway.trainer.run_state.checkpoint import find_damage, find_latest
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.generations import Generations
 from trackway.trainer.run_state.session_inbox import SessionInbox
-from trackway.trainer.run_state.trajectory_dump import read_trajectories
-from trackway.trainer.service_urls import ServiceUrls
+from trackway.trainer.run_state.trajectories import Generations, read_trajectories
+from trackway.trainer.settings import ServiceUrls
 from trackway.trainer.traces.run import DailyTraceBytes, RunTraces, SpanAccounts, StepTrace, TraceBudget
 from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError

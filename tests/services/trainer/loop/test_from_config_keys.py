@@ -15,10 +15,10 @@ from trackway.learner.config import CriticSettings, LearnerConfig, LoraSettings,
 from trackway.learner.ranks.balance import PassLimit
 from trackway.run_config import RunConfig, compose, resolve
 from trackway.run_config.algorithm import AlgorithmConfig, KlControlConfig
-from trackway.run_config.critic import CriticOptimConfig
 from trackway.run_config.distillation import DistillationLossConfig
 from trackway.run_config.policy import (
     CheckpointContents,
+    CriticOptimConfig,
     FSDPConfig,
     MixedPrecisionConfig,
     PolicyLossConfig,

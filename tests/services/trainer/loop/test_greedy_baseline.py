@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from trackway.learner.filtering import TrainStatus, filter_trajectories
-from trackway.trainer.loop.greedy_baseline import sampled_of, with_baseline
-from trackway.trainer.metrics.rollout import update_metrics
+from trackway.trainer.loop.rollout_client import sampled_of, with_baseline
+from trackway.trainer.metrics import update_metrics
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import Reward, Trajectory
 

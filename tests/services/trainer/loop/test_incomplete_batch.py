@@ -9,11 +9,11 @@ import pytest
 
 from tests.waiting import async_until
 from trackway.run_config import compose
-from trackway.trainer.data.parquet import write_rows
+from trackway.trainer.data.row_files import write_rows
 from trackway.trainer.loop.build import build
 from trackway.trainer.loop.fit import fit
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.service_urls import ServiceUrls
+from trackway.trainer.settings import ServiceUrls
 from trackway.wire.agent import GroupRequest, Sample
 from trackway.wire.trainer import RunState
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from trackway.trainer.loop.profiler import Profiler
+from trackway.trainer.loop.base import Profiler
 
 
 def test_a_step_that_is_chosen_has_a_trace_and_others_have_none(tmp_path: Path):

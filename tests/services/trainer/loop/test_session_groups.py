@@ -18,7 +18,7 @@ from trackway.trainer.loop.from_config import training_template
 from trackway.trainer.loop.scheduler import GroupScheduler, Pacing, SchedulerState
 from trackway.trainer.loop.session_groups import SessionGroups, SessionLimits, SessionSlots
 from trackway.trainer.run_state.session_inbox import SessionInbox
-from trackway.trainer.traces.feedback import training_feedback
+from trackway.trainer.traces.run import training_feedback
 from trackway.wire.errors import ErrorCode
 from trackway.wire.tracing import TraceTarget
 from trackway.wire.trajectory import Trajectory, WeightSpan

@@ -33,9 +33,16 @@ from trackway.trainer.loop.scheduler import GroupScheduler, Pacing
 from trackway.trainer.loop.training import Training, Validation
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.service_urls import ServiceUrls
-from trackway.trainer.traces.feedback import Assessment
-from trackway.trainer.traces.run import STEP_SHARE, DailyTraceBytes, RunTraces, SpanAccounts, StepTrace, TraceBudget
+from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.traces.run import (
+    STEP_SHARE,
+    Assessment,
+    DailyTraceBytes,
+    RunTraces,
+    SpanAccounts,
+    StepTrace,
+    TraceBudget,
+)
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
 from trackway.wire.health import SpanCounts
 from trackway.wire.tracing import TraceTarget

@@ -8,9 +8,9 @@ import torch
 from trackway.clients import RolloutClient
 from trackway.clients.weights import WeightStore
 from trackway.learner.learner import Learner
-from trackway.trainer.loop import weight_transport
-from trackway.trainer.loop.weight_transport import StoreSender, require_takers, sender_of
-from trackway.trainer.service_urls import ServiceUrls
+from trackway.trainer.loop import weight_publisher
+from trackway.trainer.loop.weight_publisher import StoreSender, require_takers, sender_of
+from trackway.trainer.settings import ServiceUrls
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SleepReplies, SleepReply, WeightsReply
 from trackway.wire.weights import TransportName
@@ -83,5 +83,5 @@ def answers(monkeypatch: pytest.MonkeyPatch, takes: TransportName, replicas: int
         return SleepReplies(replicas=[SleepReply(is_sleeping=False, replica=str(n)) for n in range(replicas)])
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(weight_transport.RolloutClient, "weights", weights)
-    monkeypatch.setattr(weight_transport.RolloutClient, "sleeping", sleeping)
+    monkeypatch.setattr(weight_publisher.RolloutClient, "weights", weights)
+    monkeypatch.setattr(weight_publisher.RolloutClient, "sleeping", sleeping)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from trackway.trainer.metrics.validation import Mean, draws, majority_at, mean_of, pass_all, pass_at
+from trackway.trainer.metrics import Mean, draws, majority_at, mean_of, pass_all, pass_at
 
 
 @pytest.mark.parametrize("n", [1, 4, 6])

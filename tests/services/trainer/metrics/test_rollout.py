@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trackway.learner.metrics import drift_metrics
-from trackway.trainer.metrics.rollout import derived_metrics, incident_metrics, rollout_metrics, update_metrics
+from trackway.trainer.metrics import derived_metrics, incident_metrics, rollout_metrics, update_metrics
 from trackway.wire.chat import FunctionCall, Message, ToolCall
 from trackway.wire.errors import ErrorBody, ErrorCode
 from trackway.wire.tracing import Incident

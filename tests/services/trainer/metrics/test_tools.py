@@ -1,8 +1,7 @@
 import pytest
 from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, path_not_unique, validate_param_and_metric_name
 
-from trackway.trainer.metrics.rollout import MOST_KEYS, rollout_metrics, tool_metrics
-from trackway.trainer.metrics.validation import validation_metrics
+from trackway.trainer.metrics import MOST_KEYS, rollout_metrics, tool_metrics, validation_metrics
 from trackway.wire.errors import ErrorBody, ErrorCode
 from trackway.wire.trajectory import Reward, StopReason, Tags, ToolCallRecord, Trajectory, Turn
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trackway.trainer.metrics.validation import validation_metrics
+from trackway.trainer.metrics import validation_metrics
 from trackway.wire.errors import ErrorBody, ErrorCode
 from trackway.wire.trajectory import Reward, StopReason, Tags, Trajectory
 

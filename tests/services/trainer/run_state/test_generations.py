@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from trackway.trainer.run_state.generations import Generations
+from trackway.trainer.run_state.trajectories import Generations
 from trackway.wire.trajectory import Reward, Trajectory
 
 

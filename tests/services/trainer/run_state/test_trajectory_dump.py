@@ -1,6 +1,6 @@
 import pyarrow.parquet as pq
 
-from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
+from trackway.trainer.run_state.trajectories import read_trajectories, write_trajectories
 from trackway.wire.agent import GroupRequest
 from trackway.wire.errors import ErrorCode
 from trackway.wire.tracing import Incident

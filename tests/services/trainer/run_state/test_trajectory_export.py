@@ -5,7 +5,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from trackway.trainer.run_state.trajectory_dump import write_trajectories
+from trackway.trainer.run_state.trajectories import write_trajectories
 from trackway.trainer.run_state.trajectory_export import (
     COLUMNS,
     Source,

@@ -17,9 +17,8 @@ from tests.waiting import async_until
 from trackway.clients import TrainerClient
 from trackway.trainer.run_state.folder import RunFolder, this_machine
 from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S
-from trackway.trainer.service_urls import ServiceUrls
-from trackway.trainer.supervisor.auto_resume import resume_interrupted
-from trackway.trainer.supervisor.manager import RunManager
+from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.supervisor.manager import RunManager, resume_interrupted
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import RunInfo, RunRequest, RunState
 

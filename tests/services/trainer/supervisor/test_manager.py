@@ -25,7 +25,7 @@ from trackway.run_config import compose
 from trackway.tracing import Tracing, TracingSettings
 from trackway.trainer.run_state.checkpoint import LATEST
 from trackway.trainer.run_state.folder import Owner, RunFolder
-from trackway.trainer.run_state.trajectory_dump import read_trajectories
+from trackway.trainer.run_state.trajectories import read_trajectories
 from trackway.trainer.supervisor.manager import RunManager
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow, RunInfo, RunRequest, RunState

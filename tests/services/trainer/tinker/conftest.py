@@ -23,7 +23,7 @@ from trackway.serving import service_app
 from trackway.tracing import Tracing, TracingSettings
 from trackway.tracing import attributes as names
 from trackway.trainer.settings import TrainerSettings
-from trackway.trainer.tinker.api import TinkerApi
+from trackway.trainer.tinker.routes import TinkerApi
 
 
 @pytest.fixture(scope="module", autouse=True)

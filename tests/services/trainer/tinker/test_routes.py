@@ -19,10 +19,10 @@ from tests.weight_proofs import ANY_PROOF
 from trackway.clients.weights import WeightStore
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.trainer.calls.log import RequestLog
-from trackway.trainer.calls.paths import weights_file
 from trackway.trainer.calls.protobuf import schema
+from trackway.trainer.calls.results import weights_file
 from trackway.trainer.tinker import routes, sampling, service, sessions
-from trackway.trainer.tinker.base_models import BaseModelFacts
+from trackway.trainer.tinker.service import BaseModelFacts
 from trackway.wire.trainer import RunInfo, RunState
 from trackway.wire.weights import policy_url
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from trackway.learner.filtering import FilteredBatch, TrainStatus
-from trackway.trainer.traces.feedback import Assessment, training_feedback, validation_feedback
+from trackway.trainer.traces.run import Assessment, training_feedback, validation_feedback
 from trackway.wire.trajectory import MAX_ANSWER, Trajectory
 
 Rollout = Callable[..., Trajectory]

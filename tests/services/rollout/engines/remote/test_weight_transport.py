@@ -19,8 +19,7 @@ from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.rollout.settings import RolloutSettings
 from trackway.rollout.weight_watcher import WeightWatcher
 from trackway.system import free_port
-from trackway.trainer.loop.weight_publisher import Publisher
-from trackway.trainer.loop.weight_transport import IpcSender
+from trackway.trainer.loop.weight_publisher import IpcSender, Publisher
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.weights import SharedMemory, Verdict
 
