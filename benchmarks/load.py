@@ -43,7 +43,7 @@ from transformers import AutoTokenizer
 from trackway.clients import AgentClient, CallPolicy, run
 from trackway.deploy.bundled import CPU_CONFIG, TINY_MODEL
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.deployment.status import service_statuses
+from trackway.deploy.deployment.serve_api import service_statuses
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.local.up import bring_up, take_down
 from trackway.trainer.data.tiny import make_tiny_rows

@@ -38,7 +38,7 @@ from tests.services.trainer.loop.simulated_loop import SimulatedLoop
 from trackway.clients import AgentClient, CallPolicy, run
 from trackway.deploy.bundled import CPU_CONFIG, TINY_MODEL
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.deployment.status import scale
+from trackway.deploy.deployment.serve_api import scale
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.local.up import bring_up, take_down
 from trackway.run_config import compose

@@ -16,7 +16,7 @@ from sim_engine import use_sim
 
 from trackway.clients import CallPolicy, RolloutClient, run
 from trackway.clients.routing import TrajectoryRouting
-from trackway.deploy.deployment import status
+from trackway.deploy.deployment import serve_api
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.local.up import bring_up, take_down
@@ -52,7 +52,7 @@ def measure_replicas() -> None:
         try:
             alone = 0.0
             for replicas in (1, 2, 4):
-                status.scale(deployment, "rollout", replicas)
+                serve_api.scale(deployment, "rollout", replicas)
                 rate = show(deployment, replicas, SATURATED, "saturated")
                 alone = alone or rate
                 print(f"  {rate / alone / replicas:.3f} of linear", flush=True)

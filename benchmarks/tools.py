@@ -41,7 +41,7 @@ from tools_caller import caller_cpu
 from tools_load import MAX_REQUESTS
 
 from trackway.deploy.bundled import CPU_CONFIG
-from trackway.deploy.deployment import status
+from trackway.deploy.deployment import serve_api
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.local.up import bring_up, take_down
@@ -158,7 +158,7 @@ def served(sink: str) -> Iterator[Deployment]:
 
 def on_serve(deployment: Deployment, replicas: int) -> dict[str, Target]:
     """Through the proxy, and at the replicas' own ports."""
-    running = status.scale(deployment, "tools", replicas)
+    running = serve_api.scale(deployment, "tools", replicas)
     ray = psutil.Process(deployment.processes[0].pid).children(recursive=True)
     proxies = [process for process in ray if "ProxyActor" in " ".join(process.cmdline())]
     everything = [*proxies, *(psutil.Process(replica.health.pid) for replica in running)]

@@ -14,15 +14,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trackway.deploy.api.evaluated import Evaluated
-    from trackway.deploy.api.run import Run
+    from trackway.deploy.api.run import Evaluated, Run
     from trackway.deploy.api.services import Services, connect, evaluate, local, rollouts, train
 
 __path__ = __import__("pkgutil").extend_path(__path__, __name__)  # in this form mkdocstrings knows it
 
 __all__ = ["Evaluated", "Run", "Services", "connect", "evaluate", "local", "rollouts", "train"]
 
-_MODULES = {"Evaluated": "evaluated", "Run": "run"}
+_MODULES = {"Evaluated": "run", "Run": "run"}
 
 
 if not TYPE_CHECKING:  # there the names are imported, and any other is a package

@@ -16,7 +16,7 @@ from tests.chaos.fault_schedule import Fault, Target, spread
 from tests.chaos.fault_targets import mlflow_server, processes_of, running, send, stopped, with_children, workers
 from tests.chaos.run_progress import StepProgress, ended_trajectories
 from trackway.clients import AgentClient, CallPolicy, TrainerClient, run
-from trackway.deploy.deployment import status
+from trackway.deploy.deployment import serve_api
 from trackway.deploy.deployment.record import Deployment
 from trackway.system.user_error import UserError
 from trackway.trainer.run_state.folder import RunFolder
@@ -187,7 +187,7 @@ def leftovers(deployment: Deployment, chaos: ChaosRun, expected: dict[str, int])
     kills = [injection.fault for injection in chaos.injections if not injection.fault.stop_s]
     drafts = list(chaos.folder.path.rglob(".*.tmp"))  # a later worker removes them, after an hour
     found += [f"{len(drafts)} drafts of {len(kills)} kills: {drafts}"] if len(drafts) > len(kills) else []
-    for service in status.service_statuses(deployment):
+    for service in serve_api.service_statuses(deployment):
         ready = sum(replica.ready.ready for replica in service.replicas)
         if (service.status, ready, len(service.replicas)) != ("RUNNING", *[expected[service.service]] * 2):
             found.append(
@@ -201,7 +201,7 @@ def leftovers(deployment: Deployment, chaos: ChaosRun, expected: dict[str, int])
 def is_healthy(deployment: Deployment) -> bool:
     """Whether every service runs and all of its replicas are ready."""
     try:
-        services = status.service_statuses(deployment)
+        services = serve_api.service_statuses(deployment)
     except (TrackwayError, UserError):
         return False
     return all(

@@ -30,8 +30,7 @@ from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.serve_config import Replicas
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.deployment.serve_api import ServeApi
-from trackway.deploy.deployment.status import replicas_at
+from trackway.deploy.deployment.serve_api import ServeApi, replicas_at
 from trackway.trainer.data import make_tiny
 from trackway.wire.errors import TrackwayError
 from trackway.wire.health import ReplicaInfo

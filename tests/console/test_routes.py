@@ -25,7 +25,7 @@ from tests.console.example_run import (
     write_step,
     write_values,
 )
-from trackway.console import app, over_steps, search, spans, steps, trajectory_files
+from trackway.console import app, over_steps, search, steps, trajectory_files
 from trackway.console.app import create_app
 from trackway.console.trajectory_files import File, ParquetReader
 from trackway.deploy.bundled import TINY_MODEL
@@ -910,7 +910,10 @@ def test_the_spans_of_a_trace_come_from_the_mlflow_server_of_the_run(
         return httpx.Response(200, json={"traces": [{"spans": spans}]})
 
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "of-another-server")
-    monkeypatch.setattr(spans, "mlflow_http", lambda uri, timeout: httpx.Client(transport=httpx.MockTransport(answer)))
+    monkeypatch.setattr(
+        "trackway.console.trajectory.mlflow_http",
+        lambda uri, timeout: httpx.Client(transport=httpx.MockTransport(answer)),
+    )
 
     page = get(outputs, "spans", run="tidy", trace=TRACE_ID)
 
@@ -1100,7 +1103,10 @@ def test_search_finds_the_trajectories_whose_traces_have_a_span(outputs: Path, m
             return httpx.Response(200, json={"traces": [{"trace_id": f"tr-{'0' * 32}"}], "next_page_token": "more"})
         return httpx.Response(200, json={"traces": [{"trace_id": f"tr-{TRACE_ID}"}]} if len(asked) == 2 else {})
 
-    monkeypatch.setattr(spans, "mlflow_http", lambda uri, timeout: httpx.Client(transport=httpx.MockTransport(answer)))
+    monkeypatch.setattr(
+        "trackway.console.trajectory.mlflow_http",
+        lambda uri, timeout: httpx.Client(transport=httpx.MockTransport(answer)),
+    )
     monkeypatch.setattr(search, "BUDGET_S", 60.0)
     every = {"run": "tidy", "limit": 50}
 
@@ -1111,7 +1117,7 @@ def test_search_finds_the_trajectories_whose_traces_have_a_span(outputs: Path, m
     quoted = refused(outputs, "search", run="tidy", span="'\"")
     assert quoted[:2] == (422, "invalid_request") and "both kinds of quotes" in quoted[2]
 
-    monkeypatch.setattr(spans, "MOST_TRACES", 1)
+    monkeypatch.setattr("trackway.console.trajectory.MOST_TRACES", 1)
     monkeypatch.setattr(app, "MOST_TRACES", 1)
     asked.clear()
     [told] = get(outputs, "search", **every, span="turn *")["unreadable"]

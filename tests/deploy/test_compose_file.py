@@ -23,7 +23,7 @@ from tests.console.example_run import write_run
 from trackway.clients.weights import WeightStore
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.deployment.attach import attach
-from trackway.deploy.deployment.status import ServiceStatus, service_statuses
+from trackway.deploy.deployment.serve_api import ServiceStatus, service_statuses
 from trackway.deploy.local.single_service import app_of
 from trackway.system import free_port
 from trackway.trainer.run_state.trajectories import read_trajectories

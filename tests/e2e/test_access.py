@@ -12,7 +12,7 @@ from tests.e2e.access_tokens import AGENT, OPERATOR
 from trackway.clients import AgentClient, ServiceClient, ToolsClient, run
 from trackway.console.app import create_app
 from trackway.deploy.commands.console import services_of
-from trackway.deploy.deployment import status
+from trackway.deploy.deployment import serve_api
 from trackway.deploy.deployment.record import Deployment
 from trackway.trainer.data.tiny import make_tiny_rows
 from trackway.wire.agent import GroupRequest
@@ -29,7 +29,7 @@ STRANGERS = [{}, {"authorization": "Bearer stranger-0123456789abcdef"}, {"x-sess
 
 
 def own_ports(deployment: Deployment) -> list[str]:
-    return [str(replica.url) for replica in status.replicas_at(f"{deployment.base_url}/tools")]
+    return [str(replica.url) for replica in serve_api.replicas_at(f"{deployment.base_url}/tools")]
 
 
 def test_who_has_no_token_gets_one_and_the_same_401_everywhere(deployment: Deployment) -> None:

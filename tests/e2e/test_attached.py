@@ -19,7 +19,7 @@ from tests.waiting import until
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.serve_config import Replicas
-from trackway.deploy.deployment import status
+from trackway.deploy.deployment import serve_api
 from trackway.deploy.deployment.record import Deployment, load_running
 from trackway.deploy.deployment.serve_api import ServeApi
 from trackway.deploy.local.settings import UpSettings
@@ -70,7 +70,7 @@ FIVE: tuple[str, ...] = get_args(ServiceName)
 def pids(deployment: Deployment) -> dict[str, list[int]]:
     return {
         service.service: [replica.health.pid for replica in service.replicas]
-        for service in status.service_statuses(deployment)
+        for service in serve_api.service_statuses(deployment)
         if service.service in FIVE
     }
 
@@ -92,7 +92,7 @@ def test_without_rays_address_the_replicas_are_shown_and_scale_says_what_it_need
     blind = load_running(attached).model_copy(update={"dashboard_url": ""})
     assert pids(blind) == pids(deployment)
     with pytest.raises(UserError, match=r"attached without --ray-url; .*k8s/base/serve.yaml"):
-        status.scale(blind, "rollout", 2)
+        serve_api.scale(blind, "rollout", 2)
 
 
 def test_scale_changes_one_number_of_what_serve_has_and_restarts_nobody(attached: Path, api: ServeApi) -> None:
@@ -103,9 +103,9 @@ def test_scale_changes_one_number_of_what_serve_has_and_restarts_nobody(attached
     before, ran = api.config(), pids(there)
     assert before == bounded and len(ran["reward"]) == 1
 
-    up = status.scale(there, "rollout", 2)
+    up = serve_api.scale(there, "rollout", 2)
     scaled, during = api.config(), pids(there)
-    down = status.scale(there, "rollout", 1)
+    down = serve_api.scale(there, "rollout", 1)
 
     assert (len(up), len(down), down[0].health.pid in during["rollout"]) == (2, 1, True)
     assert scaled == serve_config.with_replicas(before, "rollout", Replicas(2, 2))
@@ -119,7 +119,7 @@ def test_scale_changes_one_number_of_what_serve_has_and_restarts_nobody(attached
 def test_another_clusters_token_is_refused_in_a_line(attached: Path, monkeypatch) -> None:
     monkeypatch.setenv(RAY_TOKEN, "0" * 64)
     with pytest.raises(UserError, match=r"refused the token .HTTP 40[13].; set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"):
-        status.scale(load_running(attached), "rollout", 2)
+        serve_api.scale(load_running(attached), "rollout", 2)
 
 
 def test_a_run_starts_there_with_paths_of_the_services_volume(deployment: Deployment, attached: Path) -> None:

@@ -40,7 +40,7 @@ from tests.e2e.small_runs import small_run
 from tests.e2e.test_external_agent import answer, opened_for
 from tests.e2e.test_training import quiet
 from trackway.clients import TrainerClient, run
-from trackway.deploy.deployment import status
+from trackway.deploy.deployment import serve_api
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local.up import spans_waiting
 from trackway.deploy.runs.session import RunSession
@@ -222,7 +222,7 @@ def agents_at_work(chaos: ChaosRun) -> Iterator[tuple[set[str], set[str]]]:
 def ready_replicas(deployment: Deployment) -> dict[str, int]:
     """Each service's number of replicas, once all are ready."""
     eventually_empty("not healthy", lambda: [] if is_healthy(deployment) else ["a service"])
-    return {found.service: len(found.replicas) for found in status.service_statuses(deployment)}
+    return {found.service: len(found.replicas) for found in serve_api.service_statuses(deployment)}
 
 
 def has_a_whole_account(info: RunInfo) -> None:

@@ -6,14 +6,14 @@ import time
 import httpx
 import pytest
 
-from trackway.deploy.deployment import status
+from trackway.deploy.deployment import serve_api
 from trackway.deploy.deployment.record import Deployment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 
 def test_a_header_that_is_not_complete_is_answered_408_after_ten_seconds(deployment: Deployment) -> None:
-    own_port = next(str(replica.url) for replica in status.replicas_at(f"{deployment.base_url}/tools"))
+    own_port = next(str(replica.url) for replica in serve_api.replicas_at(f"{deployment.base_url}/tools"))
     urls = [httpx.URL(deployment.base_url), httpx.URL(own_port)]
     connections = [socket.create_connection((url.host, url.port)) for url in urls]
     for connection in connections:

@@ -18,7 +18,7 @@ from tests.e2e.test_training import quiet, step_of, trajectories_of, whole
 from tests.waiting import until
 from trackway.agent.sessions.store import replica_of
 from trackway.deploy.config import serve_config
-from trackway.deploy.deployment import status
+from trackway.deploy.deployment import serve_api
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.serve_api import ServeApi
 from trackway.deploy.runs.session import RunSession
@@ -51,7 +51,7 @@ def running_agents(deployment: Deployment, external: Mapping[str, object], repli
     before = deployment.serve_config
     old = {replica.health.pid for replica in agent_replicas(deployment)}
     deployment.serve_config = serve_config.with_options(before, "agent", {"external": external})
-    status.scale(deployment, "agent", replicas)
+    serve_api.scale(deployment, "agent", replicas)
     until(lambda: len(now := agent_replicas(deployment)) == replicas and old.isdisjoint(r.health.pid for r in now))
     yield
     last = {replica.health.pid for replica in agent_replicas(deployment)}
@@ -62,7 +62,7 @@ def running_agents(deployment: Deployment, external: Mapping[str, object], repli
 
 
 def agent_replicas(deployment: Deployment) -> list[ReplicaInfo]:
-    [agent] = [service for service in status.service_statuses(deployment) if service.service == "agent"]
+    [agent] = [service for service in serve_api.service_statuses(deployment) if service.service == "agent"]
     return agent.replicas
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.waiting import until
 from trackway.deploy.config import serve_config
-from trackway.deploy.deployment import status
+from trackway.deploy.deployment import serve_api
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.serve_api import ServeApi
 from trackway.deploy.local.up import check_interpreters
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 def reward_runs(deployment: Deployment, python: str) -> bool:
-    [reward] = [service for service in status.service_statuses(deployment) if service.service == "reward"]
+    [reward] = [service for service in serve_api.service_statuses(deployment) if service.service == "reward"]
     return [replica.health.executable for replica in reward.replicas] == [python]
 
 
@@ -26,7 +26,7 @@ def reward_runs(deployment: Deployment, python: str) -> bool:
 def elsewhere(deployment: Deployment, other_environment: Path) -> Iterator[str]:
     """The reward service on another interpreter for the time of a test."""
     api, before = ServeApi(deployment.dashboard_url, deployment.token), deployment.serve_config
-    ours = status.service_statuses(deployment)[deployment.services.index("reward")].replicas[0].health.executable
+    ours = serve_api.service_statuses(deployment)[deployment.services.index("reward")].replicas[0].health.executable
     changed = {"ray_actor_options": {"runtime_env": {"py_executable": str(other_environment)}}}
     api.deploy(serve_config.with_options(before, "reward", {}, changed))
     until(lambda: reward_runs(deployment, str(other_environment)), 240.0)

@@ -18,8 +18,7 @@ from trackway.clients import ToolsClient, run
 from trackway.clients.token import resolve_token
 from trackway.deploy.config import serve_config
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.deployment.serve_api import ServeApi
-from trackway.deploy.deployment.status import service_statuses
+from trackway.deploy.deployment.serve_api import ServeApi, service_statuses
 from trackway.wire.errors import TrackwayError
 from trackway.wire.tools import OneShotRequest
 

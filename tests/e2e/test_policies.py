@@ -13,7 +13,7 @@ from tests.waiting import until
 from trackway.clients import RolloutClient, run
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.deployment.status import replicas_at
+from trackway.deploy.deployment.serve_api import replicas_at
 from trackway.deploy.runs.session import RunSession
 from trackway.trainer.run_state.trajectories import read_trajectories
 from trackway.wire.trainer import RunInfo, RunState

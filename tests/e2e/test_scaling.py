@@ -17,7 +17,7 @@ from trackway.clients import CallPolicy, RolloutClient, run
 from trackway.clients.routing import TrajectoryRouting
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.serve_config import Replicas
-from trackway.deploy.deployment import status
+from trackway.deploy.deployment import serve_api
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.serve_api import ServeApi
 from trackway.deploy.local.settings import UpSettings
@@ -63,7 +63,7 @@ def simulated(deployment: Deployment) -> Iterator[Deployment]:
     api, before = ServeApi(deployment.dashboard_url, deployment.token), deployment.serve_config
     deployment.serve_config = {**before, "applications": [*applications(before), application()]}
     others = pids(deployment)
-    status.scale(deployment, NAME, 1)
+    serve_api.scale(deployment, NAME, 1)
     yield deployment
     assert pids(deployment) == others  # nothing else restarted, whatever was done to this one
     deployment.serve_config = before
@@ -79,7 +79,7 @@ def applications(config: dict[str, object]) -> list[dict[str, Any]]:
 
 
 def pids(deployment: Deployment) -> dict[str, list[int]]:
-    found = status.service_statuses(deployment)
+    found = serve_api.service_statuses(deployment)
     return {
         service.service: [replica.health.pid for replica in service.replicas]
         for service in found
@@ -148,16 +148,16 @@ def replicas(deployment: Deployment) -> dict[str, int]:
 def test_scaling_up_and_down_under_load_loses_no_generation(simulated: Deployment, direct: bool) -> None:
     with load(simulated, at_once=12, direct=direct) as working:
         until(lambda: working.answered >= 12)
-        up = {replica.health.replica for replica in status.scale(simulated, NAME, 3)}
+        up = {replica.health.replica for replica in serve_api.scale(simulated, NAME, 3)}
         until(lambda: working.replicas >= up)
-        down = {replica.health.replica for replica in status.scale(simulated, NAME, 1)}
+        down = {replica.health.replica for replica in serve_api.scale(simulated, NAME, 1)}
         answered = working.answered
         until(lambda: working.answered >= answered + 12)
     assert (working.lost, len(up), len(down), down <= up) == ([], 3, 1, True)
 
 
 def test_a_killed_replica_loses_no_generation(simulated: Deployment) -> None:
-    pids = {replica.health.replica: replica.health.pid for replica in status.scale(simulated, NAME, 2)}
+    pids = {replica.health.replica: replica.health.pid for replica in serve_api.scale(simulated, NAME, 2)}
     with load(simulated, at_once=12, direct=True, attempts=5) as working:
         until(lambda: working.replicas >= pids.keys(), state=working.state)
         os.kill(min(pids.values()), signal.SIGKILL)
@@ -165,14 +165,14 @@ def test_a_killed_replica_loses_no_generation(simulated: Deployment) -> None:
         until(lambda: working.answered >= answered + 24)
         until(lambda: len(working.replicas) >= 3, state=working.state)  # the new one is called too
     assert working.lost == []
-    status.scale(simulated, NAME, 1)
+    serve_api.scale(simulated, NAME, 1)
 
 
 def test_an_edited_config_over_serves_rest_api_scales_too(simulated: Deployment) -> None:
     edited = serve_config.with_replicas(simulated.serve_config, NAME, Replicas(2, 2))
     ServeApi(simulated.dashboard_url, simulated.token).deploy(edited)
     until(lambda: replicas(simulated) == {"RUNNING": 2})
-    assert len(status.scale(simulated, NAME, 1)) == 1
+    assert len(serve_api.scale(simulated, NAME, 1)) == 1
 
 
 @both_ways
@@ -185,15 +185,15 @@ def test_turns_of_a_session_meet_the_same_replica(simulated: Deployment, direct:
 
         return await asyncio.gather(*(session(f"session {number}") for number in range(16)))
 
-    status.scale(simulated, NAME, 2)
+    serve_api.scale(simulated, NAME, 2)
     met = run(sessions())
     assert [len(replicas) for replicas in met] == [1] * 16
     assert len(set.union(*met)) == 2
-    status.scale(simulated, NAME, 1)
+    serve_api.scale(simulated, NAME, 1)
 
 
 def test_trajectories_stay_until_their_replica_dies_and_start_on_its_replacement(simulated: Deployment) -> None:
-    pids = {replica.health.replica: replica.health.pid for replica in status.scale(simulated, NAME, 2)}
+    pids = {replica.health.replica: replica.health.pid for replica in serve_api.scale(simulated, NAME, 2)}
     client = RolloutClient(f"{simulated.base_url}/{NAME}", policy=CallPolicy(attempts=8), direct=True)
     client.routing = TrajectoryRouting()
     body = GenerateRequest(token_ids=[5, 6, 7] * 10, sampling_params=SamplingParams(max_tokens=3))
@@ -224,7 +224,7 @@ def test_trajectories_stay_until_their_replica_dies_and_start_on_its_replacement
     assert turns[0].count(killed) == turns[0].count(kept) == 4
     assert [now for now, before in zip(after, turns[0], strict=True) if before == kept] == [kept] * 4
     assert killed not in [*after, *later]
-    status.scale(simulated, NAME, 1)
+    serve_api.scale(simulated, NAME, 1)
 
 
 def test_all_replicas_sleep_and_wake_up_at_one_call(simulated: Deployment) -> None:
@@ -237,26 +237,26 @@ def test_all_replicas_sleep_and_wake_up_at_one_call(simulated: Deployment) -> No
         await generate(client, [5, 6, 7], "session", tokens=3)
         return [[list(replica.asleep) for replica in replies.replicas] for replies in told]
 
-    status.scale(simulated, NAME, 2)
+    serve_api.scale(simulated, NAME, 2)
     both = ["kv_cache", "weights"]
     assert run(nap()) == [[both, both], [both, both], [["kv_cache"]] * 2, [[], []]]
-    status.scale(simulated, NAME, 1)
+    serve_api.scale(simulated, NAME, 1)
 
 
 @pytest.mark.extended
 @both_ways
 def test_replicas_follow_the_load_between_their_bounds(simulated: Deployment, direct: bool) -> None:
-    status.scale(simulated, NAME, 1)
+    serve_api.scale(simulated, NAME, 1)
     config = copy.deepcopy(simulated.serve_config)
     [own] = [app for app in applications(config) if app["name"] == NAME]
     own["deployments"][0].pop("num_replicas", None)
     own["deployments"][0]["autoscaling_config"] = AUTOSCALING
     simulated.serve_config = config
-    assert len(status.scale(simulated, NAME, Replicas(1, 3))) == 1
+    assert len(serve_api.scale(simulated, NAME, Replicas(1, 3))) == 1
     with load(simulated, at_once=12, direct=direct) as working:
         until(lambda: replicas(simulated) == {"RUNNING": 3})
         until(lambda: len(working.replicas) >= 3, state=working.state)  # more where Serve replaced some meanwhile
     until(lambda: replicas(simulated) == {"RUNNING": 1})
     assert (working.lost, working.answered >= 12) == ([], True)
-    [kept] = status.scale(simulated, NAME, 1)
-    assert kept.health.replica in {replica.health.replica for replica in status.scale(simulated, NAME, 2)}
+    [kept] = serve_api.scale(simulated, NAME, 1)
+    assert kept.health.replica in {replica.health.replica for replica in serve_api.scale(simulated, NAME, 2)}

@@ -25,7 +25,7 @@ from trackway.clients import ToolsClient, run
 from trackway.clients.token import authorization, resolve_token
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.serve_config import Replicas
-from trackway.deploy.deployment import status
+from trackway.deploy.deployment import serve_api
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.serve_api import ServeApi
 from trackway.wire.errors import ErrorCode
@@ -52,11 +52,11 @@ async def wait(seconds: float) -> str:
 def two_replicas(deployment: Deployment) -> Iterator[list[ReplicaInfo]]:
     """Of the session's tool server, which is left with one and as it was."""
     before = deployment.serve_config
-    yield status.scale(deployment, "tools", 2)
+    yield serve_api.scale(deployment, "tools", 2)
     deployment.serve_config = before
-    status.scale(deployment, "tools", 1)
+    serve_api.scale(deployment, "tools", 1)
     # A deployment of the whole config takes all applications away from RUNNING for a moment.
-    until(lambda: {service.status for service in status.service_statuses(deployment)} == {"RUNNING"})
+    until(lambda: {service.status for service in serve_api.service_statuses(deployment)} == {"RUNNING"})
 
 
 def url(deployment: Deployment) -> str:
@@ -64,7 +64,7 @@ def url(deployment: Deployment) -> str:
 
 
 def replicas(deployment: Deployment) -> list[ReplicaInfo]:
-    [tools] = [service for service in status.service_statuses(deployment) if service.service == "tools"]
+    [tools] = [service for service in serve_api.service_statuses(deployment) if service.service == "tools"]
     return tools.replicas
 
 
@@ -148,7 +148,7 @@ def test_replicas_follow_calls_that_serve_does_not_see(deployment: Deployment, t
     had = deployment.serve_config
     deployment.serve_config = config
     before = {replica.health.pid for replica in replicas(deployment)}
-    status.scale(deployment, "tools", Replicas(1, 3))
+    serve_api.scale(deployment, "tools", Replicas(1, 3))
     until(lambda: before.isdisjoint(replica.health.pid for replica in replicas(deployment)))  # these lack the slow tool
     until(lambda: states(deployment) == {"RUNNING": 1})
     with busy(deployment, at_once=24):
@@ -156,7 +156,7 @@ def test_replicas_follow_calls_that_serve_does_not_see(deployment: Deployment, t
     until(lambda: states(deployment) == {"RUNNING": 1})
     slow = {replica.health.pid for replica in replicas(deployment)}
     deployment.serve_config = had
-    status.scale(deployment, "tools", 2)
+    serve_api.scale(deployment, "tools", 2)
     until(lambda: slow.isdisjoint(replica.health.pid for replica in replicas(deployment)))
 
 

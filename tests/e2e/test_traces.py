@@ -18,7 +18,7 @@ from tests.waiting import until
 from trackway.clients import AgentClient, run
 from trackway.clients.token import authorization, resolve_token
 from trackway.deploy.bundled import TINY_MODEL
-from trackway.deploy.deployment import status
+from trackway.deploy.deployment import serve_api
 from trackway.deploy.deployment.record import Deployment
 from trackway.traces import TraceTree
 from trackway.wire.agent import GroupRequest, Limits, RewardModel, Sample
@@ -110,7 +110,7 @@ async def collected(stream: AsyncIterator[Trajectory]) -> list[Trajectory]:
 def test_a_rollout_replica_killed_while_a_group_generates_is_seen_in_its_traces(
     deployment: Deployment, experiment: str
 ) -> None:
-    [replica] = status.service_statuses(deployment)[deployment.services.index("rollout")].replicas
+    [replica] = serve_api.service_statuses(deployment)[deployment.services.index("rollout")].replicas
 
     async def killed_meanwhile() -> list[Trajectory]:
         client = AgentClient(f"{deployment.base_url}/agent")

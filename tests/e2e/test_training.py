@@ -24,7 +24,7 @@ from tests.e2e.small_runs import small_run
 from tests.waiting import until
 from trackway.clients import TrainerClient, run
 from trackway.console.app import create_app
-from trackway.deploy.deployment import status
+from trackway.deploy.deployment import serve_api
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs.session import RunSession
 from trackway.trainer.run_state.trajectories import read_trajectories
@@ -143,10 +143,10 @@ def test_scaling_rollout_during_a_run_fails_no_request_and_both_replicas_hold_th
 ) -> None:
     name = started("scaled", 8).run
     until(lambda: step_of(deployment, name) >= 1)
-    during = status.scale(deployment, "rollout", 2)
+    during = serve_api.scale(deployment, "rollout", 2)
     info = RunSession(deployment).follow(name, quiet)
     after = until(lambda: current(deployment))
-    back = status.scale(deployment, "rollout", 1)
+    back = serve_api.scale(deployment, "rollout", 1)
     assert (len(during), len(after), len(back)) == (2, 2, 1)
     assert (info.state, [trajectory.error for trajectory in trajectories_of(info) if trajectory.error]) == (
         RunState.FINISHED,
@@ -156,7 +156,7 @@ def test_scaling_rollout_during_a_run_fails_no_request_and_both_replicas_hold_th
 
 def current(deployment: Deployment) -> list[int]:
     """The rollout replicas' weight versions once they all hold the newest."""
-    rollout = next(service for service in status.service_statuses(deployment) if service.service == "rollout")
+    rollout = next(service for service in serve_api.service_statuses(deployment) if service.service == "rollout")
     weights = [replica.weights for replica in rollout.replicas if replica.weights]
     return [state.version for state in weights] if all(state.version == state.latest for state in weights) else []
 
@@ -164,13 +164,13 @@ def current(deployment: Deployment) -> list[int]:
 def test_a_killed_rollout_replica_costs_no_trajectory(deployment: Deployment, started) -> None:
     name = started("killed", 4).run
     until(lambda: step_of(deployment, name) >= 1)
-    rollout = next(service for service in status.service_statuses(deployment) if service.service == "rollout")
+    rollout = next(service for service in serve_api.service_statuses(deployment) if service.service == "rollout")
     [replica] = rollout.replicas
     os.kill(replica.health.pid, signal.SIGKILL)
     info = RunSession(deployment).follow(name, quiet)
     assert (info.state, info.restarts) == (RunState.FINISHED, 0)
     assert [trajectory.error for trajectory in trajectories_of(info) if trajectory.error] == []
-    assert next(iter(status.service_statuses(deployment))).replicas[0].health.pid != replica.health.pid
+    assert next(iter(serve_api.service_statuses(deployment))).replicas[0].health.pid != replica.health.pid
 
 
 @pytest.mark.extended

@@ -10,7 +10,7 @@ import pytest
 from mlflow import MlflowClient
 
 from trackway.clients.token import authorization, resolve_token
-from trackway.console.spans import spans_page
+from trackway.console.trajectory import spans_page
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.deployment.record import Deployment
 from trackway.evaluation.store import EvaluationStore

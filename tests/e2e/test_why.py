@@ -13,7 +13,7 @@ from tests.e2e.test_training import quiet, step_of
 from tests.waiting import until
 from trackway.deploy.commands.why import reasons
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.deployment.status import service_statuses
+from trackway.deploy.deployment.serve_api import service_statuses
 from trackway.deploy.runs.found import find_run
 from trackway.deploy.runs.session import RunSession
 from trackway.run_config import compose

@@ -5,9 +5,9 @@ from pydantic import JsonValue
 from rich.console import Console, RenderableType
 
 from tests.traces.example_trace import ExampleTrace, span
-from trackway.traces import render, tables
+from trackway.traces import render
 from trackway.traces.compare import compare
-from trackway.traces.tables import row
+from trackway.traces.render import row
 from trackway.traces.tree import SpanEvent, SpanLink
 from trackway.traces.verify import Gap, Verification, WaitingSpans
 
@@ -66,12 +66,12 @@ def test_a_trajectory_is_drawn_as_a_tree_in_time() -> None:
 )
 def test_a_models_text_is_no_markup(text: str) -> None:
     assert f"wrote       {text}" in shown(ExampleTrace(answer=text))
-    assert text in printed(tables.listing([row(ExampleTrace(answer=text).tree())], 200), 200)
+    assert text in printed(render.listing([row(ExampleTrace(answer=text).tree())], 200), 200)
 
 
 def test_a_text_cannot_act_on_the_terminal() -> None:
     hostile = ExampleTrace(answer="\x1b[2J\x1b]0;title\x07", call="\x1b[31m")
-    pictures = [shown(hostile), printed(tables.listing([row(hostile.tree())], 200), 200)]
+    pictures = [shown(hostile), printed(render.listing([row(hostile.tree())], 200), 200)]
     assert all("\x1b" not in picture and "␛[2J␛]0;title␇" in picture for picture in pictures)
 
 
@@ -136,7 +136,7 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
 def test_the_facts_of_trajectories_stand_side_by_side() -> None:
     other_example = ExampleTrace(answer="#### 48", reward=0.0, rollout_n=0)
     trees = [ExampleTrace().tree(), other_example.tree(), ExampleTrace(rollout_n=5).tree()]
-    lines = [" ".join(line.split()) for line in printed(tables.facts(compare(trees)), 140).splitlines()]
+    lines = [" ".join(line.split()) for line in printed(render.facts(compare(trees)), 140).splitlines()]
     assert lines[0] == "s3/i17/n2 s3/i17/n0 s3/i17/n5"
     assert [line for line in lines if line.startswith("≠")] == ["≠ rollout_n 2 0 5", "≠ reward 1 0 1"]
     assert lines[-4:] == ["", "turn 0: the same", "turn 1: differs", "1 of 2 turns differ"]
@@ -146,7 +146,7 @@ def test_a_list_shows_ids_that_show_takes_and_runs_when_there_are_several() -> N
     other_example = ExampleTrace(rollout_n=0)
     other_example.tags["experiment_name"] = "other"
     [header, first, _] = printed(
-        tables.listing([row(ExampleTrace().tree()), row(other_example.tree())], 110), 110
+        render.listing([row(ExampleTrace().tree()), row(other_example.tree())], 110), 110
     ).splitlines()
     assert " ".join(header.split()) == "name run trace step sample n outcome reward turns tokens ms end of the answer"
     assert first.split() == [
@@ -164,14 +164,14 @@ def test_a_list_shows_ids_that_show_takes_and_runs_when_there_are_several() -> N
         "####",
         "54",
     ]
-    assert "tr-" + "ab" * 16 in printed(tables.listing([row(ExampleTrace().tree())], 130), 130)
-    assert " run " not in printed(tables.listing([row(ExampleTrace().tree())], 130), 130)
+    assert "tr-" + "ab" * 16 in printed(render.listing([row(ExampleTrace().tree())], 130), 130)
+    assert " run " not in printed(render.listing([row(ExampleTrace().tree())], 130), 130)
 
 
 @pytest.mark.parametrize("width", [80, 90, 100])
 def test_a_narrow_list_has_names_and_numbers_whole_and_the_answer_gives_way(width: int) -> None:
     long = ExampleTrace(answer="the answer is a long sentence that ends with #### 54")
-    [header, line] = printed(tables.listing([row(long.tree())], width), width).splitlines()
+    [header, line] = printed(render.listing([row(long.tree())], width), width).splitlines()
 
     numbers = ["s3/i17/n2", "abababababab", "3", "17", "2", "ok", "1", "2", "30+20", "400"]
     assert header.split()[:10] == ["name", "trace", "step", "sample", "n", "outcome", "reward", "turns", "tokens", "ms"]
@@ -184,7 +184,7 @@ def test_a_verification_lists_gaps_and_what_waits_on_disk() -> None:
     found = Verification(
         run="tiny", dumps=1, trajectories=8, traced=4, complete=3, gaps=[gap], waiting=WaitingSpans(files=2, bytes=999)
     )
-    assert printed(tables.verification(found)).splitlines() == [
+    assert printed(render.verification(found)).splitlines() == [
         "trajectory  trace                             what is wrong",
         f"s3/i17/n2   {'ab' * 16}  the trace is absent",
         "                                              [x]",
@@ -197,5 +197,5 @@ def test_of_many_gaps_the_first_are_listed() -> None:
     gaps = [Gap(trajectory="t", trace_id=f"{n:032x}", name=f"s3/i17/n{n}", reasons=["lost"]) for n in range(70)]
     nothing = WaitingSpans(files=0, bytes=0)
     found = Verification(run="tiny", dumps=1, trajectories=70, traced=70, complete=0, gaps=gaps, waiting=nothing)
-    lines = printed(tables.verification(found)).splitlines()
+    lines = printed(render.verification(found)).splitlines()
     assert (len(lines), lines[-2]) == (1 + 50 + 2, "and 20 more, which --json lists")

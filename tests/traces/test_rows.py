@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from tests.traces.example_trace import STARTED, ExampleTrace, framework
 from tests.traces.framework_spans import GEN_AI, GEN_AI_TOOL, OPENINFERENCE
-from trackway.traces.tables import TraceRow, row
+from trackway.traces.render import TraceRow, row
 from trackway.traces.views import Tokens
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trackway.traces.text import ending, one_line, shortened, visible
+from trackway.traces.render import ending, one_line, shortened, visible
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from starlette.datastructures import MutableHeaders
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trackway.console.evaluations import evaluations_page
 from trackway.console.over_steps import FileResults, failures_page, prompt_page
 from trackway.console.replies import (
     ConsoleInfo,
@@ -34,9 +33,17 @@ from trackway.console.runs import Runs, config_of, series
 from trackway.console.search import Query as SearchQuery
 from trackway.console.search import search
 from trackway.console.services import service_routes
-from trackway.console.spans import MOST_TRACES, spans_page, traces_with
-from trackway.console.steps import MOST_ROLLOUTS, as_csv, as_jsonl, step_page
-from trackway.console.trajectory import MOST_TOKENS, Rank, Tokenizers, tokens_page, trajectory_page
+from trackway.console.steps import MOST_ROLLOUTS, as_csv, as_jsonl, evaluations_page, step_page
+from trackway.console.trajectory import (
+    MOST_TOKENS,
+    MOST_TRACES,
+    Rank,
+    Tokenizers,
+    spans_page,
+    tokens_page,
+    traces_with,
+    trajectory_page,
+)
 from trackway.console.trajectory_files import ParquetReader
 from trackway.serving import ServiceSettings, service_app
 from trackway.serving.auth import RawHeaders

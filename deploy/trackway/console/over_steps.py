@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from trackway.console.failure_kinds import CALLED, FAILURES, is_infrastructure, pattern_of, service_of
 from trackway.console.replies import Failure, FailuresPage, PromptPage, PromptRollout, Series, TrajectoryAddress
 from trackway.console.runs import finite
+from trackway.console.search import CALLED, FAILURES, is_infrastructure, pattern_of, service_of
 from trackway.console.steps import last_user_text
 from trackway.console.trajectory_files import TOGETHER, File, ParquetReader, trajectory_files
 from trackway.trainer.run_state.folder import RunFolder

@@ -24,7 +24,7 @@ from ray import serve
 from ray.serve import Application
 
 from trackway.deploy.autoscaling import DIRECT_REQUESTS
-from trackway.deploy.serve.direct_port import DirectPort
+from trackway.deploy.serve.direct_port import DirectPort, ProbeSocket
 from trackway.deploy.serve.fan_out import (
     Refusal,
     ReplicaMetrics,
@@ -36,7 +36,6 @@ from trackway.deploy.serve.fan_out import (
     to_each_replica_of,
     to_replicas_of,
 )
-from trackway.deploy.serve.probe_socket import ProbeSocket
 from trackway.deploy.sigterm import end_at_sigterm
 from trackway.serving import AuthSettings, ServiceSettings, from_inside
 from trackway.serving.tokens import TokenTable

@@ -18,17 +18,7 @@ from pydantic import JsonValue
 
 from trackway.system.user_error import UserError
 from trackway.traces.store import Steps, TraceFilter
-from trackway.traces.tree import (
-    SpanEvent,
-    SpanLink,
-    SpanNode,
-    State,
-    Status,
-    TraceTree,
-    assemble,
-    facts_of,
-    hex_id,
-)
+from trackway.traces.tree import SpanEvent, SpanLink, SpanNode, State, Status, TraceTree, assemble, facts_of, hex_id
 from trackway.tracing.export.mlflow import condition, credentials, mlflow_http
 from trackway.tracing.local_mlflow import client as local_mlflow
 

@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI
 
 from trackway.clients import CallPolicy, RewardClient, ToolsClient, run
-from trackway.deploy.api.functions import Functions
+from trackway.deploy.api.given import Functions
 from trackway.reward.app import create_app as reward_app
 from trackway.reward.settings import RewardSettings
 from trackway.serving.own_code import FunctionServer

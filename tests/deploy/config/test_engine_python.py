@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trackway.deploy.config.engine_python import check_engine_python
+from trackway.deploy.config.serve_config import check_engine_python
 from trackway.system.user_error import UserError
 
 

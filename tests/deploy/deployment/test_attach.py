@@ -13,12 +13,11 @@ from typer.testing import CliRunner
 from trackway.clients.token import TOKEN
 from trackway.deploy.cli import app
 from trackway.deploy.commands.traces import store_uri
-from trackway.deploy.deployment import status
+from trackway.deploy.deployment import serve_api
 from trackway.deploy.deployment.attach import attach, wait_for
 from trackway.deploy.deployment.processes import ProcessRecord
 from trackway.deploy.deployment.record import Deployment, NothingRuns, find_running, load_running, unanswered
-from trackway.deploy.deployment.serve_api import ServeApi, ray_token
-from trackway.deploy.deployment.status import service_statuses
+from trackway.deploy.deployment.serve_api import ServeApi, ray_token, service_statuses
 from trackway.deploy.local import preflight
 from trackway.deploy.local.settings import UpSettings
 from trackway.serving.middleware import CatchAllErrors
@@ -231,7 +230,7 @@ def test_one_service_that_answers_is_enough_to_be_asked_for_the_others(elsewhere
     elsewhere.away = set(SERVICES[1:])
     there = record(outputs, elsewhere.url)
     assert load_running(outputs) == there
-    shown = {service.service: (service.status, service.message) for service in status.service_statuses(there)}
+    shown = {service.service: (service.status, service.message) for service in serve_api.service_statuses(there)}
     assert shown["agent"][0] == "UNAVAILABLE" and "HTTP 503: no agent here" in shown["agent"][1]
 
 

@@ -13,7 +13,7 @@ from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.cli import app
 from trackway.deploy.commands.demo import _print_end
 from trackway.deploy.config import serve_config
-from trackway.deploy.deployment.progress import Report
+from trackway.deploy.deployment.processes import Report
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local import up
 from trackway.deploy.local.settings import UpSettings

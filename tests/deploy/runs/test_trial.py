@@ -13,8 +13,7 @@ from rich.console import Console
 from trackway.deploy.commands.new_project import templates, write_project
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs.prepare import prepare
-from trackway.deploy.runs.trial import Trial, Tried, advantages_of
-from trackway.deploy.runs.trial_report import trial_report
+from trackway.deploy.runs.trial import Trial, Tried, advantages_of, trial_report
 from trackway.run_config import resolve
 from trackway.system.user_error import UserError
 from trackway.wire.agent import RewardModel, Sample

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import SecretStr
 
 from trackway.clients.token import using_token
-from trackway.deploy.api.evaluated import Evaluated
-from trackway.deploy.api.functions import Function, Functions
-from trackway.deploy.api.given import ROWS, RowsGiven, overrides, row_files
-from trackway.deploy.api.run import Run
+from trackway.deploy.api.given import ROWS, Function, Functions, RowsGiven, overrides, row_files
+from trackway.deploy.api.run import Evaluated, Run
 from trackway.deploy.checks.run import check_run
 from trackway.deploy.config import serve_config
 from trackway.deploy.deployment.attach import attach

@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from trackway.deploy.deployment.progress import Report
+from trackway.deploy.deployment.processes import Report
 from trackway.run_config import UnsupportedKey
 from trackway.system.user_error import UserError
 

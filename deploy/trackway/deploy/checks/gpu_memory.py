@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trackway.deploy.config import serve_config
-from trackway.deploy.config.engine_python import SERVERS
+from trackway.deploy.config.serve_config import SERVERS
 from trackway.learner.gpu_memory import (
     EngineMemory,
     LearnerMemory,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from trackway.deploy.checks.findings import Findings
-from trackway.deploy.deployment.progress import Report
+from trackway.deploy.deployment.processes import Report
 from trackway.run_config import RunConfig
 from trackway.trainer.data.dataset import RowChoice, Rows, load_rows
 from trackway.trainer.data.name_check import Served

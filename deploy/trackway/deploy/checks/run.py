@@ -23,7 +23,7 @@ from trackway.deploy.checks.model import tokenizer_here
 from trackway.deploy.checks.rows import MEASURED_ROWS, RowsHere
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.code_versions import changed_since_start
-from trackway.deploy.config.engine_python import check_engine_python
+from trackway.deploy.config.serve_config import check_engine_python
 from trackway.deploy.config.services_for_run import (
     Decision,
     RunServices,
@@ -32,7 +32,7 @@ from trackway.deploy.config.services_for_run import (
     gpus_here,
     too_many_nodes,
 )
-from trackway.deploy.deployment.progress import Report
+from trackway.deploy.deployment.processes import Report
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.serve_api import ServeApi, ray_token
 from trackway.deploy.local import preflight

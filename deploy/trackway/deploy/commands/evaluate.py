@@ -149,8 +149,7 @@ def try_row(
     Example: trackway try rows.jsonl --row 3 --n 8
     """
     from trackway.deploy.runs.prepare import prepare
-    from trackway.deploy.runs.trial import Trial
-    from trackway.deploy.runs.trial_report import trial_report
+    from trackway.deploy.runs.trial import Trial, trial_report
     from trackway.deploy.terminal.tables import wide
 
     words = [*(overrides or [])]

@@ -244,7 +244,7 @@ def status(
 ) -> None:
     """Show services, replicas, weight versions, runs and undelivered metrics.  Example: trackway status --json"""
     from trackway.deploy.deployment.record import load_running
-    from trackway.deploy.deployment.status import service_statuses
+    from trackway.deploy.deployment.serve_api import service_statuses
 
     deployment = load_running(outputs)
     from trackway.deploy.runs.losses import active_runs
@@ -296,7 +296,7 @@ def scale(
 ) -> None:
     """Change the number of replicas of a running service.  Example: trackway scale rollout 2"""
     from trackway.deploy.config.serve_config import Replicas
-    from trackway.deploy.deployment import status as statuses
+    from trackway.deploy.deployment import serve_api
     from trackway.deploy.deployment.record import load_running
 
     wanted = Replicas.parse(replicas)
@@ -305,7 +305,7 @@ def scale(
     deployment = load_running(outputs)
     with board(as_json) as shown:
         shown.report(service, f"scaling to {wanted}")
-        scaled = statuses.scale(deployment, service, wanted)
+        scaled = serve_api.scale(deployment, service, wanted)
         shown.report(service, "ready")
     if as_json:
         print_json([replica.model_dump(mode="json") for replica in scaled])

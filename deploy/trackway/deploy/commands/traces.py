@@ -18,7 +18,7 @@ from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.terminal.progress import print_json, stderr, stdout
 from trackway.system.experimental import Experimental, warn_experimental
 from trackway.system.user_error import UserError
-from trackway.traces import refs, render, tables
+from trackway.traces import refs, render
 from trackway.traces.compare import compare
 from trackway.traces.mlflow_store import MlflowStore
 from trackway.traces.store import Steps, TraceFilter, TraceKind, TraceStore
@@ -161,14 +161,14 @@ def traces_list(
     steps = None if step is None else Steps.parse(step)
     wanted = TraceFilter(kind, {**tags, **tags_of(tag or [])}, steps, reward_min, reward_max, span)
     store = open_store(backend, outputs, project, mlflow_uri)
-    matches = [tables.row(tree) for tree in islice(store.search(wanted), limit + 1)]
+    matches = [render.row(tree) for tree in islice(store.search(wanted), limit + 1)]
     if not matches and experiment_name is not None:
         raise UserError(_no_experiment(store, kind, experiment_name))
     if as_json:
         print_json([row.model_dump(mode="json") for row in matches[:limit]])
         return
     console = wide_enough()
-    console.print(tables.listing(matches[:limit], console.width))
+    console.print(render.listing(matches[:limit], console.width))
     more = " (more exist: raise --limit)" if len(matches) > limit else ""
     console.print(f"{min(len(matches), limit)} traces{more}", highlight=False)
 
@@ -237,7 +237,7 @@ def traces_compare(
     elif html is not None:
         stdout.print(Text(str(html)), soft_wrap=True)
     else:
-        wide_enough().print(tables.facts(comparison))
+        wide_enough().print(render.facts(comparison))
         stderr.print("the texts side by side: --html FILE", highlight=False)
 
 
@@ -271,6 +271,6 @@ def traces_verify(
     if as_json:
         print_json(verification)
     else:
-        wide_enough().print(tables.verification(verification))
+        wide_enough().print(render.verification(verification))
     if verification.gaps:
         raise typer.Exit(1)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, get_args
 import httpx
 from pydantic import BaseModel
 
-from trackway.deploy.deployment.progress import Report
+from trackway.deploy.deployment.processes import Report
 from trackway.deploy.deployment.record import Deployment, summarize_reasons, unanswered
 from trackway.deploy.deployment.serve_api import ServeApi, ray_token
 from trackway.system.user_error import UserError

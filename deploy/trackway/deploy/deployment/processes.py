@@ -6,7 +6,7 @@
 import ssl
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +16,10 @@ from pydantic import BaseModel
 
 from trackway.system import log_tail
 from trackway.system.user_error import UserError
+
+Report = Callable[[str, str], None]
+"""Called with a part's name and state. The last state is `ready` or `stopped`, of spans `sent` or `left on disk`, of a
+check `ready`, `with problems` or `not checked`."""
 
 
 @cache

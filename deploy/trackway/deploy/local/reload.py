@@ -9,10 +9,9 @@ import watchfiles
 
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.code_versions import own_code, watched, with_versions
-from trackway.deploy.deployment.progress import Report
+from trackway.deploy.deployment.processes import Report
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.deployment.serve_api import ServeApi
-from trackway.deploy.deployment.status import service_statuses
+from trackway.deploy.deployment.serve_api import ServeApi, service_statuses
 from trackway.system.user_error import UserError
 
 RESTART_S = 180.0

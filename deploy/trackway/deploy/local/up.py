@@ -17,13 +17,11 @@ from trackway.clients import CallPolicy, ServiceClient, run
 from trackway.clients.token import authorization, resolve_token
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.code_versions import with_versions
-from trackway.deploy.config.engine_python import check_engine_python
+from trackway.deploy.config.serve_config import check_engine_python
 from trackway.deploy.deployment import processes
-from trackway.deploy.deployment.processes import ProcessRecord, answers
-from trackway.deploy.deployment.progress import Report
+from trackway.deploy.deployment.processes import ProcessRecord, Report, answers
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.deployment.serve_api import ApplicationState, ServeApi
-from trackway.deploy.deployment.status import replicas_at
+from trackway.deploy.deployment.serve_api import ApplicationState, ServeApi, replicas_at
 from trackway.deploy.local import mlflow_server, preflight, ray_cluster
 from trackway.deploy.local.access import address_of, check_access, host_of
 from trackway.deploy.local.settings import UpSettings

@@ -27,7 +27,7 @@ from trackway.deploy.checks.findings import Findings
 from trackway.deploy.checks.run import Subject, check_parts
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.services_for_run import gpus_here, services_for
-from trackway.deploy.deployment.progress import Report
+from trackway.deploy.deployment.processes import Report
 from trackway.deploy.deployment.record import Deployment, recorded
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs.prepare import configured

@@ -14,7 +14,7 @@ import yaml
 
 from trackway.deploy.checks.run import Subject
 from trackway.deploy.config import serve_config
-from trackway.deploy.config.engine_python import SERVERS
+from trackway.deploy.config.serve_config import SERVERS
 from trackway.deploy.config.services_for_run import gpus_here, not_scoring, services_for
 from trackway.deploy.deployment.record import Deployment, recorded
 from trackway.deploy.local.settings import UpSettings

@@ -17,7 +17,7 @@ from pydantic import JsonValue
 
 from trackway.clients import TrainerClient, run
 from trackway.deploy.checks.run import Subject
-from trackway.deploy.deployment.progress import Report
+from trackway.deploy.deployment.processes import Report
 from trackway.deploy.deployment.record import Deployment, load_running
 from trackway.deploy.local import up
 from trackway.deploy.local.up import spans_waiting

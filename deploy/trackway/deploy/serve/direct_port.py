@@ -4,16 +4,23 @@ A direct call costs a fraction of a call through Serve's proxy. Serve still star
 does not see direct calls. They are counted here, and a stopping replica finishes them first. Each of its answers then
 closes its connection, which tells the caller to go elsewhere. The port is closed when no connection is left, so no call
 is on its way to it.
+
+`trackway.deploy.probe` and `trackway.deploy.drain` ask a replica's Unix socket. A request through Ray Serve's proxy
+reaches any replica of a service, and a direct port is a free one that expects a token. The socket has a known folder,
+answers `/ready` and the requests in flight and nothing else, and only for processes that can open the file. The answer
+comes from the event loop of the service's requests, so a blocked loop gives none.
 """
 
 import asyncio
 import contextlib
 import errno
 import gc
+import json
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
@@ -24,6 +31,7 @@ from trackway.serving.batches import BatchLoad
 from trackway.serving.connections import bounded_protocol
 from trackway.serving.idempotency import UNBROKEN
 from trackway.serving.settings import ConnectionSettings
+from trackway.wire.health import Ready
 
 
 def within_lifespan(app: FastAPI, served: Callable[[], AbstractAsyncContextManager[None]]) -> None:
@@ -175,3 +183,49 @@ def freeze_garbage_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
+
+
+_ANSWER_S = 10.0
+
+
+class ProbeSocket:
+    """`FOLDER/SERVICE-REPLICA.sock` during the app's lifespan. Each connection gets the JSON of `/ready`,
+    and `in_flight`, the number of requests in progress.
+
+    The file is removed as soon as the replica stops, so a replica that drains no longer counts. The file of a killed
+    replica refuses connections.
+    """
+
+    def __init__(
+        self, app: FastAPI, folder: str, name: str, ready: Callable[[], Awaitable[Ready]], in_flight: Callable[[], int]
+    ) -> None:
+        self._folder = Path(folder)
+        self._name = name
+        self._ready, self._in_flight = ready, in_flight
+        within_lifespan(app, self._served)
+
+    @asynccontextmanager
+    async def _served(self) -> AsyncIterator[None]:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path, hidden = self._folder / f"{self._name}.sock", self._folder / f".{self._name}"
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(str(hidden))
+            listening.listen()
+            hidden.rename(path)  # a visible socket never refuses while its replica lives
+            server = await asyncio.start_unix_server(self._answer, sock=listening)
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+                server.close()
+
+    async def _answer(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                ready = await self._ready()
+                writer.write(json.dumps({**ready.model_dump(), "in_flight": self._in_flight()}).encode())
+                await writer.drain()
+        except (OSError, TimeoutError):
+            pass  # the probe has given up
+        finally:
+            writer.close()
