@@ -40,9 +40,18 @@ from trackway.trainer.run_state.trajectories import write_trajectories
 from trackway.trainer.settings import ServiceUrls
 from trackway.wire.chat import FunctionCall, Message, ToolCall
 from trackway.wire.errors import ErrorBody, ErrorCode
-from trackway.wire.tracing import Incident
 from trackway.wire.trainer import MetricsRow, RunInfo, RunState
-from trackway.wire.trajectory import Reward, StopReason, Tags, Timings, ToolCallRecord, Trajectory, Turn, WeightSpan
+from trackway.wire.trajectory import (
+    Incident,
+    Reward,
+    StopReason,
+    Tags,
+    Timings,
+    ToolCallRecord,
+    Trajectory,
+    Turn,
+    WeightSpan,
+)
 
 RUN = "large"
 ROLLOUTS = 8

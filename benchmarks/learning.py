@@ -43,7 +43,7 @@ from trackway.run_config import compose
 from trackway.run_config.algorithm import ESTIMATORS as NAMES
 from trackway.run_config.policy import LOSSES as LOSS_NAMES
 from trackway.system import atomic_write, free_port
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.trainer.data import make_tiny
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.errors import TrackwayError

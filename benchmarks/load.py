@@ -50,8 +50,7 @@ from trackway.trainer.data.tiny import make_tiny_rows
 from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy, Rollouts
 from trackway.wire.agent import Limits
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.tracing import TraceBackend, TraceTarget
-from trackway.wire.trajectory import Trajectory
+from trackway.wire.trajectory import TraceBackend, TraceTarget, Trajectory
 
 GROUP = 8
 MOST_TOKENS = 2**14

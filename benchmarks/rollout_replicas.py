@@ -21,8 +21,8 @@ from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.local.up import bring_up, take_down
 from trackway.system.waits import Waits, noted_in
-from trackway.wire.headers import REPLICA
 from trackway.wire.rollout import GenerateRequest, SamplingParams
+from trackway.wire.service import REPLICA
 
 SLOTS = 8
 TOKENS, STEP_S = 50, 0.02

@@ -30,8 +30,7 @@ from trackway.trainer.delivery.mlflow_api import MlflowApi
 from trackway.trainer.delivery.mlflow_run import MlflowFeedback
 from trackway.wire.chat import Message
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.tracing import TraceBackend, TraceTarget
-from trackway.wire.trajectory import Tags
+from trackway.wire.trajectory import Tags, TraceBackend, TraceTarget
 
 SERVICES = ("agent", "rollout", "tools", "reward")
 DEADLINE_S = 300.0

@@ -26,7 +26,7 @@ from trackway.rollout.settings import RolloutSettings
 from trackway.serving import ServiceSettings
 from trackway.tools.base import ToolLimits
 from trackway.tools.builtin.python import PythonSettings
-from trackway.tools.builtin.search.tool import SearchConfig
+from trackway.tools.builtin.search import SearchConfig
 from trackway.tools.settings import ToolsSettings
 from trackway.trainer.settings import TrainerSettings
 

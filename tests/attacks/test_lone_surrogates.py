@@ -9,7 +9,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from trackway.reward.app import create_app as create_reward
 from trackway.tools import ToolInputError, ToolResult, function_tool
 from trackway.tools.app import create_app
-from trackway.tools.functions.tool import FunctionTool
+from trackway.tools.functions import FunctionTool
 from trackway.tracing import Tracing, TracingSettings
 from trackway.wire.reward import ScoreRequest, ScorerInfo
 from trackway.wire.trajectory import Reward

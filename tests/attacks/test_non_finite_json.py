@@ -17,7 +17,7 @@ from pydantic import BaseModel, JsonValue, SecretStr, ValidationError
 from typing_extensions import TypeAliasType, is_typeddict
 
 import trackway.wire
-import trackway.wire.tinker.requests
+import trackway.wire.tinker
 from trackway.deploy.runs.demo import Summary
 from trackway.deploy.terminal.progress import print_json
 from trackway.run_config import RunConfig
@@ -27,15 +27,14 @@ from trackway.trainer.loop.schedule import Progress
 from trackway.trainer.run_state.folder import Beat
 from trackway.trainer.settings import ServiceUrls
 from trackway.wire.base import WireRequest
-from trackway.wire.batch import BatchRequest, BatchResult
 from trackway.wire.chat import ChatModelSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.openai.classify import ClassifyRequest
-from trackway.wire.openai.requests import ChatTool, CompletionRequest
+from trackway.wire.openai import ChatTool, ClassifyRequest, CompletionRequest
 from trackway.wire.reward import ScoreRequest
 from trackway.wire.rollout import GenerateReply, GenerateRequest, SamplingParams, StructuredOutputs
+from trackway.wire.service import BatchRequest, BatchResult
 from trackway.wire.sessions import FinishedSession
-from trackway.wire.tinker.requests import LoadWeightsRequest
+from trackway.wire.tinker import LoadWeightsRequest
 from trackway.wire.trainer import MetricsRow, RunInfo, RunState
 from trackway.wire.trajectory import Reward, Trajectory
 
@@ -61,10 +60,8 @@ SPECIAL: dict[type[BaseModel], dict[str, object]] = {
             for name in model.model_fields
             if name in TINKER_IDS or name == "path"
         }
-        for model in vars(trackway.wire.tinker.requests).values()
-        if isinstance(model, type)
-        and issubclass(model, WireRequest)
-        and model.__module__ == "trackway.wire.tinker.requests"
+        for model in vars(trackway.wire.tinker).values()
+        if isinstance(model, type) and issubclass(model, WireRequest) and model.__module__ == "trackway.wire.tinker"
     },
 }
 """What is not free to choose, by model."""

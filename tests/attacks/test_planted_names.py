@@ -16,7 +16,7 @@ from trackway.learner.weights.loading import load_model
 from trackway.rollout.classifiers.embedded import load_classifier
 from trackway.rollout.engines.weight_folder import with_head
 from trackway.system import find_difference, indexed_files
-from trackway.system.digests import digests
+from trackway.system.files import digests
 from trackway.trainer.run_state.checkpoint import find_all
 from trackway.wire.errors import ErrorCode, TrackwayError
 

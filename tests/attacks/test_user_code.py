@@ -12,7 +12,7 @@ from tests.attacks.service_process import ServiceProcess, service_process
 from trackway.reward.scorers import scorers_of
 from trackway.reward.settings import RewardSettings
 from trackway.serving.user_code import UserCodeExit
-from trackway.tools.functions.tool import functions_of_file
+from trackway.tools.functions import functions_of_file
 from trackway.tools.loading import load_tools
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ from tests.chaos.run_progress import StepProgress, ended_trajectories
 from trackway.clients import AgentClient, CallPolicy, TrainerClient, run
 from trackway.deploy.deployment import serve_api
 from trackway.deploy.deployment.record import Deployment
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import ENDED, RunInfo, RunState

@@ -15,8 +15,8 @@ from trackway.traces import MlflowStore
 from trackway.traces.verify import Gap, dumps, verify
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectories import read_trajectories
-from trackway.wire.headers import REPLICA
 from trackway.wire.rollout import GenerateReply, GenerateRequest, SamplingParams
+from trackway.wire.service import REPLICA
 from trackway.wire.trainer import ENDED, RunInfo, RunState
 
 STEPS = 100

@@ -33,7 +33,7 @@ from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.serve_api import ServeApi, replicas_at
 from trackway.trainer.data import make_tiny
 from trackway.wire.errors import TrackwayError
-from trackway.wire.health import ReplicaInfo
+from trackway.wire.service import ReplicaInfo
 
 ROOT = Path(__file__).parents[2]
 HOSTS = ("store", "head", "one", "two")

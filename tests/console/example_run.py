@@ -17,9 +17,9 @@ from trackway.trainer.run_state.trajectories import write_token_values, write_tr
 from trackway.trainer.settings import ServiceUrls
 from trackway.wire.chat import FunctionCall, Message, ToolCall
 from trackway.wire.errors import ErrorBody, ErrorCode
-from trackway.wire.tracing import Incident
 from trackway.wire.trainer import MetricsRow, RunState
 from trackway.wire.trajectory import (
+    Incident,
     Reward,
     StopReason,
     Tags,

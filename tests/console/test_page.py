@@ -26,7 +26,7 @@ from tests.serving import answered_by
 from trackway.console import over_steps
 from trackway.trainer.run_state.folder import Activity, RunFolder
 from trackway.trainer.run_state.trajectories import read_trajectories, write_trajectories
-from trackway.wire.health import Wait
+from trackway.wire.service import Wait
 from trackway.wire.trainer import MetricsRow
 from trackway.wire.trajectory import Trajectory
 

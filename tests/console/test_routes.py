@@ -34,10 +34,9 @@ from trackway.serving.tokens import Token
 from trackway.trainer.run_state.folder import Activity, Beat, Owner, RunFolder
 from trackway.trainer.run_state.trajectories import read_trajectories, write_trajectories
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
-from trackway.wire.health import Wait
-from trackway.wire.tracing import Incident
+from trackway.wire.service import Wait
 from trackway.wire.trainer import MetricsRow
-from trackway.wire.trajectory import TeacherScores, Trajectory
+from trackway.wire.trajectory import Incident, TeacherScores, Trajectory
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\u202e"
 

@@ -15,7 +15,7 @@ from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 
 from trackway.deploy.graph import Replica
 from trackway.tools.settings import ToolsSettings
-from trackway.wire.health import Ready, ServiceName
+from trackway.wire.service import Ready, ServiceName
 
 pytestmark = pytest.mark.anyio
 

@@ -18,13 +18,13 @@ from trackway.rollout.classifiers import open_classifier
 from trackway.rollout.engines import open_engine
 from trackway.rollout.settings import RolloutSettings
 from trackway.run_config import compose, explain
-from trackway.system.experimental import Experimental, warn_experimental
+from trackway.system.process import Experimental, warn_experimental
 from trackway.traces.weave_store import WeaveStore
 from trackway.tracing import TracingSettings
 from trackway.tracing.export.otlp_http import endpoint
 from trackway.trainer.loop.from_config import experimental
 from trackway.wire.errors import TrackwayError
-from trackway.wire.tracing import TraceBackend
+from trackway.wire.trajectory import TraceBackend
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 

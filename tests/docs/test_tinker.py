@@ -7,7 +7,7 @@ from trackway.trainer.app import create_app
 from trackway.trainer.settings import TrainerSettings
 from trackway.trainer.tinker import sessions
 from trackway.trainer.tinker.sampling import MAX_DRAWS
-from trackway.wire.tinker.requests import MAX_SAMPLES
+from trackway.wire.tinker import MAX_SAMPLES
 
 PAGE = (Path(__file__).parents[2] / "docs/guides/tinker.md").read_text()
 

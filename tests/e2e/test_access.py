@@ -17,8 +17,8 @@ from trackway.deploy.deployment.record import Deployment
 from trackway.trainer.data.tiny import make_tiny_rows
 from trackway.wire.agent import GroupRequest
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.headers import REPLICA
 from trackway.wire.rollout import SamplingParams
+from trackway.wire.service import REPLICA
 from trackway.wire.tools import ExecuteRequest
 from trackway.wire.trajectory import Trajectory
 

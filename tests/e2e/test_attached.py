@@ -27,8 +27,8 @@ from trackway.deploy.runs import demo
 from trackway.deploy.runs.prepare import placed, prepare
 from trackway.deploy.runs.session import RunSession
 from trackway.run_config import compose
-from trackway.system.user_error import UserError
-from trackway.wire.health import ServiceName
+from trackway.system.process import UserError
+from trackway.wire.service import ServiceName
 from trackway.wire.trainer import RunInfo, RunState
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

@@ -26,7 +26,7 @@ from trackway.trainer.data import make_tiny
 from trackway.wire.agent import RewardModel, Sample
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode
-from trackway.wire.health import ReplicaInfo
+from trackway.wire.service import ReplicaInfo
 from trackway.wire.sessions import SessionAccess, SessionRequest, TrainedSession
 from trackway.wire.trainer import RunInfo, RunState
 from trackway.wire.trajectory import StopReason, Trajectory

@@ -12,7 +12,7 @@ from trackway.deploy.deployment import serve_api
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.serve_api import ServeApi
 from trackway.deploy.local.up import check_interpreters
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

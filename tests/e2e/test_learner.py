@@ -12,7 +12,7 @@ from tests.waiting import until
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs.session import RunSession
 from trackway.learner.weights.sharded_files import read_whole
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.wire.trainer import RunInfo, RunState
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

@@ -163,7 +163,7 @@ def test_a_killed_notebook_is_a_named_wait_and_then_ends_its_run_by_name(deploym
 
 ELSEWHERE = """
 import trackway
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 
 def calculator(expression: str) -> str:
     \"\"\"Calculate with two whole numbers, such as 12-5.\"\"\"

@@ -23,8 +23,8 @@ from trackway.deploy.deployment.serve_api import ServeApi
 from trackway.deploy.local.settings import UpSettings
 from trackway.system.waits import Waits, noted_in
 from trackway.wire.errors import TrackwayError
-from trackway.wire.headers import REPLICA
 from trackway.wire.rollout import GenerateRequest, SamplingParams
+from trackway.wire.service import REPLICA
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

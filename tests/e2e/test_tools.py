@@ -29,10 +29,9 @@ from trackway.deploy.deployment import serve_api
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.serve_api import ServeApi
 from trackway.wire.errors import ErrorCode
-from trackway.wire.health import ReplicaInfo
+from trackway.wire.service import ReplicaInfo
 from trackway.wire.tools import OneShotRequest
-from trackway.wire.tracing import Incident
-from trackway.wire.trajectory import StopReason
+from trackway.wire.trajectory import Incident, StopReason
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

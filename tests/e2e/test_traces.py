@@ -24,8 +24,7 @@ from trackway.traces import TraceTree
 from trackway.wire.agent import GroupRequest, Limits, RewardModel, Sample
 from trackway.wire.chat import Message
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.tracing import Incident, TraceTarget
-from trackway.wire.trajectory import Trajectory
+from trackway.wire.trajectory import Incident, TraceTarget, Trajectory
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

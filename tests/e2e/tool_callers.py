@@ -19,8 +19,8 @@ from trackway.rollout.settings import RolloutSettings
 from trackway.trainer.data.tiny import make_tiny_rows
 from trackway.wire.agent import GroupRequest, Sample
 from trackway.wire.errors import TrackwayError
-from trackway.wire.health import ReplicaInfo
 from trackway.wire.rollout import SamplingParams
+from trackway.wire.service import ReplicaInfo
 from trackway.wire.tools import ExecuteRequest
 from trackway.wire.trajectory import Trajectory
 

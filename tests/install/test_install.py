@@ -196,7 +196,7 @@ def test_the_base_has_clients_and_a_command_that_says_what_it_lacks(version: str
     assert "_TRACKWAY_COMPLETE=complete_bash" in base.out("trackway", _TRACKWAY_COMPLETE="source_bash")
     for group in ("config", "data", "traces"):
         base.out("trackway", group, "--help")
-    base.out("python", "-c", "import trackway.clients, trackway.tracing, trackway.wire.openai.requests")
+    base.out("python", "-c", "import trackway.clients, trackway.tracing, trackway.wire.openai")
     lacking = base.run("trackway", "doctor", "--json")
     examination = json.loads(lacking.stdout)
     assert (lacking.returncode, examination["demo"]) == (1, False)

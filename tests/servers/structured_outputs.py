@@ -10,7 +10,7 @@ from trackway.model_api.choices import grammar_of
 from trackway.rollout.engines.protocol import Capability
 from trackway.rollout.engines.remote.engine import RemoteEngine
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.openai.requests import ChatRequest
+from trackway.wire.openai import ChatRequest
 from trackway.wire.rollout import SamplingParams, StructuredOutputs
 
 SCHEMA = {

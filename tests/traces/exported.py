@@ -40,9 +40,8 @@ from trackway.trainer.run_state.trajectories import write_trajectories
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorBody, ErrorCode
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.tracing import Incident, TraceTarget
 from trackway.wire.trainer import RunInfo, RunState
-from trackway.wire.trajectory import Reward, StopReason, Tags, Trajectory, WeightSpan
+from trackway.wire.trajectory import Incident, Reward, StopReason, Tags, TraceTarget, Trajectory, WeightSpan
 
 EXPERIMENT = "traces-read-back"
 ANSWER = "so [the answer] is\n#### 54"

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from trackway.deploy.commands.traces import app
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 
 
 @pytest.mark.parametrize("command", ["list", "show", "compare", "verify"])

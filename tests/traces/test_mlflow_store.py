@@ -16,7 +16,7 @@ from tests.traces.exported import EXPERIMENT, ExportedTraces, Services, tags
 from tests.traces.framework_spans import GEN_AI_TOOL, OPENINFERENCE
 from trackway.deploy.commands.traces import app
 from trackway.deploy.runs import demo
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.traces import rules
 from trackway.traces.store import TraceFilter
 from trackway.tracing.local_mlflow import client as local_mlflow

@@ -10,7 +10,7 @@ import matplotlib.image
 import pytest
 
 from tests.traces.example_trace import ExampleTrace, chat, span
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.traces import page
 from trackway.traces.compare import compare
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.traces.example_trace import ExampleTrace, MemoryStore
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.traces.refs import CompareOptions, resolve
 
 FIRST = ExampleTrace(rollout_n=0, trace_id="tr-" + "abcdef01" * 4)

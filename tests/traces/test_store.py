@@ -4,7 +4,7 @@ import pytest
 
 from tests.traces.example_trace import ExampleTrace, framework
 from tests.traces.framework_spans import OPENINFERENCE
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.traces.mlflow_store import filter_string
 from trackway.traces.store import Steps, TraceFilter, TraceKind
 from trackway.traces.weave_store import query_of

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.traces.example_trace import ExampleTrace, MemoryStore
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.traces.store import Steps
 from trackway.traces.tree import TraceTree
 from trackway.traces.verify import Gap, WaitingSpans, dumps, settle, verify, waiting

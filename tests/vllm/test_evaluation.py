@@ -8,7 +8,7 @@ import pytest
 from tests.servers.evaluation import *  # noqa: F403
 from tests.servers.evaluation import evaluated
 from tests.vllm.vllm_runs import MARKS
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 
 pytestmark = [*MARKS, pytest.mark.extended]
 

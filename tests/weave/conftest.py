@@ -13,7 +13,7 @@ from pydantic import SecretStr
 from tests.weave.weave_process import API_KEY
 from tests.weave.weave_process import weave_url as weave_url
 from trackway.tracing import TracingSettings
-from trackway.wire.tracing import TraceBackend
+from trackway.wire.trajectory import TraceBackend
 
 if TYPE_CHECKING:
     from weave.trace.weave_client import WeaveClient

@@ -34,8 +34,7 @@ from trackway.tracing.export.weave import project_url
 from trackway.tracing.settings import HOSTED_WEAVE
 from trackway.wire.chat import Message
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.tracing import TraceTarget
-from trackway.wire.trajectory import Reward, StopReason, Tags, Trajectory, Turn, WeightSpan
+from trackway.wire.trajectory import Reward, StopReason, Tags, TraceTarget, Trajectory, Turn, WeightSpan
 
 if TYPE_CHECKING:
     from weave.trace.weave_client import WeaveClient

@@ -24,8 +24,7 @@ from trackway.tracing.active import activated
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.tracing import Incident, TraceTarget
-from trackway.wire.trajectory import Tags, WeightSpan
+from trackway.wire.trajectory import Incident, Tags, TraceTarget, WeightSpan
 
 if TYPE_CHECKING:
     from weave.trace.weave_client import WeaveClient

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 
 from trackway.clients.base import Deadline, ServiceClient
 from trackway.wire.agent import AgentList, GroupRequest, GroupWaits
-from trackway.wire.health import Wait
+from trackway.wire.service import Wait
 from trackway.wire.trajectory import Trajectory
 
 _WAITS = '{"waits":'

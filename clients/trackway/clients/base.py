@@ -29,11 +29,23 @@ from trackway.clients.retry import RetryState
 from trackway.clients.token import authorization, resolve_token
 from trackway.system.waits import note_problem
 from trackway.tracing import add_incident, current_trace_stats, inject
-from trackway.wire.batch import BatchRequest, ReplyT, RequestT
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.headers import IDEMPOTENCY_KEY, REQUEST_TIMEOUT, SESSION_ID, TRACE_RECEIPT, header_text
-from trackway.wire.health import Health, Ready, ReplicaInfo, ReplicaList, ServiceName
 from trackway.wire.rollout import WeightsReply
+from trackway.wire.service import (
+    IDEMPOTENCY_KEY,
+    REQUEST_TIMEOUT,
+    SESSION_ID,
+    TRACE_RECEIPT,
+    BatchRequest,
+    Health,
+    Ready,
+    ReplicaInfo,
+    ReplicaList,
+    ReplyT,
+    RequestT,
+    ServiceName,
+    header_text,
+)
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -19,8 +19,8 @@ from trackway.clients.deadline import Deadline
 from trackway.clients.failures import incident_of, reason_of
 from trackway.system.waits import Waiting, note_problem, noted_in, waits_of_call
 from trackway.tracing import add_incident, current_trace_stats, inject
-from trackway.wire.batch import MAX_BATCH, BatchEntry, BatchRequest, BatchResult, ReplyT, RequestT
 from trackway.wire.errors import ErrorCode, ErrorReply, TrackwayError
+from trackway.wire.service import MAX_BATCH, BatchEntry, BatchRequest, BatchResult, ReplyT, RequestT
 
 MAX_BATCH_SIZE = 65_536
 """Largest sum of the sizes of a batch's requests."""

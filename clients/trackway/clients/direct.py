@@ -33,8 +33,7 @@ from trackway.clients.token import authorization
 from trackway.system.waits import note_replica
 from trackway.tracing import add_event
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.headers import REPLICA, SESSION_ID
-from trackway.wire.health import ReplicaList
+from trackway.wire.service import REPLICA, SESSION_ID, ReplicaList
 
 logger = logging.getLogger("trackway.clients")
 

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from trackway.clients.http_client import WholeResponse
 from trackway.clients.token import TOKEN
 from trackway.wire.errors import ErrorCode, ErrorReply, TrackwayError
-from trackway.wire.tracing import Incident
+from trackway.wire.trajectory import Incident
 
 _REFUSED = {401: ErrorCode.UNAUTHORIZED, 403: ErrorCode.FORBIDDEN}
 

@@ -1,11 +1,16 @@
-"""Helpers that all parts share: whole files, file locks, storage errors, digests, back-off, ports, text, logs."""
+"""Helpers that all parts share: whole files, file locks, storage errors, digests, secrets, ports, logs."""
 
-from trackway.system.backoff import Backoff
-from trackway.system.digests import Difference, digests, find_difference, indexed_files
 from trackway.system.files import (
+    Difference,
+    LockTaken,
     StorageError,
+    acquire_lock,
     append_line,
     atomic_write,
+    digests,
+    find_difference,
+    indexed_files,
+    locked,
     log_tail,
     new_folder,
     remove_drafts,
@@ -13,13 +18,17 @@ from trackway.system.files import (
     storage_problem,
     writing,
 )
-from trackway.system.locks import LockTaken, acquire_lock, locked
-from trackway.system.logs import escape_log_records, visible
-from trackway.system.ports import free_port
-from trackway.system.secrecy import read_secret, refuse_inspection, secrets_in, without_secrets
+from trackway.system.process import (
+    escape_log_records,
+    free_port,
+    read_secret,
+    refuse_inspection,
+    secrets_in,
+    visible,
+    without_secrets,
+)
 
 __all__ = [
-    "Backoff",
     "Difference",
     "LockTaken",
     "StorageError",

@@ -1,20 +1,33 @@
-"""Files and folders made whole: a reader sees the old content or the new one, and a failed write leaves the old one.
+"""Files and folders made whole, file locks between processes, and digests of files.
 
-The new content is written to a draft in the same folder, `.<name>.<random>.tmp`, and renamed over the file. A process
-that is killed meanwhile leaves the draft behind; `remove_drafts` deletes it.
+A reader sees the old content or the new one, and a failed write leaves the old one. The new content is written to a
+draft in the same folder, `.<name>.<random>.tmp`, and renamed over the file. A process that is killed meanwhile leaves
+the draft behind; `remove_drafts` deletes it.
+
+Locks are the kernel's `flock`, which is released when its holder exits, however it exits. A lock does not pass to a
+forked child, and any thread of the holder may release it. On NFS the kernel turns it into a lock of the server, which
+keeps a dead machine's lock for about 90 s. A file system without locks is an error: a marker file in place of a lock
+would outlive a killed holder.
 """
 
 import contextlib
 import errno
+import hashlib
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
+from filelock import FileLock, Timeout
+from pydantic import BaseModel, ValidationError
+
+from trackway.wire.base import RelativePath
 from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.weights import FileDigest
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE})
@@ -200,3 +213,108 @@ def log_tail(log: Path, lines: int = 15, max_bytes: int = 8192) -> str:
     except OSError:
         return "(no log)"
     return "\n".join(text.strip().splitlines()[-lines:])
+
+
+_POLL_S = 0.01
+
+
+class LockTaken(BlockingIOError):
+    """Another holder, in this process or another, has the lock."""
+
+    def __init__(self, path: Path, holder: str) -> None:
+        super().__init__(f"{path} is locked by {holder or 'another process'}")
+        self.holder = holder
+        """Text that the holder wrote into the file. May be empty."""
+
+
+def acquire_lock(path: Path, *, holder: str = "", wait_s: float = 0.0, mode: int | None = 0o600) -> FileLock:
+    """The acquired lock of a file, which is created with its folder if needed and stays after `release`.
+
+    `holder` is written into the file, for `LockTaken.holder`. `mode` is a new file's mode. None leaves it to the
+    umask. Raises LockTaken when the lock is not free within `wait_s` seconds, and OSError when the file cannot be
+    locked.
+    """
+    if mode is None:
+        lock = FileLock(path, thread_local=False, fallback_to_soft=False)
+    else:
+        lock = FileLock(path, mode=mode, thread_local=False, fallback_to_soft=False)
+    try:
+        lock.acquire(timeout=wait_s, poll_interval=_POLL_S)
+    except Timeout:
+        raise LockTaken(path, _text(path)) from None
+    if holder:
+        with contextlib.suppress(OSError):  # on a full disk the lock holds without its holder's name
+            path.write_text(holder)
+    return lock
+
+
+@contextmanager
+def locked(path: Path, *, holder: str = "", wait_s: float = 0.0, mode: int | None = 0o600) -> Iterator[None]:
+    """Hold a file's lock during the block. Raises as `acquire_lock`."""
+    lock = acquire_lock(path, holder=holder, wait_s=wait_s, mode=mode)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+class Difference(NamedTuple):
+    """A file that differs from its recorded digest."""
+
+    file: str
+    expected: str
+    """The recorded sha256."""
+    got: str
+    """The actual sha256, `no file`, or `a link`, which the folder's writer never makes."""
+
+
+def digests(folder: Path, files: Iterable[Path]) -> list[FileDigest]:
+    """Path relative to `folder`, size and sha256 of each file, by path."""
+    return [
+        FileDigest(name=path.relative_to(folder).as_posix(), size=path.stat().st_size, sha256=_sha256(path))
+        for path in sorted(files)
+    ]
+
+
+def find_difference(folder: Path, files: Iterable[FileDigest]) -> Difference | None:
+    """The first file that is missing or has another digest, or None if all match."""
+    for file in files:
+        path = folder / file.name
+        got = "no file"
+        if path.is_file():
+            got = _sha256(path) if path.resolve() == folder.resolve() / file.name else "a link"
+        if got != file.sha256:
+            return Difference(file.name, file.sha256, got)
+    return None
+
+
+class _Index(BaseModel):
+    weight_map: dict[str, RelativePath]
+
+
+def indexed_files(folder: Path, pattern: str = "*.index.json") -> list[Path]:
+    """The files that the indices of a model's folder name. Raises ValueError for one outside the folder.
+
+    A file may be a link, as all are in the cache of the Hugging Face Hub.
+    """
+    names: set[str] = set()
+    for index in folder.glob(pattern):
+        try:
+            names.update(_Index.model_validate_json(index.read_bytes()).weight_map.values())
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            got = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+            raise ValueError(f"expected {index} to name files of its folder, got {got}; take another model") from error
+    return [folder / name for name in sorted(names)]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 
-from trackway.system.context_value import ContextValue
+from trackway.system.waits import ContextValue
 from trackway.tracing.context import current_target
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ rejects a span otherwise.
 from collections.abc import Collection
 from enum import StrEnum
 
-from trackway.wire.tracing import Incident
-from trackway.wire.trajectory import Tags
+from trackway.wire.trajectory import Incident, Tags
 
 KIND = "agentic.kind"
 """A SpanKind."""

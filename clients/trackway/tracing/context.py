@@ -17,7 +17,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from pydantic import ValidationError
 
 from trackway.tracing import attributes as names
-from trackway.wire.tracing import TraceTarget
+from trackway.wire.trajectory import TraceTarget
 
 logger = logging.getLogger("trackway.tracing")
 

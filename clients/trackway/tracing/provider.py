@@ -33,7 +33,7 @@ from trackway.tracing.export.translation import translated
 from trackway.tracing.redaction import Redact, load_redaction
 from trackway.tracing.settings import TracingSettings
 from trackway.tracing.trace_stats import current_trace_stats
-from trackway.wire.tracing import TraceBackend, TraceTarget
+from trackway.wire.trajectory import TraceBackend, TraceTarget
 
 logger = logging.getLogger("trackway.tracing")
 

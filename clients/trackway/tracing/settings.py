@@ -8,7 +8,7 @@ from typing import Literal
 from opentelemetry.util.re import parse_env_headers
 from pydantic import BaseModel, Field, SecretStr, field_validator
 
-from trackway.wire.tracing import TraceBackend
+from trackway.wire.trajectory import TraceBackend
 
 HOSTED_WEAVE = "https://trace.wandb.ai"
 

@@ -16,8 +16,7 @@ from trackway.tracing.active import active_tracing
 from trackway.tracing.redaction import redacted, redacted_value
 from trackway.tracing.trace_stats import TraceStats, note
 from trackway.wire.base import named_number, well_formed
-from trackway.wire.tracing import Incident
-from trackway.wire.trajectory import WeightSpan
+from trackway.wire.trajectory import Incident, WeightSpan
 
 Scalar = str | int | float | bool
 

@@ -17,8 +17,7 @@ from trackway.tracing.trace_stats import collect_trace_stats
 from trackway.wire.chat import Message
 from trackway.wire.errors import TrackwayError
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.tracing import TraceTarget
-from trackway.wire.trajectory import Tags
+from trackway.wire.trajectory import Tags, TraceTarget
 
 _UNSAMPLED = NonRecordingSpan(SpanContext(trace_id=1, span_id=1, is_remote=False, trace_flags=TraceFlags(0)))
 

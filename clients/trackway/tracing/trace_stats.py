@@ -8,8 +8,8 @@ import re
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from trackway.system.context_value import ContextValue
-from trackway.wire.tracing import Incident
+from trackway.system.waits import ContextValue
+from trackway.wire.trajectory import Incident
 
 _SERVICE = re.compile("[A-Za-z0-9._-]{1,100}")
 _current: ContextVar["TraceStats | None"] = ContextVar("trackway_ledger", default=None)

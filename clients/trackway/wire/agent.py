@@ -11,14 +11,12 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, JsonValue, field_validator
 from pydantic_core import PydanticCustomError
 
-from trackway.wire.base import Finite, Float, Int, WireReply, WireRequest
+from trackway.wire.base import Finite, Float, Int, Label, PolicyName, RunName, WireReply, WireRequest, sample_index
 from trackway.wire.chat import MAX_MESSAGES, MAX_TOOLS, Message
 from trackway.wire.errors import TrackwayError
-from trackway.wire.health import Wait
-from trackway.wire.names import Label, PolicyName, RunName, sample_index
 from trackway.wire.rollout import MAX_PROMPT_TOP_LOGPROBS, SamplingParams
-from trackway.wire.tracing import TraceTarget
-from trackway.wire.trajectory import StopReason, Tags, Trajectory, trajectory_id
+from trackway.wire.service import Wait
+from trackway.wire.trajectory import StopReason, Tags, TraceTarget, Trajectory, trajectory_id
 
 MAX_ROLLOUTS = 1024
 """Rollouts of one group."""

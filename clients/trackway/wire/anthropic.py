@@ -7,7 +7,7 @@ from pydantic_core import PydanticCustomError
 
 from trackway.wire.base import NON_FINITE, Float, Int, WireReply, WireRequest
 from trackway.wire.chat import MAX_MESSAGES, MAX_TOOLS
-from trackway.wire.openai.requests import OpenAIRequest
+from trackway.wire.openai import OpenAIRequest
 from trackway.wire.trajectory import WeightSpan
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]

@@ -14,13 +14,11 @@ from pydantic import Field, JsonValue, ModelWrapValidatorHandler, PrivateAttr, m
 
 from trackway.wire.agent import MAX_ROLLOUTS, GroupRequest, Limits, RunSampling, Sample
 from trackway.wire.anthropic import CountTokensRequest, MessagesRequest
-from trackway.wire.base import Int, Score, WireReply, WireRequest
-from trackway.wire.names import Label, PolicyName, RunName, SampleIndex
-from trackway.wire.openai.requests import ChatRequest, CompletionRequest, OpenAIRequest
-from trackway.wire.openai.response_requests import ResponsesRequest
+from trackway.wire.base import Int, Label, PolicyName, RunName, SampleIndex, Score, WireReply, WireRequest
+from trackway.wire.openai import ChatRequest, CompletionRequest, OpenAIRequest
+from trackway.wire.responses import ResponsesRequest
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.tracing import TraceTarget
-from trackway.wire.trajectory import MAX_COMPONENTS, Trajectory, WeightSpan
+from trackway.wire.trajectory import MAX_COMPONENTS, TraceTarget, Trajectory, WeightSpan
 
 
 class NodeKind(StrEnum):

@@ -4,9 +4,8 @@ from enum import StrEnum
 
 from pydantic import Field, JsonValue
 
-from trackway.wire.base import WireReply, WireRequest
-from trackway.wire.health import OwnCode, Wait
-from trackway.wire.names import PolicyName, RunName
+from trackway.wire.base import PolicyName, RunName, WireReply, WireRequest
+from trackway.wire.service import OwnCode, Wait
 
 
 class RunState(StrEnum):

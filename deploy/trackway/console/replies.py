@@ -6,8 +6,8 @@ from trackway.evaluation.summary import Estimate, Evaluation
 from trackway.wire.base import WireReply
 from trackway.wire.chat import Message, ToolSchema
 from trackway.wire.errors import ErrorBody
-from trackway.wire.health import Wait
 from trackway.wire.reward import ScorerInfo
+from trackway.wire.service import Wait
 from trackway.wire.trainer import BackendSummary, RunState, TraceSummary
 from trackway.wire.trajectory import Reward, Turn, WeightSpan
 

@@ -14,8 +14,8 @@ from trackway.console.trajectory_files import File, ParquetReader, trajectory_fi
 from trackway.learner.filtering import INFRASTRUCTURE
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.errors import ERRORS, ErrorCode, ModelSees, TrackwayError
-from trackway.wire.health import ServiceName
-from trackway.wire.tracing import Incident
+from trackway.wire.service import ServiceName
+from trackway.wire.trajectory import Incident
 
 _CODE = "json_extract_string(error, '$.code')"
 _SEEN = ", ".join(f"'{code}'" for code, spec in ERRORS.items() if spec.model_sees is ModelSees.YES)

@@ -20,9 +20,9 @@ from trackway.serving.auth import presented_key
 from trackway.wire.base import Float, Int, WireReply, WireRequest
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.health import ReplicaInfo
-from trackway.wire.openai.replies import ChatCompletion
+from trackway.wire.openai import ChatCompletion
 from trackway.wire.reward import ScoreRequest, ScorerList
+from trackway.wire.service import ReplicaInfo
 from trackway.wire.tools import OneShotRequest, OneShotResult, ToolList
 from trackway.wire.trajectory import Reward
 

@@ -32,7 +32,7 @@ from ray.core.generated.gcs_pb2 import ActorTableData  # pyright: ignore[reportA
 from ray.exceptions import RayError
 
 from trackway.deploy.probe import asked
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 
 _PREEMPTION = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
 _POLL_S = 1.0

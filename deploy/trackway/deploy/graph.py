@@ -41,9 +41,8 @@ from trackway.serving import AuthSettings, ServiceSettings, from_inside
 from trackway.serving.tokens import TokenTable
 from trackway.system import refuse_inspection
 from trackway.wire.errors import ErrorReply
-from trackway.wire.headers import REPLICA, REQUEST_TIMEOUT
-from trackway.wire.health import Health, Ready, ReplicaInfo, ServiceName
 from trackway.wire.rollout import EngineLoad, SleepReply, WeightsReply
+from trackway.wire.service import REPLICA, REQUEST_TIMEOUT, Health, Ready, ReplicaInfo, ServiceName
 
 
 def keep_on_loopback() -> None:

@@ -16,7 +16,7 @@ import httpx
 import tenacity
 from pydantic import JsonValue
 
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.traces.store import Steps, TraceFilter
 from trackway.traces.tree import SpanEvent, SpanLink, SpanNode, State, Status, TraceTree, assemble, facts_of, hex_id
 from trackway.tracing.export.mlflow import condition, credentials, mlflow_http

@@ -6,7 +6,7 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 
 from trackway.system import StorageError, atomic_write
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.traces.compare import Comparison, DiffPiece, milliseconds, summary
 from trackway.traces.render import extent, visible
 from trackway.traces.tree import SpanNode, TraceTree

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.traces.store import TraceFilter, TraceStore
 from trackway.traces.tree import TraceTree
-from trackway.wire.names import sample_index
+from trackway.wire.base import sample_index
 
 _ID = re.compile(r"(?:tr-)?([0-9a-f]{6,32})")
 _NAME = re.compile(r"(s|val)(\d+)/i(.+)/n(\d+)")

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from trackway.traces import views
 from trackway.traces.tree import OF_AGENTS, OF_ENVIRONMENTS, SERVICE_OF_SPAN, SpanNode, TraceTree
 from trackway.tracing import attributes as names
-from trackway.wire.tracing import Incident
-from trackway.wire.trajectory import Trajectory, Turn
+from trackway.wire.trajectory import Incident, Trajectory, Turn
 
 REPEATING = frozenset(
     {

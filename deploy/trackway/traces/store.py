@@ -7,7 +7,7 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Protocol
 
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.traces.tree import TraceTree
 from trackway.traces.views import number, reward_of
 

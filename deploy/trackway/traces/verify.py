@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.traces import rules
 from trackway.traces.store import Steps, TraceStore
 from trackway.traces.tree import TraceTree

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import JsonValue
 
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.traces.store import Steps, TraceFilter
 from trackway.traces.tree import SpanEvent, SpanLink, SpanNode, State, TraceTree, assemble, facts_of, hex_id
 from trackway.traces.views import field_of, number

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 
 import httpx
 
-from trackway.agent.chat_model import ChatModel
+from trackway.agent.models import ChatModel, Teachers
 from trackway.agent.sessions.store import Sessions
 from trackway.agent.settings import AgentSettings
-from trackway.agent.teachers import Teachers
 from trackway.agent.toolbox import ToolCatalog
 from trackway.chat.tokens import ChatTokens
 from trackway.clients import RewardClient, RolloutClient, ToolsClient, TrainerClient

@@ -1,20 +1,26 @@
-"""A trajectory in progress: ids, mask, logprobs and weight spans, which are append-only.
+"""A trajectory in progress: ids, mask, logprobs and weight spans, which are append-only, and what it waits for.
 
 `response_ids`, `response_mask` and `response_logprobs` have one entry per token after the prompt. Generated tokens
 have mask 1 and their logprob. Observations and template tokens have mask 0 and logprob 0.0.
+
+The waits of a rollout are in the context of the task that runs it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
 from pydantic import JsonValue
 
 from trackway.clients import Deadline
+from trackway.system.waits import BegunWait, Waits, noted_in
 from trackway.wire.agent import GroupRequest, Limits, Sample
 from trackway.wire.chat import Message, ToolSchema
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
 from trackway.wire.rollout import GenerateChoice, SamplingParams, TopLogprobs
+from trackway.wire.service import Wait
 from trackway.wire.trajectory import (
     Reward,
     StopReason,
@@ -27,6 +33,51 @@ from trackway.wire.trajectory import (
     require_trainable,
     trajectory_id,
 )
+
+
+class RolloutWaits:
+    """The waits of one rollout."""
+
+    def __init__(self, tags: Tags) -> None:
+        self._name = f"rollout {tags.step}/{tags.sample_index}/{tags.rollout_n}"
+        self._waits = Waits()
+
+    def __call__(
+        self, waits_for: str, deadline: Deadline | None = None, progress: Callable[[], str] = lambda: ""
+    ) -> AbstractContextManager[object]:
+        """A wait of the rollout, for the duration of the block."""
+        timeout_s = None if deadline is None else deadline.remaining
+        return _NotedWait(self._waits(self._name, waits_for, timeout_s, progress))
+
+    def current(self) -> list[Wait]:
+        """Its present wait. Its agent loop, if that waits for no service."""
+        outer, *inner = self._waits.current() or [None]
+        return [wait for wait in inner or [outer] if wait is not None]
+
+
+class _NotedWait(AbstractContextManager[None]):
+    """A wait in which service calls note how they fare."""
+
+    def __init__(self, wait: BegunWait) -> None:
+        self._wait = wait
+
+    def __enter__(self) -> None:
+        self._noted = noted_in([self._wait.__enter__()])
+        self._noted.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._noted.__exit__(None, None, None)
+        self._wait.__exit__(None, None, None)
+
+
+current_rollout: ContextVar[RolloutWaits | None] = ContextVar("current_rollout", default=None)
+
+
+def waits_for(what: str, deadline: Deadline | None = None) -> AbstractContextManager[object]:
+    """A wait of the rollout that the current task belongs to, if there is one, for the duration of the block."""
+    rollout = current_rollout.get()
+    return nullcontext() if rollout is None else rollout(what, deadline)
+
 
 _SHORT_PROMPT_CHARS = 16_384
 

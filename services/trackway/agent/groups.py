@@ -7,14 +7,14 @@ from collections.abc import AsyncGenerator, Callable
 from prometheus_client import Counter, Gauge, Histogram
 
 from trackway.agent.context import AgentContext
+from trackway.agent.episode import RolloutWaits, current_rollout
 from trackway.agent.loop import AgentLoop, agent_loop
-from trackway.agent.waits import RolloutWaits, current_rollout
 from trackway.clients import Deadline
 from trackway.clients.in_flight import RolloutLimiter
 from trackway.serving.metrics import Collectors, OperationDuration
 from trackway.serving.middleware import is_cancelled
 from trackway.serving.user_code import contained
-from trackway.system.fair_slots import FairSlots
+from trackway.system.waits import FairSlots
 from trackway.wire.agent import GroupRequest, GroupWaits
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import Trajectory

@@ -16,12 +16,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, aclosing
 from typing import ClassVar, TypeVar
 
-from trackway.agent.chat_model import ChatAnswer, ChatModel
 from trackway.agent.context import AgentContext
-from trackway.agent.episode import Episode
-from trackway.agent.teachers import mean_kl
+from trackway.agent.episode import Episode, waits_for
+from trackway.agent.models import ChatAnswer, ChatModel, mean_kl
 from trackway.agent.toolbox import Toolbox, tool_facts
-from trackway.agent.waits import waits_for
 from trackway.chat.encoding import TooLong
 from trackway.serving.user_code import located, run_user_code
 from trackway.tracing import (
@@ -41,8 +39,8 @@ from trackway.wire.chat import Message, ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.reward import ScoreRequest
 from trackway.wire.rollout import GenerateChoice, GeneratePiece, GenerateRequest
-from trackway.wire.tracing import Incident
 from trackway.wire.trajectory import (
+    Incident,
     Reward,
     StopReason,
     Tags,

@@ -10,8 +10,7 @@ from pydantic import JsonValue
 
 from trackway.agent.episode import Episode
 from trackway.agent.loop import AgentLoop, Stopwatch, register
-from trackway.agent.observations import Observation, truncated
-from trackway.agent.toolbox import Toolbox, ToolSet, rejected
+from trackway.agent.toolbox import Observation, Toolbox, ToolSet, rejected, truncated
 from trackway.chat.tool_calls import ParsedCall
 from trackway.chat.tool_format import Parsed
 from trackway.tracing import add_event, turn_span

@@ -76,7 +76,7 @@ from trackway.learner.weight_proof import (
 )
 from trackway.learner.weights.offload import CpuOffload
 from trackway.learner.weights.sharded_files import is_saved, read_whole
-from trackway.system.cpu_threads import choose_threads, usable_cores
+from trackway.system.process import choose_threads, usable_cores
 from trackway.wire.trajectory import Trajectory
 from trackway.wire.weights import TensorDigest, WeightProof
 

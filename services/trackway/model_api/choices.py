@@ -15,7 +15,7 @@ from trackway.chat.tokenizer import ChatTokenizer
 from trackway.chat.tool_format import ToolFormat
 from trackway.model_api.stream_decoder import Delta, Reader, WholeEnd, joined
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.openai.requests import ChatRequest, ChatTool, SampledRequest
+from trackway.wire.openai import ChatRequest, ChatTool, SampledRequest
 from trackway.wire.rollout import (
     GenerateReply,
     GenerateRequest,

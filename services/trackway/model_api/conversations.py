@@ -6,7 +6,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from trackway.serving.error_responses import body_problems
-from trackway.wire.openai.requests import ChatMessage, ChatRequest
+from trackway.wire.openai import ChatMessage, ChatRequest
 
 SAME_FIELDS = {
     *("model", "temperature", "top_p", "top_k", "seed", "stream"),

@@ -10,8 +10,7 @@ from trackway.chat.template_support import REJECTIONS
 from trackway.chat.tokenizer import ChatTokenizer, offload, template_call
 from trackway.chat.tool_format import ToolFormat
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.openai.classify import ClassifyRequest
-from trackway.wire.openai.requests import ChatMessage, ChatRequest, ChatTool, CompletionRequest, NamedTool
+from trackway.wire.openai import ChatMessage, ChatRequest, ChatTool, ClassifyRequest, CompletionRequest, NamedTool
 
 
 async def completion_prompts(tokenizer: ChatTokenizer, request: CompletionRequest, max_tokens: int) -> list[list[int]]:

@@ -16,9 +16,8 @@ from trackway.model_api.sse import comment
 from trackway.model_api.stream_decoder import NOTHING, Delta, joined
 from trackway.wire.chat import FunctionCall, Message, ToolCall
 from trackway.wire.errors import TrackwayError
-from trackway.wire.openai.replies import ChoiceEnd
-from trackway.wire.openai.requests import ChatRequest
-from trackway.wire.openai.response_requests import InputItem
+from trackway.wire.openai import ChatRequest, ChoiceEnd
+from trackway.wire.responses import InputItem
 
 _ALPHABET = string.ascii_letters + string.digits
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from trackway.chat.call_reader import begun
 from trackway.chat.tokenizer import ChatTokenizer
-from trackway.wire.openai.requests import ChatRequest, SampledRequest
+from trackway.wire.openai import ChatRequest, SampledRequest
 from trackway.wire.rollout import PromptLogprobs, TopLogprobs
 from trackway.wire.trajectory import WeightSpan
 

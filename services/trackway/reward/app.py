@@ -13,8 +13,8 @@ from trackway.reward.settings import RewardSettings
 from trackway.serving import ServiceRouter, service_app
 from trackway.serving.batches import NdjsonStream, run_batch
 from trackway.tracing import Tracing
-from trackway.wire.batch import BatchRequest
 from trackway.wire.reward import ScoreRequest, ScorerList
+from trackway.wire.service import BatchRequest
 from trackway.wire.trajectory import Reward
 
 ONE: dict[str, JsonValue] = {

@@ -14,7 +14,7 @@ from trackway.serving import ServiceSettings
 from trackway.serving.user_code import in_thread
 from trackway.wire.base import WireRequest
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.openai.classify import ClassifyReply
+from trackway.wire.openai import ClassifyReply
 from trackway.wire.reward import ANY_DATA_SOURCE, ScoreRequest, ScorerInfo
 from trackway.wire.trajectory import Reward
 

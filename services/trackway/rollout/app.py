@@ -28,7 +28,6 @@ from trackway.serving import ServiceRouter, needs_admin, service_app
 from trackway.serving.batches import NdjsonStream, run_batch
 from trackway.serving.middleware import unforeseen
 from trackway.tracing import Tracing, collect_trace_stats
-from trackway.wire.batch import BatchRequest
 from trackway.wire.errors import TrackwayError
 from trackway.wire.rollout import (
     AbortReply,
@@ -47,6 +46,7 @@ from trackway.wire.rollout import (
     WeightInfo,
     WeightsReply,
 )
+from trackway.wire.service import BatchRequest
 
 _log = logging.getLogger(__name__)
 

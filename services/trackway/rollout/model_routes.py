@@ -31,13 +31,18 @@ from trackway.serving import service_app
 from trackway.tracing import Tracing
 from trackway.wire.anthropic import CountTokensReply, CountTokensRequest, MessagesReply, MessagesRequest
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.health import Ready
-from trackway.wire.openai.classify import Classification, ClassifyReply, ClassifyRequest
-from trackway.wire.openai.replies import ChatCompletion, Completion
-from trackway.wire.openai.requests import ChatRequest, CompletionRequest
-from trackway.wire.openai.response_replies import ResponsesReply
-from trackway.wire.openai.response_requests import ResponsesRequest
+from trackway.wire.openai import (
+    ChatCompletion,
+    ChatRequest,
+    Classification,
+    ClassifyReply,
+    ClassifyRequest,
+    Completion,
+    CompletionRequest,
+)
+from trackway.wire.responses import ResponsesReply, ResponsesRequest
 from trackway.wire.rollout import ModelCard, ModelList, Usage, WeightsReply, check_prompt_logprobs
+from trackway.wire.service import Ready
 
 PROMPT: dict[str, JsonValue] = {"model": "policy", "prompt": "Two and two are", "max_tokens": 16}
 CONVERSATION: dict[str, JsonValue] = {

@@ -20,7 +20,6 @@ from trackway.rollout.engines.protocol import Piece
 from trackway.rollout.service import RolloutService
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.health import Ready
 from trackway.wire.rollout import (
     BASE_POLICY,
     EngineLoad,
@@ -31,6 +30,7 @@ from trackway.wire.rollout import (
     PolicyInfo,
     PolicyList,
 )
+from trackway.wire.service import Ready
 from trackway.wire.weights import policy_url
 
 _SHOWN = 20

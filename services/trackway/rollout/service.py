@@ -15,7 +15,6 @@ from trackway.rollout.weight_watcher import WeightWatcher
 from trackway.tracing import SpanHandle, add_event, add_incident, chat_span, token2text
 from trackway.tracing import attributes as names
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.health import Ready
 from trackway.wire.rollout import (
     AbortReply,
     EngineLoad,
@@ -33,7 +32,8 @@ from trackway.wire.rollout import (
     check_prompt_logprobs,
     choice_logprobs,
 )
-from trackway.wire.tracing import Incident
+from trackway.wire.service import Ready
+from trackway.wire.trajectory import Incident
 from trackway.wire.weights import Verdict
 
 _log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from trackway.clients.weights import CACHE_LOCK, WeightStore, version_of
 from trackway.rollout.engines.protocol import Engine, PauseMode
 from trackway.system import LockTaken, locked
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.health import Ready
+from trackway.wire.service import Ready
 from trackway.wire.weights import UpdateMode, WeightManifest
 
 _log = logging.getLogger(__name__)

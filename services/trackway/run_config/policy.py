@@ -11,8 +11,8 @@ from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_va
 
 from trackway.run_config.algorithm import known_function
 from trackway.run_config.section import Section, Seed
-from trackway.wire.names import Label
-from trackway.wire.tracing import TraceBackend
+from trackway.wire.base import Label
+from trackway.wire.trajectory import TraceBackend
 
 KlKind = Literal[
     "kl",

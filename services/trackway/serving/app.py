@@ -33,7 +33,7 @@ from trackway.serving.tokens import TokenTable
 from trackway.serving.user_code import contain_tasks
 from trackway.system import escape_log_records
 from trackway.tracing import SpanStats, Tracing
-from trackway.wire.health import Health, Installation, Ready, SpanCounts
+from trackway.wire.service import Health, Installation, Ready, SpanCounts
 
 COMPARED_PACKAGES = (
     *("trackway", "ray", "pydantic", "fastapi", "httpx", "torch", "transformers", "tokenizers", "safetensors"),

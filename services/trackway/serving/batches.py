@@ -14,8 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from trackway.serving.middleware import unforeseen
 from trackway.tracing import collect_trace_stats, extracted
-from trackway.wire.batch import BatchEntry, BatchResult, ReplyT, RequestT
 from trackway.wire.errors import TrackwayError
+from trackway.wire.service import BatchEntry, BatchResult, ReplyT, RequestT
 
 
 class NdjsonStream(StreamingResponse):

@@ -19,7 +19,7 @@ from trackway.serving.auth import CALLER
 from trackway.serving.request_limits import header_of
 from trackway.serving.tokens import Caller
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.headers import IDEMPOTENCY_KEY
+from trackway.wire.service import IDEMPOTENCY_KEY
 
 UNBROKEN = "trackway.unbroken"
 """Key of the ASGI scope: true if running requests are never cancelled and need no task of their own."""

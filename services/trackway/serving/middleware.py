@@ -23,7 +23,7 @@ from trackway.system.files import FULL, error_number, storage_error
 from trackway.tracing import TraceStats, Tracing, collect_trace_stats, extracted
 from trackway.tracing.active import activated
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.headers import REPLICA, REQUEST_TIMEOUT, TRACE_RECEIPT
+from trackway.wire.service import REPLICA, REQUEST_TIMEOUT, TRACE_RECEIPT
 
 logger = logging.getLogger("trackway.serving")
 

@@ -29,7 +29,7 @@ from trackway.serving.settings import ServiceSettings
 from trackway.serving.user_code import UserCodeExit, described, importing
 from trackway.system import atomic_write, read_secret
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.health import OwnCode
+from trackway.wire.service import OwnCode
 
 _GIT_S = 5.0
 """Longest wait for git."""
@@ -94,16 +94,16 @@ def _git(folder: Path, *words: str) -> str:
 
 
 STAND_INS = {
-    "verl.experimental.agent_loop": "trackway.agent.verl.interface",
-    "verl.experimental.agent_loop.agent_loop": "trackway.agent.verl.interface",
-    "verl.experimental.agent_loop.tool_parser": "trackway.agent.verl.interface",
-    "verl.tools.base_tool": "trackway.tools.verl.interface",
+    "verl.experimental.agent_loop": "trackway.agent.verl_interface",
+    "verl.experimental.agent_loop.agent_loop": "trackway.agent.verl_interface",
+    "verl.experimental.agent_loop.tool_parser": "trackway.agent.verl_interface",
+    "verl.tools.base_tool": "trackway.tools.verl_interface",
     "verl.tools.function_tool": "trackway.tools",
-    "verl.tools.schemas": "trackway.tools.verl.interface",
-    "verl.utils.profiler": "trackway.agent.verl.interface",
+    "verl.tools.schemas": "trackway.tools.verl_interface",
+    "verl.utils.profiler": "trackway.agent.verl_interface",
     "verl.utils.rollout_trace": "trackway.tracing",
-    "verl.workers.rollout.llm_server": "trackway.agent.verl.interface",
-    "verl.workers.rollout.replica": "trackway.agent.verl.interface",
+    "verl.workers.rollout.llm_server": "trackway.agent.verl_interface",
+    "verl.workers.rollout.replica": "trackway.agent.verl_interface",
 }
 """Module of verl -> the module that has its names here."""
 

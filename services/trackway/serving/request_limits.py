@@ -12,7 +12,7 @@ from typing import NamedTuple
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.headers import IDEMPOTENCY_KEY, REQUEST_TIMEOUT, SESSION_ID
+from trackway.wire.service import IDEMPOTENCY_KEY, REQUEST_TIMEOUT, SESSION_ID
 
 _TEXT = re.compile(rb"[\x20-\x7e]{1,256}"), "1 to 256 printable ASCII characters"
 _SECONDS = re.compile(rb"[0-9]{1,12}(\.[0-9]{1,9})?"), "seconds, e.g. 59.5"

@@ -11,7 +11,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from trackway.serving.tokens import AuthSettings
 from trackway.tracing import TracingSettings
-from trackway.wire.health import ServiceName
+from trackway.wire.service import ServiceName
 
 
 class ConnectionSettings(BaseSettings):

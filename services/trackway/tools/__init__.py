@@ -2,7 +2,7 @@
 
 from trackway.serving.user_code import in_thread
 from trackway.tools.base import BaseTool, ToolConfig, ToolInputError
-from trackway.tools.functions.tool import function_tool
+from trackway.tools.functions import function_tool
 from trackway.wire.chat import FunctionSchema, ToolSchema
 from trackway.wire.tools import ToolResult
 

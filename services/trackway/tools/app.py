@@ -11,12 +11,15 @@ from fastapi import APIRouter, FastAPI
 from trackway.clients import RewardClient
 from trackway.serving import service_app
 from trackway.tools.base import BaseTool, ToolSource
-from trackway.tools.builtin.search.tool import SearchTool
+from trackway.tools.builtin.search import SearchTool
 from trackway.tools.core.instances import InstanceTable
-from trackway.tools.core.server import ToolServer
-from trackway.tools.core.sessions import SessionInstances
-from trackway.tools.http.fast_path import add_fast_path
-from trackway.tools.http.routes import (
+from trackway.tools.core.server import SessionInstances, ToolServer
+from trackway.tools.get_observation import ObservationFace
+from trackway.tools.loading import tools_of
+from trackway.tools.mcp.endpoint import McpFace
+from trackway.tools.nemo_gym import NemoGymFace
+from trackway.tools.routes import (
+    add_fast_path,
     instance_routes,
     nemo_gym_routes,
     observation_routes,
@@ -24,11 +27,7 @@ from trackway.tools.http.routes import (
     search_routes,
     tool_routes,
 )
-from trackway.tools.loading import tools_of
-from trackway.tools.mcp.endpoint import McpFace
-from trackway.tools.nemo_gym import NemoGymFace
 from trackway.tools.settings import ToolsSettings
-from trackway.tools.verl.get_observation import ObservationFace
 from trackway.tracing import Tracing
 
 logger = logging.getLogger("trackway.tools")

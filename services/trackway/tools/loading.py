@@ -14,14 +14,13 @@ from trackway.tools.base import BaseTool, ToolConfig, ToolSource
 from trackway.tools.builtin.calculator import CalculatorTool
 from trackway.tools.builtin.gsm8k import Gsm8kTool
 from trackway.tools.builtin.python import PythonTool
-from trackway.tools.builtin.search.tool import SearchTool
-from trackway.tools.core.registry import ToolRegistry
-from trackway.tools.functions.tool import FunctionTool, functions_of_file, functions_of_modules, is_function_tool
+from trackway.tools.builtin.search import SearchTool
+from trackway.tools.core.server import ToolRegistry
+from trackway.tools.functions import FunctionTool, functions_of_file, functions_of_modules, is_function_tool
 from trackway.tools.mcp.connection import McpServer
 from trackway.tools.mcp.source import McpSource
 from trackway.tools.settings import ToolsSettings
-from trackway.tools.verl.adapter import MCP_CLASSES, named_tool
-from trackway.tools.verl.tool_config import ToolEntry, read_tool_config
+from trackway.tools.verl import MCP_CLASSES, ToolEntry, named_tool, read_tool_config
 
 BUILT_IN: dict[str, type[BaseTool]] = {
     "calculator": CalculatorTool,

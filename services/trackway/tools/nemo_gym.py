@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pydantic import JsonValue
 
 from trackway.clients import RewardClient
-from trackway.tools.core.server import ToolServer
-from trackway.tools.core.sessions import SessionInstances, SessionKey
+from trackway.tools.core.server import SessionInstances, SessionKey, ToolServer
 from trackway.wire.agent import GymVerify
 from trackway.wire.reward import ScoreRequest
 from trackway.wire.tools import ExecuteRequest

@@ -17,7 +17,7 @@ from trackway.trainer.supervisor.gauges import RunGauges
 from trackway.trainer.supervisor.manager import RunManager, resume_periodically
 from trackway.trainer.supervisor.registry import SessionIntake
 from trackway.trainer.tinker.routes import TinkerApi
-from trackway.wire.names import RunNameInPath
+from trackway.wire.base import RunNameInPath
 from trackway.wire.rollout import PolicyInfo
 from trackway.wire.sessions import FinishedSession, SessionRun, WaitingSessions
 from trackway.wire.trainer import PolicyRequest, ResumeRequest, RunInfo, RunList, RunRequest

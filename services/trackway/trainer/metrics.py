@@ -14,8 +14,7 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 from trackway.learner.measuring import Metrics, spread
-from trackway.wire.tracing import Incident
-from trackway.wire.trajectory import ACTIVITIES, ToolCallRecord, Trajectory
+from trackway.wire.trajectory import ACTIVITIES, Incident, ToolCallRecord, Trajectory
 
 MOST_KEYS = 64
 """Most metrics reported for one tool, the first by name: a tool may create new names without limit."""

@@ -10,7 +10,7 @@ from trackway.serving.app import REMEDY, difference, installation
 from trackway.system import secrets_in
 from trackway.tracing import TracingSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.health import Installation
+from trackway.wire.service import Installation
 from trackway.wire.weights import policy_url
 
 

@@ -14,8 +14,7 @@ from trackway.system.waits import Waits, noted_in
 from trackway.tracing import Tracing, TracingSettings, collect_trace_stats, trajectory_span
 from trackway.tracing.active import activated
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.tracing import Incident, TraceTarget
-from trackway.wire.trajectory import Tags
+from trackway.wire.trajectory import Incident, Tags, TraceTarget
 
 pytestmark = pytest.mark.anyio
 

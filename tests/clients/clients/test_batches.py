@@ -15,7 +15,6 @@ from trackway.clients.batches import MAX_BATCH_SIZE
 from trackway.system.waits import Waits, noted_in
 from trackway.tracing import Tracing, TracingSettings, collect_trace_stats, trajectory_span
 from trackway.tracing.active import activated
-from trackway.wire.batch import MAX_BATCH, BatchRequest, BatchResult
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import (
     ChoiceLogprobs,
@@ -25,8 +24,8 @@ from trackway.wire.rollout import (
     TokenLogprob,
     Usage,
 )
-from trackway.wire.tracing import Incident
-from trackway.wire.trajectory import Tags
+from trackway.wire.service import MAX_BATCH, BatchRequest, BatchResult
+from trackway.wire.trajectory import Incident, Tags
 
 pytestmark = [pytest.mark.anyio, ENDS_SOON]
 

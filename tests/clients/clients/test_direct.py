@@ -10,8 +10,7 @@ from pydantic import SecretStr
 from trackway.clients.direct import Address, DirectRoutes
 from trackway.system.waits import Waits, noted_in
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.headers import REPLICA, SESSION_ID
-from trackway.wire.health import Health, Ready, ReplicaInfo, ReplicaList
+from trackway.wire.service import REPLICA, SESSION_ID, Health, Ready, ReplicaInfo, ReplicaList
 
 pytestmark = pytest.mark.anyio
 

@@ -19,7 +19,7 @@ from trackway.clients.failures import incident_of, unsent
 from trackway.clients.http_client import WholeResponse, fetch
 from trackway.clients.token import resolve_token, using_token
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.tracing import Incident
+from trackway.wire.trajectory import Incident
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trackway.system import Backoff
+from trackway.system.waits import Backoff
 
 
 def test_pauses_double_up_to_the_longest_and_there_is_none_without_a_failure() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trackway.system.cpu_threads import choose_threads, usable_cores
+from trackway.system.process import choose_threads, usable_cores
 
 BOUND = len(os.sched_getaffinity(0))
 

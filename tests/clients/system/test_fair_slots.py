@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from trackway.system.fair_slots import FairSlots
+from trackway.system.waits import FairSlots
 
 pytestmark = pytest.mark.anyio
 

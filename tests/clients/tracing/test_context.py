@@ -6,8 +6,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from trackway.tracing import Tracing, TracingSettings, extracted, inject, token2text, tool_span, trajectory_span
 from trackway.tracing.active import activated
 from trackway.tracing.context import current_target
-from trackway.wire.tracing import TraceBackend, TraceTarget
-from trackway.wire.trajectory import Tags
+from trackway.wire.trajectory import Tags, TraceBackend, TraceTarget
 
 TAGS = Tags(experiment_name="e", step=1, sample_index=2, rollout_n=0)
 TARGET = TraceTarget(

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from trackway.tracing import TracingSettings
-from trackway.wire.tracing import TraceBackend
+from trackway.wire.trajectory import TraceBackend
 
 MLFLOW, WEAVE, OTLP = TraceBackend.MLFLOW, TraceBackend.WEAVE, TraceBackend.OTLP
 

@@ -21,8 +21,7 @@ from trackway.tracing import (
 from trackway.tracing.active import activated
 from trackway.tracing.export.batch import weight
 from trackway.wire.chat import Message
-from trackway.wire.tracing import Incident
-from trackway.wire.trajectory import Tags
+from trackway.wire.trajectory import Incident, Tags
 
 TAGS = Tags(experiment_name="gsm8k", step=3, sample_index=17, rollout_n=2)
 

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Strict, ValidationError
 import trackway.wire as wire
 from trackway.wire.agent import GroupRequest
 from trackway.wire.base import WireRequest
-from trackway.wire.openai.requests import CompletionRequest
+from trackway.wire.openai import CompletionRequest
 from trackway.wire.rollout import GenerateRequest, SamplingParams
 
 for module in pkgutil.walk_packages(wire.__path__, "trackway.wire."):

@@ -4,7 +4,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from trackway.wire.headers import LONGEST_TEXT, header_text
+from trackway.wire.service import LONGEST_TEXT, header_text
 
 
 @pytest.mark.parametrize("text", ["demo/1/17/0", "a b~%41", "x" * LONGEST_TEXT])

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from trackway.wire.names import checked_label, checked_run_name
+from trackway.wire.base import checked_label, checked_run_name
 from trackway.wire.trainer import RunRequest
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trackway.wire.names import sample_index
+from trackway.wire.base import sample_index
 from trackway.wire.trajectory import Tags, trajectory_id
 
 

@@ -17,7 +17,7 @@ from trackway.deploy.config import serve_config
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs.session import RunSession
 from trackway.evaluation.store import EvaluationStore
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.trainer.run_state.folder import RunFolder
 
 ROWS = [

@@ -24,7 +24,7 @@ from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs.prepare import prepare
 from trackway.main_ppo import app as main_ppo
 from trackway.run_config import RunConfig
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.trainer.data.row_files import write_rows
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.settings import ServiceUrls

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from tests.services.trainer.sft_rows import write_conversations
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.main_sft import app
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trackway.deploy.config.serve_config import check_engine_python
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from trackway.deploy.bundled import CPU_CONFIG
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.serve_config import Replicas
 from trackway.deploy.local.settings import UpSettings
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 
 
 @pytest.fixture

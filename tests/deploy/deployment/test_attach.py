@@ -21,9 +21,9 @@ from trackway.deploy.deployment.serve_api import ServeApi, ray_token, service_st
 from trackway.deploy.local import preflight
 from trackway.deploy.local.settings import UpSettings
 from trackway.serving.middleware import CatchAllErrors
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.health import Ready
+from trackway.wire.service import Ready
 
 pytestmark = pytest.mark.slow  # five real services
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.time_limits import ENDS_SOON
 from trackway.deploy.deployment import processes
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 
 PARENT = """
 import signal, subprocess, sys, time

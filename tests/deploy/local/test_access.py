@@ -13,7 +13,7 @@ from trackway.deploy.local import up
 from trackway.deploy.local.access import address_of, check_access
 from trackway.deploy.local.settings import UpSettings
 from trackway.reward.settings import RewardSettings
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.tools.settings import ToolsSettings
 
 OPERATOR = "operator-0123456789abcdef"

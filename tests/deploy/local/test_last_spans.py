@@ -25,7 +25,7 @@ from fastapi import FastAPI
 from trackway.serving.app import process_health
 from trackway.tracing import Tracing, TracingSettings, trajectory_span, turn_span
 from trackway.tracing.active import activated
-from trackway.wire.health import Ready, ReplicaInfo, ReplicaList
+from trackway.wire.service import Ready, ReplicaInfo, ReplicaList
 from trackway.wire.trajectory import Tags
 
 port, mlflow, spool = sys.argv[1:]

@@ -12,7 +12,7 @@ import pytest
 from trackway.deploy.local import mlflow_server
 from trackway.run_config import RunConfig
 from trackway.system import free_port
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.settings import ServiceUrls
 

@@ -8,7 +8,7 @@ import pytest
 
 from trackway.deploy.commands.new_project import templates, write_project
 from trackway.run_config import compose
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.trainer.data.row_files import read_rows
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ from trackway.deploy.deployment.processes import ProcessRecord
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local import preflight
 from trackway.deploy.local.settings import UpSettings
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 
 
 def settings(tmp_path: Path, **given: object) -> UpSettings:

@@ -10,7 +10,7 @@ from trackway.deploy.config import serve_config
 from trackway.deploy.config.code_versions import with_versions
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local.reload import changes, reload
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 
 
 def write_until(file: Path, seen: threading.Event) -> None:

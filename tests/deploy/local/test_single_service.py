@@ -12,7 +12,7 @@ import pytest
 
 from trackway.deploy.local.single_service import app_of
 from trackway.serving.settings import ServiceName
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.wire.errors import TrackwayError
 
 pytestmark = pytest.mark.slow  # a process of its own

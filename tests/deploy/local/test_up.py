@@ -15,7 +15,7 @@ from trackway.deploy.deployment import processes
 from trackway.deploy.local import preflight, up
 from trackway.deploy.local.settings import UpSettings
 from trackway.system import free_port
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 
 
 def settings(tmp_path: Path, **given: object) -> UpSettings:

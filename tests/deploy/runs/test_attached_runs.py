@@ -16,10 +16,10 @@ from trackway.deploy.runs.prepare import configured, localised, placed
 from trackway.deploy.runs.session import RunSession
 from trackway.deploy.terminal.progress import RunBar
 from trackway.run_config import compose
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.health import OwnCode
+from trackway.wire.service import OwnCode
 from trackway.wire.trainer import BackendSummary, RunInfo, RunState
 
 pytestmark = pytest.mark.slow  # five real services

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from trackway.deploy.cli import app
 from trackway.run_config import RunConfig
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.settings import ServiceUrls
 from trackway.wire.trainer import RunState

@@ -22,7 +22,7 @@ from trackway.deploy.runs.demo import PhaseTimes, RunOutput, demo_words, name_of
 from trackway.deploy.runs.found import find_run
 from trackway.deploy.runs.prepare import prepare, to_start
 from trackway.deploy.terminal.progress import RunBar
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectories import write_trajectories
 from trackway.wire.trainer import BackendSummary, MetricsRow, RunInfo, RunState

@@ -25,7 +25,7 @@ from trackway.evaluation.summary import Evaluation
 from trackway.learner.learner import Learner
 from trackway.run_config import resolve
 from trackway.system.files import StorageError
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.trainer.run_state.checkpoint import save_checkpoint
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.errors import TrackwayError

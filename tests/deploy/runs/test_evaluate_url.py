@@ -23,7 +23,7 @@ from trackway.deploy.runs import evaluate
 from trackway.deploy.runs.evaluate import EvaluationRun, Options
 from trackway.evaluation.store import EvaluationStore
 from trackway.evaluation.summary import Evaluation
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import StopReason, Trajectory
 

@@ -13,7 +13,7 @@ from tests.console.example_run import write_run
 from trackway import Run
 from trackway.deploy.cli import app as cli
 from trackway.run_config import compose
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.chat import FunctionSchema, ToolSchema
 from trackway.wire.errors import TrackwayError

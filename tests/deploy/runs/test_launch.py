@@ -13,7 +13,7 @@ from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs.losses import rollout_losses, trace_losses, tracking_losses
 from trackway.deploy.runs.prepare import localised, placed, prepare
 from trackway.run_config import compose
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.wire.trainer import BackendSummary, RunInfo, RunState, TraceSummary
 
 TRACE = "actor_rollout_ref.rollout.trace"

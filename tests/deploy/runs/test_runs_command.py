@@ -12,12 +12,12 @@ from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs.found import find_run
 from trackway.deploy.terminal.progress import sparkline
 from trackway.run_config import RunConfig
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.trainer.run_state.checkpoint import save_checkpoint
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.settings import ServiceUrls
 from trackway.wire.errors import TrackwayError
-from trackway.wire.health import Wait
+from trackway.wire.service import Wait
 from trackway.wire.trainer import MetricsRow, RunInfo, RunState, TraceSummary
 
 URLS = ServiceUrls(agent_url="http://127.0.0.1:9", tools_url="", reward_url="", weights_url="file:///nowhere")

@@ -15,7 +15,7 @@ from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs.prepare import prepare
 from trackway.deploy.runs.trial import Trial, Tried, advantages_of, trial_report
 from trackway.run_config import resolve
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.wire.agent import RewardModel, Sample
 from trackway.wire.chat import FunctionCall, Message, ToolCall
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError

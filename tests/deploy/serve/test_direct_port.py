@@ -18,8 +18,7 @@ from trackway.deploy.serve.direct_port import DirectPort
 from trackway.tools.app import create_app
 from trackway.tools.settings import ToolsSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.headers import IDEMPOTENCY_KEY
-from trackway.wire.health import Health, Ready, ReplicaInfo, ReplicaList
+from trackway.wire.service import IDEMPOTENCY_KEY, Health, Ready, ReplicaInfo, ReplicaList
 from trackway.wire.tools import ExecuteRequest, OneShotRequest
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio, pytest.mark.usefixtures("collector")]

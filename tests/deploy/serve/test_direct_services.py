@@ -22,8 +22,8 @@ from trackway.system.waits import Waits, noted_in
 from trackway.trainer.data.tiny import make_tiny_rows
 from trackway.wire.agent import GroupRequest
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.health import Health, Ready, ReplicaInfo, ReplicaList
 from trackway.wire.rollout import GenerateRequest, SamplingParams
+from trackway.wire.service import Health, Ready, ReplicaInfo, ReplicaList
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio, pytest.mark.usefixtures("collector")]
 

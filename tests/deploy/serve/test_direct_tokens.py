@@ -15,7 +15,7 @@ from trackway.deploy.serve.direct_port import DirectPort
 from trackway.serving.tokens import digest_of
 from trackway.tools.app import create_app
 from trackway.tools.settings import ToolsSettings
-from trackway.wire.health import Health, Ready, ReplicaInfo, ReplicaList
+from trackway.wire.service import Health, Ready, ReplicaInfo, ReplicaList
 from trackway.wire.tools import OneShotRequest
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio, pytest.mark.usefixtures("collector")]

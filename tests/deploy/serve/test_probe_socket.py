@@ -19,7 +19,7 @@ from trackway.deploy import probe
 from trackway.deploy.graph import Replica
 from trackway.serving import AuthSettings
 from trackway.tools.settings import ToolsSettings
-from trackway.wire.health import Ready
+from trackway.wire.service import Ready
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio, pytest.mark.usefixtures("collector")]
 

@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from trackway.deploy.terminal.entry import enter
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 

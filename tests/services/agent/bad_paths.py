@@ -12,7 +12,7 @@ from tests.services.agent.agent_services import AgentServices, call
 from tests.services.agent.replaceable import answers, breaks
 from tests.services.agent.scripted_model import END
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.tracing import Incident
+from trackway.wire.trajectory import Incident
 
 COUNT = call("counter") + END
 ANSWER = "#### 18" + END

@@ -17,8 +17,8 @@ from trackway.agent.settings import AgentSettings
 from trackway.clients import AgentClient, shared_http
 from trackway.wire.chat import ChatModelSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.health import Wait
 from trackway.wire.rollout import EngineLoad
+from trackway.wire.service import Wait
 from trackway.wire.trajectory import Trajectory
 
 ANSWER = "#### 18" + END

@@ -14,8 +14,7 @@ from tests.services.agent.replaceable import Answer, answers
 from tests.time_limits import ENDS_SOON
 from tests.waiting import async_until
 from trackway.agent.settings import AgentSettings
-from trackway.wire.tracing import Incident
-from trackway.wire.trajectory import Trajectory
+from trackway.wire.trajectory import Incident, Trajectory
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from tests.services.agent.agent_services import AgentServices, call, group
 from tests.services.agent.replaceable import answers
 from tests.services.agent.scripted_model import END, Words
 from trackway.agent import AgentLoop, Episode, Toolbox, register
+from trackway.agent.episode import waits_for
 from trackway.agent.loop import agent_loop, agents, request_seed
-from trackway.agent.waits import waits_for
 from trackway.clients import Deadline
 from trackway.rollout.engines.protocol import FinishReason
 from trackway.wire.errors import ErrorCode, TrackwayError

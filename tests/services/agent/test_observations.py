@@ -1,6 +1,6 @@
 import pytest
 
-from trackway.agent.observations import failed_call, not_run, truncated, unknown_function
+from trackway.agent.toolbox import failed_call, not_run, truncated, unknown_function
 from trackway.chat.tokens import ChatTokens
 from trackway.wire.agent import Limits
 from trackway.wire.trajectory import ToolCallRecord

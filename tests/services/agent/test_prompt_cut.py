@@ -8,8 +8,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from tests.services.agent.agent_services import AgentServices
 from tests.services.agent.scripted_model import END
 from tests.time_limits import slowness
-from trackway.wire.tracing import Incident
-from trackway.wire.trajectory import StopReason, Trajectory
+from trackway.wire.trajectory import Incident, StopReason, Trajectory
 
 ANSWER = "#### 18" + END
 

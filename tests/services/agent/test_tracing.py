@@ -12,8 +12,7 @@ from tests.services.agent.scripted_model import END
 from trackway.agent import AgentLoop, Episode, Toolbox, register
 from trackway.tracing.export.batch import weight
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.tracing import Incident
-from trackway.wire.trajectory import StopReason
+from trackway.wire.trajectory import Incident, StopReason
 
 COUNT = call("counter") + END
 ANSWER = "#### 18" + END

@@ -11,7 +11,7 @@ from tests.services.agent.agent_services import AgentServices, group, open_servi
 from trackway.agent import loop
 from trackway.agent.loop import agents
 from trackway.agent.settings import AgentSettings
-from trackway.agent.verl.adapter import load_loops
+from trackway.agent.verl import load_loops
 from trackway.serving.own_code import OwnCodeError, offer_stand_ins
 from trackway.wire.chat import FunctionCall, FunctionSchema, ToolSchema
 from trackway.wire.errors import ErrorCode

@@ -11,7 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from tests.services.trainer.learner_settings import learner_config
 from trackway.learner.learner import Learner
 from trackway.learner.ranks.sharding import Ranks
-from trackway.system.cpu_threads import usable_cores
+from trackway.system.process import usable_cores
 
 
 @pytest.fixture(autouse=True)

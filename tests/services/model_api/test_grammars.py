@@ -8,7 +8,7 @@ import pytest
 from trackway.chat.tool_formats import Hermes
 from trackway.model_api.choices import grammar_of
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.openai.requests import ChatRequest, CompletionRequest
+from trackway.wire.openai import ChatRequest, CompletionRequest
 
 PLAN = {"type": "object", "properties": {"not": {"enum": [{"if": 1}]}}, "required": ["not"]}
 ADD: dict[str, Any] = {"properties": {"a": {"type": "integer", "not": {"const": 3}}}}

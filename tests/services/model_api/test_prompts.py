@@ -11,7 +11,7 @@ from trackway.chat.tokenizer import ChatTokenizer
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.model_api.prompts import chat_prompt
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.openai.requests import ChatRequest
+from trackway.wire.openai import ChatRequest
 
 pytestmark = pytest.mark.anyio
 

@@ -19,7 +19,7 @@ from trackway.model_api.respond import respond, respond_again
 from trackway.model_api.response_builder import ResponseBuilder
 from trackway.model_api.stream_decoder import Delta
 from trackway.wire.anthropic import MessagesRequest
-from trackway.wire.openai.requests import ChatRequest
+from trackway.wire.openai import ChatRequest
 from trackway.wire.rollout import GenerateRequest
 from trackway.wire.trajectory import WeightSpan
 

@@ -4,7 +4,7 @@ import pytest
 
 from trackway.chat.tokenizer import ChatTokenizer
 from trackway.model_api.stream_decoder import Delta, Reader
-from trackway.wire.openai.requests import CompletionRequest
+from trackway.wire.openai import CompletionRequest
 
 IDS = [20, 20, 15, 15, 325, 20]
 """`2`, `2`, `-`, `-`, `"}}` with a line's end, `2`."""

@@ -19,9 +19,9 @@ from trackway.rollout.settings import RolloutSettings
 from trackway.serving.batches import BatchLoad, run_batch
 from trackway.tracing import Tracing, TracingSettings, inject, trajectory_span
 from trackway.tracing.active import activated
-from trackway.wire.batch import BatchEntry, BatchResult
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import GenerateChoice, GenerateReply, GenerateRequest
+from trackway.wire.service import BatchEntry, BatchResult
 from trackway.wire.trajectory import Tags
 
 pytestmark = [pytest.mark.anyio, ENDS_SOON]

@@ -16,8 +16,8 @@ from trackway.clients.weights import WeightStore
 from trackway.rollout.app import create_app
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire import rollout as wire
-from trackway.wire.batch import BatchResult
 from trackway.wire.rollout import GeneratePiece, GenerateReply, PromptLogprobs
+from trackway.wire.service import BatchResult
 from trackway.wire.weights import policy_url
 
 pytestmark = pytest.mark.anyio

@@ -19,7 +19,7 @@ from trackway.rollout.engines.protocol import Swapping
 from trackway.rollout.engines.weight_proof import Judgement
 from trackway.rollout.weight_watcher import WeightWatcher
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.health import Ready
+from trackway.wire.service import Ready
 from trackway.wire.weights import Verdict, WeightProof
 
 pytestmark = pytest.mark.anyio

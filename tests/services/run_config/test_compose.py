@@ -10,7 +10,7 @@ from trackway.run_config import RunConfig, UnsupportedKey, compose, given_to_dep
 from trackway.run_config.compose import PRESETS, known_keys, leaves
 from trackway.run_config.unsupported_keys import NO_EFFECT, ONLY, limited
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.tracing import TraceBackend
+from trackway.wire.trajectory import TraceBackend
 
 SCRIPT = (Path(__file__).parents[2] / "e2e" / "reproduce.sh").read_text()
 for _given, _shell in (("\\\n", " "), ("$HOME", ""), ("$PROJECT_DIR", "")):

@@ -21,7 +21,7 @@ from trackway.clients import Deadline
 from trackway.serving import Gauge, ServiceSettings, service_app
 from trackway.tracing import Tracing, TracingSettings, inject, tool_span
 from trackway.wire.errors import ErrorCode, ErrorReply, TrackwayError
-from trackway.wire.health import Ready
+from trackway.wire.service import Ready
 
 pytestmark = pytest.mark.anyio
 

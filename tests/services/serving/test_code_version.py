@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trackway.serving.own_code import version_of
-from trackway.wire.health import OwnCode
+from trackway.wire.service import OwnCode
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from trackway.serving.app import difference, installation
-from trackway.wire.health import Installation
+from trackway.wire.service import Installation
 
 SAY = "from trackway.serving.app import installation; print(installation().model_dump_json())"
 

@@ -7,8 +7,8 @@ from trackway.serving.app import span_counts
 from trackway.tracing import BackendStats, SpanStats, Tracing, TracingSettings
 from trackway.tracing.active import activated
 from trackway.tracing.spans import root_span
-from trackway.wire.health import Health, SpanCounts
-from trackway.wire.tracing import TraceBackend, TraceTarget
+from trackway.wire.service import Health, SpanCounts
+from trackway.wire.trajectory import TraceBackend, TraceTarget
 
 pytestmark = pytest.mark.anyio
 

@@ -16,7 +16,7 @@ from trackway.serving import ServiceSettings, service_app
 from trackway.tracing import Tracing, TracingSettings, add_incident, tool_span
 from trackway.tracing.export.batch import weight
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.tracing import Incident
+from trackway.wire.trajectory import Incident
 
 pytestmark = pytest.mark.anyio
 

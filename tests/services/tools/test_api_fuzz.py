@@ -15,7 +15,7 @@ from tests.serving import served_in_thread
 from trackway.tools.app import create_app
 from trackway.tools.builtin.calculator import CalculatorTool
 from trackway.tools.builtin.gsm8k import Gsm8kTool
-from trackway.tools.builtin.search.tool import SearchTool
+from trackway.tools.builtin.search import SearchTool
 from trackway.tools.settings import ToolsSettings
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 from tests.services.tools.faulty_tool import FaultyTool
 from trackway.tools.base import BaseTool, ToolLimits
 from trackway.tools.builtin.calculator import CalculatorTool
-from trackway.tools.core.registry import ToolRegistry
+from trackway.tools.core.server import ToolRegistry
 from trackway.tools.loading import load_tools, tools_of
 from trackway.tools.settings import ToolsSettings
 from trackway.wire.errors import ErrorCode, TrackwayError

@@ -32,10 +32,18 @@ from trackway.tracing.active import activated
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.settings import ServiceUrls
 from trackway.wire.agent import AgentInfo, AgentList, GroupRequest, GroupWaits
-from trackway.wire.health import Health, Ready, Wait
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.tracing import TraceBackend, TraceTarget
-from trackway.wire.trajectory import Reward, StopReason, Tags, Trajectory, WeightSpan, trajectory_id
+from trackway.wire.service import Health, Ready, Wait
+from trackway.wire.trajectory import (
+    Reward,
+    StopReason,
+    Tags,
+    TraceBackend,
+    TraceTarget,
+    Trajectory,
+    WeightSpan,
+    trajectory_id,
+)
 
 
 class Serving(Protocol):

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trackway.system import Backoff
+from trackway.system.waits import Backoff
 from trackway.tracing.export.batch import Batch
 from trackway.tracing.export.disk_queue import DiskQueue
 from trackway.tracing.export.otlp_http import Answer, Endpoint, SendOutcome

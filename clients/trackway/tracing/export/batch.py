@@ -11,7 +11,7 @@ from opentelemetry.util.types import Attributes
 
 from trackway.tracing import attributes as names
 from trackway.tracing.settings import TracingSettings
-from trackway.wire.tracing import TraceBackend, TraceTarget
+from trackway.wire.trajectory import TraceBackend, TraceTarget
 
 MAX_ROOTS = 100
 """Most root spans per request: with more, MLflow 3.17 links no trace to the run and still answers 200."""

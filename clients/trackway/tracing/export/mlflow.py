@@ -17,7 +17,7 @@ from trackway.tracing.export.batch import Batch
 from trackway.tracing.export.otlp_http import Answer, Endpoint, SendOutcome, answer_of
 from trackway.tracing.local_mlflow import client as local_mlflow
 from trackway.tracing.settings import TracingSettings
-from trackway.wire.tracing import TraceBackend
+from trackway.wire.trajectory import TraceBackend
 
 _BY_NAME = "name:"
 

@@ -11,11 +11,11 @@ import httpx
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
-from trackway.system.experimental import Experimental, warn_experimental
+from trackway.system.process import Experimental, warn_experimental
 from trackway.tracing import attributes as names
 from trackway.tracing.export.batch import Batch
 from trackway.tracing.settings import TracingSettings
-from trackway.wire.tracing import TraceBackend
+from trackway.wire.trajectory import TraceBackend
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from trackway.tracing import attributes as names
 from trackway.tracing.attributes import SpanKind
 from trackway.tracing.context import OF_EVERY_SPAN
 from trackway.tracing.conventions import objects_in
-from trackway.wire.tracing import TraceBackend
+from trackway.wire.trajectory import TraceBackend
 
 Attributes = dict[str, AttributeValue]
 

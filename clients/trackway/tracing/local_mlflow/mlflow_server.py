@@ -88,7 +88,7 @@ class ServerFiles:
 def flocked(path: Path, exclusive: bool) -> int | None:
     """A descriptor that holds the file's lock until it is closed, or None when the lock is taken.
 
-    Apart from `trackway.system.locks`, because these locks are shared by users and inherited by the supervisor.
+    Apart from `trackway.system.files`, because these locks are shared by users and inherited by the supervisor.
     """
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     try:

@@ -21,7 +21,7 @@ from trackway.tracing.local_mlflow import client as local_mlflow
 from trackway.tracing.local_mlflow.uri import local_database
 from trackway.tracing.provider import Tracing
 from trackway.tracing.settings import TracingSettings
-from trackway.wire.tracing import TraceBackend, TraceTarget
+from trackway.wire.trajectory import TraceBackend, TraceTarget
 
 logger = logging.getLogger("trackway.tracing")
 

@@ -33,8 +33,7 @@ from trackway.tracing.span_handle import SpanHandle
 from trackway.tracing.spans import operation_span, root_span
 from trackway.tracing.verl.config import RolloutTraceConfig
 from trackway.wire.base import named_number
-from trackway.wire.tracing import TraceTarget
-from trackway.wire.trajectory import Tags
+from trackway.wire.trajectory import Tags, TraceTarget
 
 MAX_ITEMS = 512
 """Most items of one list or mapping. The rest is only counted."""

@@ -35,10 +35,10 @@ from trackway.serving.own_code import FunctionServer
 from trackway.serving.tokens import AuthSettings, Token
 from trackway.serving.user_code import located
 from trackway.system import atomic_write
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.tools import function_tool
 from trackway.tools.app import create_app as create_tools
-from trackway.tools.functions.tool import FunctionTool, is_function_tool
+from trackway.tools.functions import FunctionTool, is_function_tool
 from trackway.tools.settings import ToolsSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 
@@ -158,7 +158,7 @@ class _Once(logging.Filter):
         """Return whether this error is new."""
         if isinstance(record.exc_info, tuple) and isinstance(record.exc_info[1], Exception):
             record.msg, record.args = f"{record.getMessage()}: {located(record.exc_info[1])}", ()
-            record.exc_info = record.exc_text = None  # `trackway.system.logs` made the text
+            record.exc_info = record.exc_text = None  # `trackway.system.process` made the text
         text = record.getMessage()
         is_new = text not in self._seen and len(self._seen) < _MAX_ERRORS
         if is_new:

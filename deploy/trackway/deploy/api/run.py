@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args, overload
 from trackway.deploy.deployment.attach import folder_here
 from trackway.deploy.runs.session import RunSession
 from trackway.deploy.terminal.progress import delivery_bar, run_bar
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.trainer.run_state.export import Export, export_checkpoint
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectories import read_trajectories

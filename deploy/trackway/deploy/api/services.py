@@ -22,8 +22,8 @@ from trackway.deploy.runs import evaluate as evaluations
 from trackway.deploy.runs.prepare import prepare
 from trackway.deploy.runs.session import RunSession
 from trackway.deploy.terminal.progress import board, row_bar, stderr
-from trackway.system.user_error import UserError
-from trackway.wire.names import checked_run_name, functions_file_of
+from trackway.system.process import UserError
+from trackway.wire.base import checked_run_name, functions_file_of
 
 if TYPE_CHECKING:
     import pandas

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from trackway.deploy.local import preflight
 from trackway.deploy.local.preflight import missing_packages
 from trackway.deploy.local.settings import UpSettings
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 
 DEMO_EXTRAS = ("tools", "reward", "agent", "rollout", "trainer", "deploy", "mlflow")
 OTHER_EXTRAS = ("console", "weave", "wandb", "tensorboard")
@@ -149,8 +149,8 @@ def _sandbox() -> Finding:
         path = shutil.which("bwrap")
         remedy = "" if path else "apt-get install bubblewrap (for the tool `python`)"
         return Finding(name=name, ok=path is not None, found=path or "not on PATH", remedy=remedy)
-    from trackway.tools.sandbox.isolation import SandboxUnavailableError, launcher_for
-    from trackway.tools.sandbox.settings import SandboxSettings
+    from trackway.tools.sandbox.interpreter import SandboxUnavailableError, launcher_for
+    from trackway.tools.sandbox.process import SandboxSettings
 
     try:
         asyncio.run(launcher_for(SandboxSettings()))

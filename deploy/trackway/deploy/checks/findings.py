@@ -9,7 +9,7 @@ from rich.text import Text
 
 from trackway.deploy.deployment.processes import Report
 from trackway.run_config import UnsupportedKey
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 
 
 class Findings(BaseModel):

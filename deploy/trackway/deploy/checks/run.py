@@ -41,9 +41,9 @@ from trackway.deploy.local.settings import UpSettings
 from trackway.reward.reward_model import REWARD_MODEL
 from trackway.run_config import RunConfig, UnsupportedKey
 from trackway.serving.user_code import described, run_user_code
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.tools.base import BaseTool, ToolSource
-from trackway.tools.core.registry import ToolRegistry
+from trackway.tools.core.server import ToolRegistry
 from trackway.tracing import TracingSettings
 from trackway.trainer.data.dataset import Rows
 from trackway.trainer.data.name_check import CHECK_POLICY, Served, ask_services, unserved
@@ -56,8 +56,8 @@ from trackway.trainer.supervisor.manager import check_adapter, runnable
 from trackway.trainer.traces.preflight import unusable, without_entity
 from trackway.wire.chat import ToolSchema
 from trackway.wire.errors import TrackwayError
-from trackway.wire.health import Health
-from trackway.wire.tracing import TraceBackend
+from trackway.wire.service import Health
+from trackway.wire.trajectory import TraceBackend
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -127,11 +127,11 @@ def _is_missing(error: BaseException) -> bool:
 
 def _agents(args: dict[str, Any]) -> dict[str, bool]:
     """Each agent, and whether it offers tools."""
-    from trackway.agent.environments.loop import register_environments
+    from trackway.agent.environment_loop import register_environments
     from trackway.agent.loop import agents
     from trackway.agent.sessions.external import register_external
     from trackway.agent.settings import AgentSettings
-    from trackway.agent.verl.adapter import load_loops
+    from trackway.agent.verl import load_loops
 
     settings = AgentSettings(**{"model_path": "", **args})
     load_loops(settings)

@@ -57,7 +57,7 @@ def services_of(outputs: Path, services_url: str | None) -> dict[str, str]:
     """Addresses of the running services by name. None where nothing was started or attached."""
     from trackway.deploy.deployment.attach import address
     from trackway.deploy.deployment.record import Deployment
-    from trackway.wire.health import ServiceName
+    from trackway.wire.service import ServiceName
 
     if services_url is not None:
         base = address("--services-url", services_url)

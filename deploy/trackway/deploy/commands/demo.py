@@ -10,7 +10,7 @@ from rich.markup import escape
 from trackway.deploy.commands.options import DEMO_MEMORY_GB, Keep, Wait, json_of, up_settings
 from trackway.deploy.commands.run_output import deliver, print_end, report_losses, run_to_end, session_of
 from trackway.deploy.terminal.progress import board, print_json, stderr, stdout
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 
 if TYPE_CHECKING:
     from trackway.deploy.deployment.record import Deployment
@@ -111,7 +111,7 @@ def _attached(
     from trackway.deploy.deployment.record import Deployment
     from trackway.deploy.runs.demo import name_of
     from trackway.deploy.runs.prepare import typed
-    from trackway.wire.health import Ready
+    from trackway.wire.service import Ready
 
     deployment = Deployment.load(outputs.resolve())
     if deployment is None or not deployment.attached:

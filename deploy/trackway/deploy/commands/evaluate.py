@@ -64,7 +64,7 @@ def evaluate(
     """
     from trackway.deploy.runs.evaluation_report import evaluation_report
     from trackway.evaluation.store import EvaluationStore
-    from trackway.system.user_error import UserError
+    from trackway.system.process import UserError
 
     words = [*(overrides or []), *([] if seed is None else [f"trackway.seed={seed}"])]
     if what is not None and "=" in what and (resume or rescore):  # an override, since nothing else is named

@@ -9,7 +9,7 @@ from rich.markup import escape
 from trackway.deploy.commands.options import OUTPUTS, Outputs, json_of
 from trackway.deploy.terminal.progress import file_bar, print_json, stdout
 from trackway.system import visible
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 
 app = typer.Typer()
 

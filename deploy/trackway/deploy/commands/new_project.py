@@ -13,7 +13,7 @@ from trackway.deploy.bundled import PROJECTS
 from trackway.deploy.commands.options import json_of
 from trackway.deploy.terminal.progress import print_json, stdout
 from trackway.system import atomic_write, writing
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 
 NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 MAX_NAME = 64

@@ -11,7 +11,7 @@ import typer
 from trackway.deploy.commands.options import OUTPUTS, Outputs, RunName, json_of
 from trackway.deploy.terminal.progress import print_json, rollout_account, run_detail, sparkline, stderr, stdout
 from trackway.system import visible
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.wire.trainer import ENDED
 
 if TYPE_CHECKING:

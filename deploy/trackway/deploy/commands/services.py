@@ -13,7 +13,7 @@ from rich.table import Table
 from trackway.deploy.commands.options import OUTPUTS, Outputs, Wait, json_of, up_settings
 from trackway.deploy.terminal.progress import board, print_json, stderr, stdout
 from trackway.system import free_port, visible
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 
 if TYPE_CHECKING:
     from trackway.deploy.deployment.record import Deployment

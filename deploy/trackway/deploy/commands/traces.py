@@ -16,8 +16,7 @@ from rich.text import Text
 from trackway.deploy.commands.options import OUTPUTS, Outputs, json_of
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.terminal.progress import print_json, stderr, stdout
-from trackway.system.experimental import Experimental, warn_experimental
-from trackway.system.user_error import UserError
+from trackway.system.process import Experimental, UserError, warn_experimental
 from trackway.traces import refs, render
 from trackway.traces.compare import compare
 from trackway.traces.mlflow_store import MlflowStore

@@ -18,7 +18,7 @@ from trackway.deploy.commands.options import (
 )
 from trackway.deploy.commands.run_output import deliver, print_end, print_plan, run_to_end, session_of
 from trackway.deploy.terminal.progress import board, print_json, stderr, stdout
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 
 if TYPE_CHECKING:
     from trackway.run_config import UnsupportedKey
@@ -114,7 +114,7 @@ def train(
 
 def _checked_name(option: str, name: str) -> str:
     """The name of a run. Raises UserError for an invalid one."""
-    from trackway.wire.names import checked_run_name
+    from trackway.wire.base import checked_run_name
 
     try:
         return checked_run_name(name)

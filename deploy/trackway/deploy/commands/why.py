@@ -14,7 +14,7 @@ from trackway.deploy.terminal.progress import print_json, stdout
 from trackway.system import visible
 
 if TYPE_CHECKING:
-    from trackway.wire.health import Wait
+    from trackway.wire.service import Wait
     from trackway.wire.trainer import RunInfo
 
 app = typer.Typer()

@@ -12,7 +12,7 @@ from trackway.deploy.config import serve_config
 from trackway.reward.settings import RewardSettings
 from trackway.serving.own_code import OwnCodeSettings, roots_of
 from trackway.tools.settings import ToolsSettings
-from trackway.wire.health import OwnCode
+from trackway.wire.service import OwnCode
 
 _SETTINGS: dict[str, type[OwnCodeSettings]] = {
     "agent": AgentSettings,

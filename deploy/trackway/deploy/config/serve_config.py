@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 from pydantic import ValidationError
 
 from trackway.deploy.bundled import CPU_CONFIG
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _POLICIES = {

@@ -17,8 +17,8 @@ from pydantic import BaseModel
 from trackway.deploy.deployment.processes import Report
 from trackway.deploy.deployment.record import Deployment, summarize_reasons, unanswered
 from trackway.deploy.deployment.serve_api import ServeApi, ray_token
-from trackway.system.user_error import UserError
-from trackway.wire.health import Health, ServiceName
+from trackway.system.process import UserError
+from trackway.wire.service import Health, ServiceName
 from trackway.wire.trainer import RunInfo
 
 if TYPE_CHECKING:

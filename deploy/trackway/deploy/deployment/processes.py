@@ -15,7 +15,7 @@ import psutil
 from pydantic import BaseModel
 
 from trackway.system import log_tail
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 
 Report = Callable[[str, str], None]
 """Called with a part's name and state. The last state is `ready` or `stopped`, of spans `sent` or `left on disk`, of a

@@ -15,9 +15,9 @@ from pydantic import BaseModel, Field, ValidationError
 from trackway.clients import CallPolicy, ServiceClient, run
 from trackway.deploy.deployment.processes import ProcessRecord
 from trackway.system import atomic_write, writing
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.health import Health, ServiceName
+from trackway.wire.service import Health, ServiceName
 
 
 class Deployment(BaseModel):

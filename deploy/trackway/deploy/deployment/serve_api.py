@@ -14,9 +14,9 @@ from trackway.deploy.config import serve_config
 from trackway.deploy.config.serve_config import Replicas
 from trackway.deploy.deployment.processes import tls
 from trackway.deploy.deployment.record import Deployment
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.health import ReplicaInfo
+from trackway.wire.service import ReplicaInfo
 from trackway.wire.trainer import RunInfo
 
 _KEPT = ("proxy_location", "http_options", "grpc_options", "target_capacity")

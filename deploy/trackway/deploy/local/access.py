@@ -7,7 +7,7 @@ from pydantic_settings import SettingsError
 from trackway.clients.token import TOKEN, resolve_token
 from trackway.serving import ServiceSettings
 from trackway.serving.tokens import TokenTable
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 
 LOOPBACK = "127.0.0.1"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from trackway.deploy.deployment import processes
 from trackway.deploy.deployment.processes import ProcessRecord
 from trackway.system import without_secrets
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.tracing.local_mlflow import client as local_mlflow
 
 START_DEADLINE_S = 180.0

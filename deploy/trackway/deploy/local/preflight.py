@@ -11,7 +11,7 @@ import psutil
 
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local.settings import UpSettings
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 
 _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+).*;.*\bextra == ['\"](?P<extra>[\w-]+)['\"]")
 """`jinja2>=3.1; extra == 'agent'`. The build has replaced extras inside extras by their packages."""

@@ -12,7 +12,7 @@ from trackway.deploy.config.code_versions import own_code, watched, with_version
 from trackway.deploy.deployment.processes import Report
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.serve_api import ServeApi, service_statuses
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 
 RESTART_S = 180.0
 """Longest wait for restarted services."""

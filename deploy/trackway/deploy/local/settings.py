@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from trackway.deploy.bundled import CPU_CONFIG, TINY_MODEL
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 
 
 class UpSettings(BaseSettings):

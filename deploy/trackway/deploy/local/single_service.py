@@ -15,7 +15,7 @@ from trackway.clients.token import TOKEN
 from trackway.deploy.config import serve_config
 from trackway.deploy.local.settings import UpSettings
 from trackway.serving.settings import ServiceName, ServiceSettings
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 
 SERVICES: tuple[ServiceName, ...] = get_args(ServiceName)
 _PREFIX = "TRACKWAY_"

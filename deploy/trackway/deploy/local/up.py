@@ -27,10 +27,10 @@ from trackway.deploy.local.access import address_of, check_access, host_of
 from trackway.deploy.local.settings import UpSettings
 from trackway.serving.app import REMEDY, difference, installation
 from trackway.system import LockTaken, acquire_lock, free_port
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.tracing.settings import SPOOL_FOLDER
 from trackway.wire.errors import TrackwayError
-from trackway.wire.health import ReplicaList
+from trackway.wire.service import ReplicaList
 
 
 def check_interpreters(deployment: Deployment) -> None:

@@ -15,16 +15,15 @@ from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs.losses import trace_losses, tracking_losses
 from trackway.deploy.runs.prepare import typed
 from trackway.system import atomic_write, replacing
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.traces import rules
 from trackway.traces.verify import Rule, settle
 from trackway.trainer.data import make_tiny
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectories import read_trajectories
 from trackway.wire.base import NON_FINITE
-from trackway.wire.tracing import TraceBackend
 from trackway.wire.trainer import MetricsRow, RunInfo, RunState
-from trackway.wire.trajectory import Trajectory
+from trackway.wire.trajectory import TraceBackend, Trajectory
 
 
 def reward_curve(rows: Sequence[MetricsRow], image: Path, title: str) -> None:

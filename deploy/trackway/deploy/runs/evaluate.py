@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from trackway.agent.chat_model import ChatModel
 from trackway.agent.loop import agent_loop, agents
+from trackway.agent.models import ChatModel
 from trackway.agent.toolbox import tool_facts
 from trackway.chat.tokens import ChatTokens
 from trackway.clients import CallPolicy, Deadline, RewardClient, run
@@ -36,7 +36,7 @@ from trackway.evaluation.store import EvaluationStore
 from trackway.evaluation.summary import Evaluation
 from trackway.run_config import RunConfig, resolve
 from trackway.run_config.compose import given, leaves
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.tracing import TracingSettings
 from trackway.tracing.export.mlflow import experiment_by_name
 from trackway.trainer.data.dataset import Rows
@@ -48,9 +48,9 @@ from trackway.trainer.run_state.export import export_checkpoint
 from trackway.trainer.run_state.folder import RunFolder, outputs_folders, run_folders
 from trackway.trainer.traces.run import DailyTraceBytes, TraceBudget
 from trackway.wire.agent import Sample
+from trackway.wire.base import checked_run_name
 from trackway.wire.chat import ChatModelSettings, Message
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.names import checked_run_name
 from trackway.wire.reward import ScoreRequest
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.trajectory import Trajectory

@@ -13,7 +13,7 @@ from trackway.clients import run
 from trackway.clients.trainer import TrainerClient
 from trackway.deploy.deployment.attach import folder_here
 from trackway.deploy.deployment.record import Deployment, find_running
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.trainer.run_state.folder import RunFolder, outputs_folders, run_folders
 from trackway.trainer.run_state.heartbeat import LivenessMonitor
 from trackway.wire.trainer import ENDED, MetricsRow, RunInfo

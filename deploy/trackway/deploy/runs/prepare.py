@@ -21,7 +21,7 @@ from trackway.deploy.local.settings import UpSettings
 from trackway.reward.reward_model import REWARD_MODEL
 from trackway.run_config import RunConfig, UnsupportedKey, compose
 from trackway.run_config.compose import CHANGEABLE, RECORDED, changed, given, leaves
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.trainer import RunInfo, RunState
 

@@ -24,7 +24,7 @@ from trackway.deploy.local.up import spans_waiting
 from trackway.deploy.runs.losses import Unsent
 from trackway.deploy.runs.prepare import goes_on, to_start
 from trackway.run_config import RunConfig
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import ENDED, MetricsRow, RunInfo, RunRequest, RunState
 

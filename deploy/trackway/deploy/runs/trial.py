@@ -40,7 +40,7 @@ from trackway.run_config import RunConfig
 from trackway.run_config.algorithm import OPTIMAL_BASELINES
 from trackway.serving.own_code import add_to_path
 from trackway.system import visible
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.tools.app import create_app as create_tools
 from trackway.tools.settings import ToolsSettings
 from trackway.trainer.data.dataset import RowLocation, Rows
@@ -48,9 +48,8 @@ from trackway.trainer.loop.from_config import training_template
 from trackway.wire.agent import Sample
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.health import Ready
-from trackway.wire.tracing import TraceTarget
-from trackway.wire.trajectory import ToolCallRecord, Trajectory, Turn
+from trackway.wire.service import Ready
+from trackway.wire.trajectory import ToolCallRecord, TraceTarget, Trajectory, Turn
 
 _POLL_S = 0.1
 

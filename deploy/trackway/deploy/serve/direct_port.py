@@ -31,7 +31,7 @@ from trackway.serving.batches import BatchLoad
 from trackway.serving.connections import bounded_protocol
 from trackway.serving.idempotency import UNBROKEN
 from trackway.serving.settings import ConnectionSettings
-from trackway.wire.health import Ready
+from trackway.wire.service import Ready
 
 
 def within_lifespan(app: FastAPI, served: Callable[[], AbstractAsyncContextManager[None]]) -> None:

@@ -25,9 +25,8 @@ from trackway.clients import Deadline
 from trackway.serving import ServiceRouter, needs_admin
 from trackway.serving.auth import presented
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
-from trackway.wire.headers import REQUEST_TIMEOUT
-from trackway.wire.health import ReplicaInfo, ReplicaList, ServiceName
 from trackway.wire.rollout import EngineLoad, EngineLoads, MemoryPart, SleepMode, SleepReplies, SleepReply
+from trackway.wire.service import REQUEST_TIMEOUT, ReplicaInfo, ReplicaList, ServiceName
 
 T = TypeVar("T")
 

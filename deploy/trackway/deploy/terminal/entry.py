@@ -13,7 +13,7 @@ from rich.markup import escape
 from trackway.deploy.terminal.progress import print_json, stderr
 from trackway.system import escape_log_records, visible
 from trackway.system.files import FULL, NOT_WRITABLE, error_number, storage_error
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 _EXTRAS = {"config": "trainer", "console": "console", "data": "trainer", "traces": "trainer", "ui": "mlflow"}
@@ -28,7 +28,7 @@ def missing_extra(error: ModuleNotFoundError) -> str | None:
     """
     if error.name is None or error.name.partition(".")[0] == "trackway" or not _imported_by_us(error.__traceback__):
         return None
-    from trackway.wire.health import ServiceName  # here, since every command would load the services' wire
+    from trackway.wire.service import ServiceName  # here, since every command would load the services' wire
 
     words = [word for word in sys.argv[1:] if not word.startswith("-")]
     command = words[0] if words else ""

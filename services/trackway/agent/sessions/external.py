@@ -34,20 +34,19 @@ import httpx
 from pydantic import ValidationError
 
 from trackway.agent.context import AgentContext
-from trackway.agent.episode import Episode
+from trackway.agent.episode import Episode, waits_for
 from trackway.agent.loop import register
 from trackway.agent.sessions.loop import SessionAgent
 from trackway.agent.sessions.session import Session, SessionEpisode
 from trackway.agent.settings import AgentSettings, ContainerSettings, ExternalSettings
 from trackway.agent.toolbox import Toolbox
-from trackway.agent.waits import waits_for
 from trackway.clients import shared_http
 from trackway.serving.own_code import OwnCodeError, loading
 from trackway.serving.user_code import UserCodeExit, described, failure_of
-from trackway.system.experimental import Experimental, warn_experimental
+from trackway.system.process import Experimental, warn_experimental
 from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorCode, TrackwayError, shortened
-from trackway.wire.headers import REQUEST_TIMEOUT
+from trackway.wire.service import REQUEST_TIMEOUT
 from trackway.wire.sessions import ExternalReply, ExternalRollout, SessionAccess
 from trackway.wire.trajectory import StopReason
 

@@ -30,7 +30,7 @@ from trackway.serving.request_limits import again
 from trackway.serving.routes import ErrorFormatRoute, Handler, JsonRoute
 from trackway.tracing import inject
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.headers import REPLICA
+from trackway.wire.service import REPLICA
 
 PASSED_ON = "x-trackway-passed-on"
 """Set on a call that was passed on, which is not passed on again."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from trackway.agent.context import AgentContext
 from trackway.agent.episode import Episode
 from trackway.agent.loop import AgentLoop
-from trackway.agent.sessions.messages import plain_message
+from trackway.agent.sessions.graph import plain_message
 from trackway.agent.sessions.session import Session, SessionEpisode
 from trackway.agent.toolbox import Toolbox
 from trackway.wire.chat import Message

@@ -11,8 +11,8 @@ from fastapi import APIRouter, Body, Depends, HTTPException, Request, Response
 from trackway.agent.context import AgentContext
 from trackway.agent.groups import Groups
 from trackway.agent.sessions.fast_path import B, ModelCall, PassedOnRoute, session_of_request
+from trackway.agent.sessions.graph import canonical
 from trackway.agent.sessions.loop import OpenSession, opened
-from trackway.agent.sessions.messages import canonical
 from trackway.agent.sessions.session import Session
 from trackway.agent.sessions.store import Sessions, session_of
 from trackway.chat.tokenizer import ChatTokenizer
@@ -26,9 +26,8 @@ from trackway.serving.auth import CALLER, RawHeaders, presented_key
 from trackway.serving.tokens import Caller
 from trackway.wire.anthropic import CountTokensReply, MessagesReply
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.openai.replies import ChatCompletion, Completion
-from trackway.wire.openai.requests import ChatRequest
-from trackway.wire.openai.response_replies import ResponsesReply
+from trackway.wire.openai import ChatCompletion, ChatRequest, Completion
+from trackway.wire.responses import ResponsesReply
 from trackway.wire.rollout import ModelCard, ModelList
 from trackway.wire.sessions import (
     FinishedSession,

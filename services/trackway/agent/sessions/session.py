@@ -21,8 +21,18 @@ from opentelemetry import trace
 
 from trackway.agent.episode import Episode, TurnEpisode
 from trackway.agent.sessions.delivery import CallAnswer, DeliveredResponse, Recorded, WaitingStream
-from trackway.agent.sessions.graph import ChatReader, Conversation, Conversations, Place, Sampled, TokenGraph
-from trackway.agent.sessions.messages import is_auxiliary, joined_turns, meaning, text_of
+from trackway.agent.sessions.graph import (
+    ChatReader,
+    Conversation,
+    Conversations,
+    Place,
+    Sampled,
+    TokenGraph,
+    is_auxiliary,
+    joined_turns,
+    meaning,
+    text_of,
+)
 from trackway.chat.encoding import TooLong
 from trackway.chat.tokenizer import ChatTokenizer
 from trackway.chat.tokens import ChatTokens
@@ -39,8 +49,8 @@ from trackway.tracing import inject, set_tools, turn_span
 from trackway.tracing.attributes import COMPACTED
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.openai.requests import ChatMessage, ChatRequest, ChatTool, CompletionRequest, SampledRequest
-from trackway.wire.openai.response_requests import InputItem, InputItemReference
+from trackway.wire.openai import ChatMessage, ChatRequest, ChatTool, CompletionRequest, SampledRequest
+from trackway.wire.responses import InputItem, InputItemReference
 from trackway.wire.rollout import (
     GenerateChoice,
     GeneratePiece,

@@ -20,7 +20,7 @@ from trackway.wire.anthropic import (
     ToolUseBlockParam,
 )
 from trackway.wire.chat import FunctionCall, ToolCall
-from trackway.wire.openai.requests import ChatMessage, ChatRequest
+from trackway.wire.openai import ChatMessage, ChatRequest
 
 
 def chat_of(request: CountTokensRequest) -> ChatRequest:

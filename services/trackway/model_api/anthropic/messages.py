@@ -34,7 +34,7 @@ from trackway.wire.anthropic import (
 )
 from trackway.wire.chat import ToolCall
 from trackway.wire.errors import TrackwayError
-from trackway.wire.openai.requests import ChatRequest
+from trackway.wire.openai import ChatRequest
 
 _TYPES = {
     401: "authentication_error",

@@ -17,7 +17,7 @@ from trackway.model_api.sse import event
 from trackway.model_api.stream_decoder import Delta
 from trackway.serving.routes import ErrorFormatRoute
 from trackway.wire.errors import TrackwayError
-from trackway.wire.openai.replies import (
+from trackway.wire.openai import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -26,14 +26,16 @@ from trackway.wire.openai.replies import (
     ChatLogprob,
     ChatLogprobs,
     ChatReplyMessage,
+    ChatRequest,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
+    CompletionRequest,
     OpenAIReply,
+    SampledRequest,
     ToolCallDelta,
     TopLogprob,
 )
-from trackway.wire.openai.requests import ChatRequest, CompletionRequest, SampledRequest
 from trackway.wire.rollout import TopLogprobs, Usage
 from trackway.wire.trajectory import WeightSpan
 

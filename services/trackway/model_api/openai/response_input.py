@@ -6,8 +6,8 @@ from pydantic import JsonValue
 
 from trackway.model_api.conversations import SAME_FIELDS, chat_request
 from trackway.wire.chat import FunctionCall, ToolCall
-from trackway.wire.openai.requests import ChatMessage, ChatRequest
-from trackway.wire.openai.response_requests import (
+from trackway.wire.openai import ChatMessage, ChatRequest
+from trackway.wire.responses import (
     InputFunctionCall,
     InputFunctionCallOutput,
     InputItem,

@@ -13,15 +13,17 @@ from trackway.model_api.sse import event
 from trackway.model_api.stream_decoder import Delta, by_token, joined
 from trackway.wire.chat import ToolCall
 from trackway.wire.errors import TrackwayError
-from trackway.wire.openai.replies import ChatLogprob
-from trackway.wire.openai.requests import ChatRequest
-from trackway.wire.openai.response_replies import (
+from trackway.wire.openai import ChatLogprob, ChatRequest
+from trackway.wire.responses import (
     AnyResponsesEvent,
     ArgumentsDeltaEvent,
     ArgumentsDoneEvent,
     ContentPartEvent,
     ErrorEvent,
     IncompleteDetails,
+    InputFunctionCall,
+    InputItem,
+    InputMessage,
     ItemStatus,
     OutputFunctionCall,
     OutputItem,
@@ -31,14 +33,9 @@ from trackway.wire.openai.response_replies import (
     OutputTextDeltaEvent,
     OutputTextDoneEvent,
     ResponsesReply,
+    ResponsesRequest,
     ResponseStateEvent,
     ResponsesUsage,
-)
-from trackway.wire.openai.response_requests import (
-    InputFunctionCall,
-    InputItem,
-    InputMessage,
-    ResponsesRequest,
     TextOptions,
 )
 

@@ -23,7 +23,7 @@ from trackway.rollout.engines.protocol import EngineStats
 from trackway.rollout.engines.torch.loading import device_of, dtype_of
 from trackway.rollout.settings import RolloutSettings
 from trackway.system import indexed_files
-from trackway.system.cpu_threads import choose_threads, usable_cores
+from trackway.system.process import choose_threads, usable_cores
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 _log = logging.getLogger(__name__)

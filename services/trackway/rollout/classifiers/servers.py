@@ -18,7 +18,7 @@ from trackway.rollout.engines.remote.sglang import UNUSED_POSITIONS, on_loopback
 from trackway.rollout.engines.remote.vllm import safe_environment
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.openai.classify import ClassifyReply
+from trackway.wire.openai import ClassifyReply
 
 _UNUSED_POSITIONS = UNUSED_POSITIONS + 1  # an input leaves room for a token
 

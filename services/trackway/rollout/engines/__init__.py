@@ -6,7 +6,7 @@ from typing import cast
 from trackway.rollout.engines.protocol import Engine
 from trackway.rollout.settings import RolloutSettings
 from trackway.serving.own_code import loading
-from trackway.system.experimental import Experimental, warn_experimental
+from trackway.system.process import Experimental, warn_experimental
 
 _ENGINES = {
     "torch": "trackway.rollout.engines.torch.engine:TorchEngine",

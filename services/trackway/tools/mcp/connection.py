@@ -26,9 +26,9 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.types import CONNECTION_CLOSED, UNSUPPORTED_PROTOCOL_VERSION, CallToolResult, RequestParamsMeta, Tool
 from pydantic import Field, JsonValue, SecretStr, ValidationError, model_validator
 
-from trackway.tools.user_files import UserEntry, filled, problems_of
+from trackway.tools.settings import UserEntry, filled, problems_of
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.headers import SESSION_ID, header_text
+from trackway.wire.service import SESSION_ID, header_text
 
 _ENVIRONMENT = re.compile(r"\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}")
 

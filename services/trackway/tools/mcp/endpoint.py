@@ -35,13 +35,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from trackway.serving.auth import CALLER
 from trackway.serving.open_sessions import OpenSessions
-from trackway.tools.core.server import ToolServer
-from trackway.tools.core.sessions import SessionInstances, SessionKey
+from trackway.tools.core.server import SessionInstances, SessionKey, ToolServer
 from trackway.tools.mcp.results import RequestMeta, ResultMeta, to_mcp, to_mcp_error
-from trackway.tools.settings import ToolsSettings
-from trackway.tools.user_files import problems_of
+from trackway.tools.settings import ToolsSettings, problems_of
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.headers import SESSION_ID
+from trackway.wire.service import SESSION_ID
 from trackway.wire.tools import ExecuteRequest, OneShotRequest, ToolResult
 
 Context = ServerRequestContext[dict[str, JsonValue], Request]

@@ -23,8 +23,8 @@ from trackway.serving.own_code import FunctionsOutage
 from trackway.tools.base import BaseTool, ToolConfig, ToolInputError, ToolLimits, ToolSource, current_session
 from trackway.tools.mcp.connection import ConnectionLost, McpConnection, McpServer, Meta, read_servers
 from trackway.tools.mcp.results import RequestMeta, from_mcp, meta_of
-from trackway.tools.user_files import UserEntry, problems_of
-from trackway.tools.verl.tool_config import McpEntry
+from trackway.tools.settings import UserEntry, problems_of
+from trackway.tools.verl import McpEntry
 from trackway.wire.chat import FunctionSchema, ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tools import ToolResult

@@ -3,9 +3,8 @@
 docs/guides/python-tool.md describes what each layer limits.
 """
 
-from trackway.tools.sandbox.interpreter import Interpreter
-from trackway.tools.sandbox.isolation import SandboxUnavailableError, launcher_for
+from trackway.tools.sandbox.interpreter import Interpreter, SandboxUnavailableError, launcher_for
 from trackway.tools.sandbox.launcher import Launcher
-from trackway.tools.sandbox.settings import SandboxSettings
+from trackway.tools.sandbox.process import SandboxSettings
 
 __all__ = ["Interpreter", "Launcher", "SandboxSettings", "SandboxUnavailableError", "launcher_for"]

@@ -1,20 +1,94 @@
-"""A Python interpreter that keeps its variables between calls, with a deadline and monitoring."""
+"""A Python interpreter that keeps its variables between calls, with a deadline and monitoring.
+
+Requests and replies go over a private socket, whose other end is in repl.py. `launcher_for` checks once whether code
+can be isolated on this machine.
+"""
 
 import asyncio
+import codecs
 import contextlib
 import fcntl
+import logging
 import os
+import secrets
+import shutil
 import signal
+import socket
 import struct
+import sys
 import termios
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trackway.tools.sandbox.channel import ChannelError, ask, ready
 from trackway.tools.sandbox.launcher import Launcher
-from trackway.tools.sandbox.output import BoundedOutput
-from trackway.tools.sandbox.process import InterpreterProcess
-from trackway.tools.sandbox.repl import BROKEN
+from trackway.tools.sandbox.process import InterpreterProcess, SandboxSettings
+from trackway.tools.sandbox.repl import BROKEN, READY
+
+
+class BoundedOutput:
+    """Keeps the first and the last characters, with a marker for the number of omitted ones."""
+
+    def __init__(self, max_chars: int) -> None:
+        self._half = max_chars // 2
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._head = ""
+        self._tail = ""
+        self._chars = 0
+        self.bytes_read = 0
+
+    def feed(self, data: bytes) -> None:
+        """Add the next bytes of UTF-8 text. They may end within a character."""
+        self.bytes_read += len(data)
+        text = self._decoder.decode(data)
+        room = self._half - len(self._head)
+        self._head += text[:room]
+        self._tail = (self._tail + text[room:])[-self._half :]
+        self._chars += len(text)
+
+    def text(self) -> str:
+        """The kept text, with the marker if something is omitted."""
+        left_out = self._chars - len(self._head) - len(self._tail)
+        marker = f"\n[... {left_out} characters left out ...]\n" if left_out else ""
+        return f"{self._head}{marker}{self._tail}"
+
+
+_ANSWERS = {b"y": True, b"n": False}
+
+
+class ChannelError(Exception):
+    """The other end is closed, or its data is invalid: code in the sandbox can write to it."""
+
+
+async def ready(channel: socket.socket) -> None:
+    """Wait for the interpreter's first message."""
+    await _answer(channel, READY)
+
+
+async def ask(channel: socket.socket, code: str) -> bool:
+    """Run a cell of code. Returns whether it raised nothing."""
+    token = secrets.token_bytes(len(READY))
+    data = code.encode("utf-8", "surrogatepass")
+    try:
+        await asyncio.get_running_loop().sock_sendall(channel, struct.pack(">I", len(data)) + token + data)
+    except OSError as error:
+        raise ChannelError("it closed its channel") from error
+    return await _answer(channel, token)
+
+
+async def _answer(channel: socket.socket, token: bytes) -> bool:
+    heard = b""
+    while len(heard) <= len(token):
+        try:
+            more = await asyncio.get_running_loop().sock_recv(channel, len(token) + 1 - len(heard))
+        except OSError as error:
+            raise ChannelError("it closed its channel") from error
+        if not more:
+            raise ChannelError("it closed its channel")
+        heard += more
+    if heard[:-1] != token or heard[-1:] not in _ANSWERS:
+        raise ChannelError("it wrote into its channel")
+    return _ANSWERS[heard[-1:]]
+
 
 MAX_OUTPUT_BYTES = 16 << 20
 """Maximum output of a call. Reading more would cost the service too much time."""
@@ -191,3 +265,54 @@ def _named(status: int) -> str:
     if number in set(signal.Signals):
         return f"it was ended by {signal.Signals(number).name}"
     return f"it exited with status {status}"
+
+
+logger = logging.getLogger("trackway.tools")
+
+_PROBE_TIMEOUT_S = 20.0
+_REMEDY = (
+    "`apt-get install bubblewrap`, and let this process make namespaces (an ordinary user needs the sysctls "
+    "user.max_user_namespaces above 0, kernel.unprivileged_userns_clone=1 on Debian and "
+    "kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu; a container needs an unmasked /proc and a seccomp "
+    "profile that permits unshare, mount and sethostname); "
+    "or set allow_unsandboxed=true to run code with this service's own rights"
+)
+
+
+class SandboxUnavailableError(RuntimeError):
+    """Code cannot be isolated on this machine. The message says what is missing and the remedy."""
+
+
+async def launcher_for(settings: SandboxSettings) -> Launcher:
+    """A tested launcher, which isolates code unless isolation is unavailable and not required.
+
+    SandboxUnavailableError when code cannot be isolated here. ValueError when `settings.python` is no interpreter.
+    """
+    if sys.platform != "linux":
+        raise SandboxUnavailableError(f"expected Linux, whose namespaces and limits hold code back, got {sys.platform}")
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        problem = "expected bubblewrap (`bwrap`) on PATH, got none"
+    else:
+        launcher = await asyncio.to_thread(Launcher, settings, bwrap)
+        try:
+            await _probe(launcher)
+            return launcher
+        except SandboxFailedError as error:
+            problem = f"expected bubblewrap to isolate a process, got: {error}"
+    if not settings.allow_unsandboxed:
+        raise SandboxUnavailableError(f"code cannot be isolated: {problem}; {_REMEDY}")
+    logger.warning("code runs with this service's own rights to files, network and processes: %s", problem)
+    launcher = await asyncio.to_thread(Launcher, settings, None)
+    await _probe(launcher)
+    return launcher
+
+
+async def _probe(launcher: Launcher) -> None:
+    interpreter = Interpreter(launcher)
+    try:
+        outcome = await interpreter.run("6 * 7", _PROBE_TIMEOUT_S)
+    finally:
+        await interpreter.stop()
+    if outcome.text != "42\n":
+        raise SandboxFailedError(outcome.text)

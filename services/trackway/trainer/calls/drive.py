@@ -22,7 +22,7 @@ from trackway.clients.weights import WeightStore
 from trackway.learner.config import LearnerConfig
 from trackway.learner.policy import Policy
 from trackway.system import StorageError
-from trackway.system.experimental import warn_experimental
+from trackway.system.process import warn_experimental
 from trackway.system.waits import Waits
 from trackway.tracing import Tracing, extracted, install
 from trackway.tracing.spans import call_span

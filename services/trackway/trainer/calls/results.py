@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple, cast, get_args
 
 from trackway.system import atomic_write, writing
+from trackway.wire.base import checked_run_name
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.names import checked_run_name
 
 _PATH = re.compile(r"tinker://(?P<model_id>(?P<run>[^/:]+):train:\d+)/weights/(?P<name>[^/]+)")
 

@@ -11,9 +11,9 @@ from pydantic import SecretStr
 
 from trackway.clients import CallPolicy, ServiceClient
 from trackway.run_config import RunConfig
+from trackway.wire.base import run_of_functions
 from trackway.wire.errors import TrackwayError
-from trackway.wire.health import Health, OwnCode
-from trackway.wire.names import run_of_functions
+from trackway.wire.service import Health, OwnCode
 
 _HEALTH_POLICY = CallPolicy.question(5.0, attempts=2)
 SERVICES = ("agent", "tools", "reward")

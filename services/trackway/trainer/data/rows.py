@@ -10,9 +10,8 @@ from typing import Literal
 from pydantic import Field, JsonValue
 
 from trackway.wire.agent import RewardModel, Sample
-from trackway.wire.base import WireReply
+from trackway.wire.base import SampleIndex, WireReply
 from trackway.wire.chat import Message
-from trackway.wire.names import SampleIndex
 
 Split = Literal["train", "test"]
 

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from trackway.system import Backoff, LockTaken, acquire_lock
+from trackway.system import LockTaken, acquire_lock
+from trackway.system.waits import Backoff
 from trackway.wire.trainer import BackendSummary
 
 logger = logging.getLogger("trackway.trainer")

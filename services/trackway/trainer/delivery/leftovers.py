@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trackway.run_config.models import weave_project
-from trackway.system import Backoff
+from trackway.system.waits import Backoff
 from trackway.tracing import TracingSettings
 from trackway.trainer.delivery.jobs import Delivery, Later
 from trackway.trainer.delivery.mlflow_run import NAME as MLFLOW

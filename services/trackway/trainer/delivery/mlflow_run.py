@@ -37,7 +37,7 @@ from trackway.trainer.delivery.feedback_queue import GROUND_TRUTH, Assessment, F
 from trackway.trainer.delivery.jobs import Later, Refused, only_sender
 from trackway.trainer.delivery.mlflow_api import Metric, MlflowApi, NotThere
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.wire.health import OwnCode
+from trackway.wire.service import OwnCode
 from trackway.wire.trainer import BackendSummary, MetricsRow, RunState
 
 TURN_S = 2.0

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from trackway.run_config import RunConfig
-from trackway.system.experimental import Experimental, warn_experimental
+from trackway.system.process import Experimental, warn_experimental
 from trackway.trainer.delivery.jobs import Delivery, DeliveryThread
 from trackway.trainer.delivery.mlflow_run import MlflowRun
 from trackway.trainer.delivery.sinks import MlflowSink, QueuedSink, Sink, TensorboardRun

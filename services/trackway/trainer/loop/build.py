@@ -19,7 +19,7 @@ from trackway.learner.ranks.group import LeadingLearner, RankGroup, require_shar
 from trackway.learner.ranks.publication import RankWriters
 from trackway.run_config import RunConfig, no_effect
 from trackway.serving.own_code import add_to_path
-from trackway.system.experimental import warn_experimental
+from trackway.system.process import warn_experimental
 from trackway.system.waits import Waits
 from trackway.trainer.data.conversations import EncodedRow
 from trackway.trainer.data.dataset import PromptBatches, Rows, load_data, prompts_of

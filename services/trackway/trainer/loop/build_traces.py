@@ -12,8 +12,8 @@ from trackway.trainer.delivery.leftovers import weave_feedback
 from trackway.trainer.loop.from_config import trace_target
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.traces.run import DailyTraceBytes, RunTraces, SpanAccounts, StepTrace, TraceBudget, TraceFeedback
-from trackway.wire.health import SpanCounts
-from trackway.wire.tracing import TraceBackend, TraceTarget
+from trackway.wire.service import SpanCounts
+from trackway.wire.trajectory import TraceBackend, TraceTarget
 
 LEDGER = "trace_bytes.json"
 """In the outputs folder: the trace bytes of the day, over all its runs."""

@@ -13,7 +13,7 @@ from trackway.learner.filtering import GroupFilter, OverlongPenalty
 from trackway.learner.gpu_memory import with_advice
 from trackway.run_config import RunConfig
 from trackway.run_config.models import steps_between, weave_project
-from trackway.system.experimental import Experimental
+from trackway.system.process import Experimental
 from trackway.trainer.loop.base import Profiler
 from trackway.trainer.loop.colocation import Sharing
 from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy
@@ -23,7 +23,7 @@ from trackway.trainer.loop.session_groups import SessionLimits
 from trackway.wire.agent import Limits
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.tracing import TraceTarget
+from trackway.wire.trajectory import TraceTarget
 from trackway.wire.weights import UpdateMode
 
 ANCHOR_EVERY = 8

@@ -15,16 +15,14 @@ from pydantic import ValidationError
 from trackway.clients import AgentClient, Deadline
 from trackway.learner.filtering import REWARD_BASELINE, OverlongPenalty
 from trackway.learner.measuring import ActiveTime
-from trackway.system import Backoff
-from trackway.system.waits import Waiting, longest_chain, noted_in
+from trackway.system.waits import Backoff, Waiting, longest_chain, noted_in
 from trackway.trainer.loop.group_source import GroupSource
 from trackway.trainer.loop.teaching import Teaching
 from trackway.wire.agent import GroupRequest, Limits, Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.health import Wait
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.tracing import TraceTarget
-from trackway.wire.trajectory import StopReason, Trajectory, require_placed, require_trainable
+from trackway.wire.service import Wait
+from trackway.wire.trajectory import StopReason, TraceTarget, Trajectory, require_placed, require_trainable
 
 
 def with_baseline(trajectories: Sequence[Trajectory], greedy: Trajectory) -> list[Trajectory]:

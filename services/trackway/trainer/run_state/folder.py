@@ -34,10 +34,10 @@ from pydantic_core import from_json
 
 from trackway.system import LockTaken, acquire_lock, append_line, atomic_write, writing
 from trackway.trainer.settings import ServiceUrls
+from trackway.wire.base import RESERVED_NAMES
 from trackway.wire.chat import ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.health import Wait
-from trackway.wire.names import RESERVED_NAMES
+from trackway.wire.service import Wait
 from trackway.wire.trainer import ENDED, RUN_TRANSITIONS, MetricsRow, RunInfo, RunState
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from trackway.learner.filtering import FilteredBatch, TrainStatus
 from trackway.system import replacing, writing
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorBody
-from trackway.wire.tracing import Incident
 from trackway.wire.trajectory import (
+    Incident,
     Reward,
     Tags,
     TeacherScores,

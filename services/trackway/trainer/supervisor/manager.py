@@ -33,8 +33,8 @@ from trackway.trainer.supervisor.process import Supervised
 from trackway.trainer.supervisor.registry import RunRegistry
 from trackway.trainer.traces.preflight import check_backends
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.health import OwnCode
 from trackway.wire.rollout import BASE_POLICY
+from trackway.wire.service import OwnCode
 from trackway.wire.trainer import ENDED, RunInfo, RunRequest, RunState
 
 logger = logging.getLogger("trackway.trainer")

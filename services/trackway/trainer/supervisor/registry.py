@@ -18,8 +18,8 @@ from trackway.trainer.run_state.folder import STATE, OutputsLock, RunFolder
 from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S, LivenessMonitor
 from trackway.trainer.run_state.session_inbox import SessionInbox
 from trackway.trainer.supervisor.process import Supervised
+from trackway.wire.base import RESERVED_NAMES, checked_run_name
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.names import RESERVED_NAMES, checked_run_name
 from trackway.wire.sessions import FinishedSession, SessionRun, WaitingSessions
 from trackway.wire.trainer import ENDED, MetricsRow, RunInfo, RunState
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from trackway.system import append_line, writing
 from trackway.wire.base import NON_FINITE
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.tinker.requests import SampleRequest
+from trackway.wire.tinker import SampleRequest
 
 MAX_FILE_BYTES = 64 * 2**20
 """Bytes after which a new file begins. The one before is kept, older samples are forgotten."""

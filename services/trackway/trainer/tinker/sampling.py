@@ -14,10 +14,9 @@ from trackway.trainer.calls.protobuf import schema
 from trackway.trainer.calls.results import Result
 from trackway.trainer.tinker.samples_log import SampleRecord
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.openai.replies import Completion, CompletionChoice
-from trackway.wire.openai.requests import CompletionRequest
+from trackway.wire.openai import Completion, CompletionChoice, CompletionRequest
 from trackway.wire.rollout import PromptLogprobs
-from trackway.wire.tinker.requests import SampleRequest
+from trackway.wire.tinker import SampleRequest
 
 MAX_DRAWS = 256
 """Most samples that are drawn at once. Others are refused with 429, which the SDK waits for."""

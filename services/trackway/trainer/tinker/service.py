@@ -33,18 +33,16 @@ from trackway.trainer.tinker.sessions import (
 )
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import BASE_POLICY, ModelCard, ModelList
-from trackway.wire.tinker.replies import (
-    FutureReply,
-    SamplerReply,
-    TrainingRunReply,
-    WeightsInfo,
-)
-from trackway.wire.tinker.requests import (
+from trackway.wire.tinker import (
     CreateModelRequest,
     CreateSamplingSessionRequest,
     CreateSessionRequest,
+    FutureReply,
     LoadWeightsRequest,
     SampleRequest,
+    SamplerReply,
+    TrainingRunReply,
+    WeightsInfo,
 )
 from trackway.wire.trainer import ENDED
 

@@ -29,8 +29,7 @@ from trackway.trainer.calls.results import Result, Results, weights_file
 from trackway.trainer.tinker.samples_log import SampleLog
 from trackway.wire.base import NON_FINITE
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.tinker.replies import SavedCheckpoint
-from trackway.wire.tinker.requests import LoraParams
+from trackway.wire.tinker import LoraParams, SavedCheckpoint
 from trackway.wire.trainer import RunInfo
 
 logger = logging.getLogger("trackway.trainer")

@@ -14,8 +14,8 @@ from trackway.run_config import RunConfig
 from trackway.run_config.models import weave_project
 from trackway.tracing import TracingSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.health import Health
-from trackway.wire.tracing import TraceBackend
+from trackway.wire.service import Health
+from trackway.wire.trajectory import TraceBackend
 
 logger = logging.getLogger("trackway.trainer")
 

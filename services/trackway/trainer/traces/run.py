@@ -41,10 +41,9 @@ from trackway.trainer.delivery.feedback_queue import GROUND_TRUTH, Assessment, V
 from trackway.trainer.metrics import Metrics
 from trackway.wire.base import named_number
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.health import Health, ReplicaList, SpanCounts
-from trackway.wire.tracing import TraceTarget
+from trackway.wire.service import Health, ReplicaList, SpanCounts
 from trackway.wire.trainer import TraceSummary
-from trackway.wire.trajectory import MAX_ANSWER, Trajectory
+from trackway.wire.trajectory import MAX_ANSWER, TraceTarget, Trajectory
 
 
 class TraceFeedback(Protocol):

@@ -22,8 +22,7 @@ from trackway.tracing import (
 from trackway.tracing.active import activated
 from trackway.wire.chat import FunctionCall, FunctionSchema, Message, ToolCall, ToolSchema
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.tracing import TraceTarget
-from trackway.wire.trajectory import Tags, WeightSpan
+from trackway.wire.trajectory import Tags, TraceTarget, WeightSpan
 
 TAGS = Tags.model_validate({"experiment_name": "e", "step": 3, "sample_index": 7, "rollout_n": 1, "validate": False})
 PROMPT = [Message(role="system", content="Be brief."), Message(role="user", content="6*9?")]

@@ -22,7 +22,7 @@ from tests.clients.tracing.export.example_spans import example_spans
 from tests.clients.tracing.export.genai_schemas import FILES, FUNCTION, PARTS, SCHEMAS, Schema
 from trackway.tracing import attributes as names
 from trackway.tracing.export.translation import translated
-from trackway.wire.tracing import TraceBackend
+from trackway.wire.trajectory import TraceBackend
 
 Attributes = Mapping[str, Any]
 """Attributes after OTLP encoding and decoding."""

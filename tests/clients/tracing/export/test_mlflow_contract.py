@@ -23,8 +23,7 @@ from trackway.tracing.active import activated
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.tracing import TraceTarget
-from trackway.wire.trajectory import Tags
+from trackway.wire.trajectory import Tags, TraceTarget
 
 pytestmark = pytest.mark.slow
 

@@ -15,8 +15,7 @@ from tests.waiting import until
 from trackway.system import free_port
 from trackway.tracing import Tracing, TracingSettings, trajectory_span, turn_span
 from trackway.tracing.active import activated
-from trackway.wire.tracing import TraceBackend, TraceTarget
-from trackway.wire.trajectory import Tags
+from trackway.wire.trajectory import Tags, TraceBackend, TraceTarget
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from tests.clients.tracing.export.example_spans import SAID, TAGS, example_spans
 from trackway.tracing import Tracing, TracingSettings, trajectory_span
 from trackway.tracing.active import activated
 from trackway.tracing.export.translation import translated
-from trackway.wire.tracing import TraceBackend
+from trackway.wire.trajectory import TraceBackend
 
 MLFLOW, WEAVE, GEN_AI = TraceBackend.MLFLOW, TraceBackend.WEAVE, TraceBackend.OTLP
 

@@ -19,7 +19,7 @@ from trackway.deploy.deployment import processes
 from trackway.deploy.deployment.processes import ProcessRecord
 from trackway.deploy.local import mlflow_server
 from trackway.system import free_port
-from trackway.system.user_error import UserError
+from trackway.system.process import UserError
 from trackway.tracing.local_mlflow import client as local_mlflow
 from trackway.tracing.local_mlflow import mlflow_server as keeper
 from trackway.tracing.local_mlflow.mlflow_server import ServerFiles

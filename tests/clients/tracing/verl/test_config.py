@@ -11,7 +11,7 @@ from tests.clients.tracing.otlp_sink import Sink, running_sink
 from trackway.tracing import RolloutTraceConfig
 from trackway.tracing.active import active_tracing
 from trackway.tracing.export.mlflow import experiment_by_name
-from trackway.wire.tracing import TraceBackend
+from trackway.wire.trajectory import TraceBackend
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tests.services.agent.scripted_model import END
 from tests.serving import served
 from trackway.agent.settings import AgentSettings
 from trackway.reward.app import create_app as create_reward
-from trackway.system.ports import free_port
+from trackway.system.process import free_port
 from trackway.tools.app import create_app as create_tools
 from trackway.tools.builtin.calculator import CalculatorTool
 from trackway.tools.builtin.gsm8k import Gsm8kTool

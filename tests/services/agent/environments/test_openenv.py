@@ -18,7 +18,7 @@ from tests.services.agent.scripted_model import END
 from tests.services.agent.test_tracing import tree
 from tests.waiting import async_until
 from trackway.agent.settings import AgentSettings, EnvironmentSettings
-from trackway.system.ports import free_port
+from trackway.system.process import free_port
 from trackway.wire.errors import ErrorCode
 from trackway.wire.trajectory import StopReason
 

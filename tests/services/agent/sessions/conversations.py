@@ -5,9 +5,8 @@ from collections.abc import Sequence
 
 from pydantic import JsonValue
 
-from trackway.agent.sessions.graph import Conversation, Sampled, TokenGraph
-from trackway.agent.sessions.messages import joined_turns, meaning
-from trackway.wire.openai.requests import ChatMessage, ChatTool
+from trackway.agent.sessions.graph import Conversation, Sampled, TokenGraph, joined_turns, meaning
+from trackway.wire.openai import ChatMessage, ChatTool
 from trackway.wire.sessions import GraphNode
 from trackway.wire.trajectory import WeightSpan
 

@@ -9,7 +9,7 @@ from tests.services.agent.agent_services import AgentServices, open_services
 from tests.serving import served
 from trackway.agent.settings import AgentSettings, ExternalSettings
 from trackway.clients import shared_http
-from trackway.system.ports import free_port
+from trackway.system.process import free_port
 
 Serve = Callable[[ExternalSettings | None], AbstractAsyncContextManager[AgentServices]]
 

@@ -3,9 +3,8 @@
 import pytest
 
 from tests.services.agent.sessions.conversations import CALCULATOR, add, flattened, result, said, system, user
-from trackway.agent.sessions.graph import Conversation, Place, TokenGraph
-from trackway.agent.sessions.messages import joined_turns
-from trackway.wire.openai.requests import ChatMessage
+from trackway.agent.sessions.graph import Conversation, Place, TokenGraph, joined_turns
+from trackway.wire.openai import ChatMessage
 from trackway.wire.sessions import RootReason
 
 TASK = [system("Be brief."), user("9+9?")]

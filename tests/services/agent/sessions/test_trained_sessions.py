@@ -20,8 +20,8 @@ from trackway.wire.agent import Limits
 from trackway.wire.errors import ErrorCode
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.sessions import SessionRun
-from trackway.wire.tracing import TraceTarget
 from trackway.wire.trainer import RunState
+from trackway.wire.trajectory import TraceTarget
 
 pytestmark = pytest.mark.anyio
 

@@ -4,8 +4,8 @@ import pytest
 from pydantic import JsonValue
 
 from trackway.model_api.openai.response_input import chat_of
-from trackway.wire.openai.requests import ChatMessage
-from trackway.wire.openai.response_requests import ResponsesRequest
+from trackway.wire.openai import ChatMessage
+from trackway.wire.responses import ResponsesRequest
 
 CALL: JsonValue = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{ "a":1}', "id": "fc_1"}
 OTHER: JsonValue = {"type": "function_call", "call_id": "c2", "name": "add", "arguments": "{}"}

@@ -2,7 +2,7 @@ import pytest
 from pydantic import JsonValue
 
 from trackway.tools.base import ToolInputError
-from trackway.tools.core.arguments import ArgumentCheck
+from trackway.tools.core.limits import ArgumentCheck
 from trackway.wire.chat import FunctionSchema, ToolSchema
 
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, JsonValue
 
 from tests.services.tools import travel_functions
 from trackway.tools import BaseTool, ToolInputError, ToolResult, function_tool
-from trackway.tools.functions.tool import FunctionTool
+from trackway.tools.functions import FunctionTool
 from trackway.tools.loading import load_tools
 
 pytestmark = pytest.mark.anyio

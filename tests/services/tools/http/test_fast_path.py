@@ -7,7 +7,7 @@ from starlette.types import Receive, Scope, Send
 
 from trackway.serving.request_limits import JsonSize, RequestBounds
 from trackway.tools.app import create_app
-from trackway.tools.http.fast_path import FastPathMiddleware, FastPathRoute
+from trackway.tools.routes import FastPathMiddleware, FastPathRoute
 from trackway.tools.settings import ToolsSettings
 from trackway.wire.tools import OneShotRequest, ToolResult
 

@@ -1,4 +1,4 @@
-from trackway.tools.sandbox.output import BoundedOutput
+from trackway.tools.sandbox.interpreter import BoundedOutput
 
 
 def kept(max_chars: int, *pieces: bytes) -> str:

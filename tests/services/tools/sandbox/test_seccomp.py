@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from trackway.tools.sandbox.seccomp import filter_program
+from trackway.tools.sandbox.launcher import filter_program
 
 X86_64, AARCH64, I386 = 0xC000003E, 0xC00000B7, 0x40000003
 ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000

@@ -6,7 +6,7 @@ import pytest
 from pydantic import JsonValue
 
 from tests.time_limits import slowness
-from trackway.tools.verl.get_observation import read_action
+from trackway.tools.get_observation import read_action
 
 ALL = ["calculator", "python", "search"]
 HERMES = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1+1"}}\n</tool_call>'

@@ -8,10 +8,10 @@ from pydantic import JsonValue
 
 from trackway.tools import BaseTool
 from trackway.tools.builtin.gsm8k import Gsm8kTool
-from trackway.tools.builtin.search.tool import SearchTool
+from trackway.tools.builtin.search import SearchTool
 from trackway.tools.loading import load_tools
 from trackway.tools.settings import ToolsSettings
-from trackway.tools.verl.adapter import VerlTool
+from trackway.tools.verl import VerlTool
 
 pytestmark = pytest.mark.anyio
 
@@ -79,7 +79,7 @@ async def test_a_folder_in_the_file_is_relative_to_the_file(tmp_path: Path, monk
     (tmp_path / "project" / "texts" / "rivers.txt").write_text("The Aldra is 412 km long.")
     monkeypatch.chdir(tmp_path)
     search = {
-        "class_name": "trackway.tools.builtin.search.tool.SearchTool",
+        "class_name": "trackway.tools.builtin.search.SearchTool",
         "config": {"documents": "texts", "index": str(tmp_path / "index")},
     }
 

@@ -4,7 +4,7 @@ import pytest
 
 from trackway.run_config import compose
 from trackway.trainer.data.own_code import not_loaded
-from trackway.wire.health import OwnCode
+from trackway.wire.service import OwnCode
 
 pytestmark = pytest.mark.slow
 

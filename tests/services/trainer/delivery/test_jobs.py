@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import until
-from trackway.system import Backoff
+from trackway.system.waits import Backoff
 from trackway.trainer.delivery import jobs
 from trackway.trainer.delivery.jobs import DeliveryThread, Later, only_sender
 from trackway.wire.trainer import BackendSummary

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from trackway.learner.filtering import FilteredBatch, TrainStatus
-from trackway.system import Backoff
+from trackway.system.waits import Backoff
 from trackway.tracing.local_mlflow import client as local_mlflow
 from trackway.trainer.delivery import feedback_queue
 from trackway.trainer.delivery.feedback_queue import Assessment, FeedbackQueue

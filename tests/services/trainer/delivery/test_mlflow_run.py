@@ -17,7 +17,7 @@ from mlflow import MlflowClient
 from tests.services.trainer.mlflow_proxy import Proxy
 from tests.waiting import until
 from trackway.run_config import RunConfig, compose
-from trackway.system import Backoff
+from trackway.system.waits import Backoff
 from trackway.tracing import TracingSettings
 from trackway.trainer.app import create_app
 from trackway.trainer.delivery import (
@@ -38,7 +38,7 @@ from trackway.trainer.delivery.mlflow_run import MlflowState, write_state
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.settings import ServiceUrls, TrainerSettings
 from trackway.trainer.undelivered import sentences
-from trackway.wire.health import OwnCode
+from trackway.wire.service import OwnCode
 from trackway.wire.trainer import BackendSummary, MetricsRow, RunState
 
 pytestmark = pytest.mark.slow

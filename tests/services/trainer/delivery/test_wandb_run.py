@@ -14,7 +14,7 @@ from trackway.trainer.delivery import QueuedSink, open_tracking
 from trackway.trainer.delivery.opening import WandbRun
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.settings import ServiceUrls
-from trackway.wire.health import OwnCode
+from trackway.wire.service import OwnCode
 from trackway.wire.trainer import MetricsRow
 
 if TYPE_CHECKING:

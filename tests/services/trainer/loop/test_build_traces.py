@@ -15,7 +15,7 @@ from trackway.trainer.loop.build_traces import open_traces, run_target, weave_ur
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.settings import ServiceUrls
 from trackway.trainer.traces.run import RunTraces
-from trackway.wire.tracing import TraceBackend
+from trackway.wire.trajectory import TraceBackend
 
 TRACE = "actor_rollout_ref.rollout.trace"
 SETTINGS = TracingSettings.model_validate(

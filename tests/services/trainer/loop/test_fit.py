@@ -50,11 +50,10 @@ from trackway.trainer.settings import ServiceUrls
 from trackway.trainer.traces.run import DailyTraceBytes, RunTraces, SpanAccounts, StepTrace, TraceBudget
 from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
-from trackway.wire.health import SpanCounts
+from trackway.wire.service import SpanCounts
 from trackway.wire.sessions import FinishedSession
-from trackway.wire.tracing import TraceTarget
 from trackway.wire.trainer import RunState
-from trackway.wire.trajectory import Reward, TeacherScores, Trajectory
+from trackway.wire.trajectory import Reward, TeacherScores, TraceTarget, Trajectory
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.usefixtures("shared_http")]
 

@@ -12,7 +12,7 @@ from trackway.trainer.loop.from_config import (
     validation_template,
 )
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.tracing import TraceBackend, TraceTarget
+from trackway.wire.trajectory import TraceBackend, TraceTarget
 
 TARGET = TraceTarget(mlflow_experiment_id="7")
 

@@ -14,10 +14,9 @@ from trackway.clients import AgentClient
 from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy, Rollouts, checked
 from trackway.wire.agent import Limits, Sample
 from trackway.wire.errors import ErrorCode
-from trackway.wire.health import Wait
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.tracing import TraceTarget
-from trackway.wire.trajectory import Reward, StopReason, Trajectory, Turn
+from trackway.wire.service import Wait
+from trackway.wire.trajectory import Reward, StopReason, TraceTarget, Trajectory, Turn
 
 pytestmark = pytest.mark.anyio
 

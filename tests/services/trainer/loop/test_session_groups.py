@@ -20,8 +20,7 @@ from trackway.trainer.loop.session_groups import SessionGroups, SessionLimits, S
 from trackway.trainer.run_state.session_inbox import SessionInbox
 from trackway.trainer.traces.run import training_feedback
 from trackway.wire.errors import ErrorCode
-from trackway.wire.tracing import TraceTarget
-from trackway.wire.trajectory import Trajectory, WeightSpan
+from trackway.wire.trajectory import TraceTarget, Trajectory, WeightSpan
 
 pytestmark = pytest.mark.anyio
 

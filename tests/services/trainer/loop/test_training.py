@@ -44,9 +44,8 @@ from trackway.trainer.traces.run import (
     TraceBudget,
 )
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
-from trackway.wire.health import SpanCounts
-from trackway.wire.tracing import TraceTarget
-from trackway.wire.trajectory import Trajectory, WeightSpan
+from trackway.wire.service import SpanCounts
+from trackway.wire.trajectory import TraceTarget, Trajectory, WeightSpan
 from trackway.wire.weights import WeightManifest
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]

@@ -7,8 +7,7 @@ from trackway.learner.metrics import drift_metrics
 from trackway.trainer.metrics import derived_metrics, incident_metrics, rollout_metrics, update_metrics
 from trackway.wire.chat import FunctionCall, Message, ToolCall
 from trackway.wire.errors import ErrorBody, ErrorCode
-from trackway.wire.tracing import Incident
-from trackway.wire.trajectory import Reward, StopReason, Tags, Timings, Trajectory, Turn, WeightSpan
+from trackway.wire.trajectory import Incident, Reward, StopReason, Tags, Timings, Trajectory, Turn, WeightSpan
 
 
 def trajectory(

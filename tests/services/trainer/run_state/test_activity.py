@@ -7,7 +7,7 @@ from trackway.system.waits import MOST, Waits
 from trackway.trainer import worker as module
 from trackway.trainer.run_state.folder import Activity, RunFolder
 from trackway.trainer.worker import reported
-from trackway.wire.health import Wait
+from trackway.wire.service import Wait
 
 pytestmark = pytest.mark.anyio
 

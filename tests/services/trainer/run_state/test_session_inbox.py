@@ -11,8 +11,7 @@ from trackway.wire.agent import Limits
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.sessions import FinishedSession, SessionRun
-from trackway.wire.tracing import TraceTarget
-from trackway.wire.trajectory import Trajectory
+from trackway.wire.trajectory import TraceTarget, Trajectory
 
 RUN = SessionRun(
     run="run-a",

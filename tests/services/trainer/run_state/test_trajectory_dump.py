@@ -3,8 +3,7 @@ import pyarrow.parquet as pq
 from trackway.trainer.run_state.trajectories import read_trajectories, write_trajectories
 from trackway.wire.agent import GroupRequest
 from trackway.wire.errors import ErrorCode
-from trackway.wire.tracing import Incident
-from trackway.wire.trajectory import StopReason, ToolCallRecord, Turn
+from trackway.wire.trajectory import Incident, StopReason, ToolCallRecord, Turn
 
 
 def test_trajectories_read_back_as_they_were_written(sample, scripted, tmp_path):

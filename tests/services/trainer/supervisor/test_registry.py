@@ -21,7 +21,7 @@ from trackway.trainer.run_state.trajectories import read_trajectories
 from trackway.trainer.settings import ServiceUrls
 from trackway.trainer.supervisor.manager import RunManager, resume_interrupted
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.health import Ready
+from trackway.wire.service import Ready
 from trackway.wire.trainer import RunRequest, RunState
 from trackway.wire.trajectory import Reward, Trajectory
 

@@ -10,7 +10,7 @@ import pytest
 from tests.waiting import until
 from trackway.trainer.tinker.samples_log import SampleLog, SampleRecord
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.tinker.requests import (
+from trackway.wire.tinker import (
     EncodedText,
     ModelInput,
     SampleParams,

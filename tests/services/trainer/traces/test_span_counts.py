@@ -10,10 +10,9 @@ from trackway.tracing import Tracing, TracingSettings, trajectory_span
 from trackway.tracing.active import activated
 from trackway.trainer.traces import run
 from trackway.trainer.traces.run import SpanAccounts
-from trackway.wire.health import Health, Ready, ReplicaInfo, ReplicaList, SpanCounts
-from trackway.wire.tracing import TraceBackend, TraceTarget
+from trackway.wire.service import Health, Ready, ReplicaInfo, ReplicaList, SpanCounts
 from trackway.wire.trainer import TraceSummary
-from trackway.wire.trajectory import Tags
+from trackway.wire.trajectory import Tags, TraceBackend, TraceTarget
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("shared_http")]
 

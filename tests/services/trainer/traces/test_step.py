@@ -15,8 +15,7 @@ from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy, Rol
 from trackway.trainer.traces.run import SHOWN_TRAJECTORIES, StepTrace
 from trackway.wire.agent import Limits
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.tracing import TraceTarget
-from trackway.wire.trajectory import Trajectory
+from trackway.wire.trajectory import TraceTarget, Trajectory
 
 Rollout = Callable[..., Trajectory]
 TARGET = TraceTarget(wandb_run_id="r1")

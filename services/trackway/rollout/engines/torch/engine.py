@@ -33,7 +33,7 @@ from trackway.rollout.engines.torch.scheduler import Sequence
 from trackway.rollout.engines.torch.sleeping import SleepingWeights, release_cached_memory
 from trackway.rollout.engines.weight_proof import Judgement, require_accepted
 from trackway.rollout.settings import DEFAULT_MAX_LEN, RolloutSettings
-from trackway.system.cpu_threads import choose_threads, usable_cores
+from trackway.system.process import choose_threads, usable_cores
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import EngineLoad, SamplingParams
 from trackway.wire.weights import WeightProof

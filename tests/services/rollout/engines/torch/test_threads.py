@@ -12,7 +12,7 @@ from trackway.deploy.bundled import TINY_MODEL
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.settings import RolloutSettings
 from trackway.serving.app import process_health
-from trackway.system.cpu_threads import usable_cores
+from trackway.system.process import usable_cores
 
 pytestmark = pytest.mark.anyio
 OTHER = usable_cores() + 1

@@ -15,7 +15,7 @@ from tests.serving import served
 from tests.time_limits import ENDS_SOON
 from trackway.clients import close_shared_http
 from trackway.tools.app import create_app
-from trackway.tools.builtin.search.tool import SearchTool
+from trackway.tools.builtin.search import SearchTool
 from trackway.tools.settings import ToolsSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 

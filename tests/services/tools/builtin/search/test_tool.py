@@ -8,8 +8,7 @@ import pytest
 from pydantic import JsonValue
 
 from trackway.tools.base import ToolConfig, ToolInputError
-from trackway.tools.builtin.search.bm25 import CorpusLimits, cut, read_folder
-from trackway.tools.builtin.search.tool import SearchTool, result_text
+from trackway.tools.builtin.search import CorpusLimits, SearchTool, cut, read_folder, result_text
 from trackway.tools.core.limits import ToolLimits
 from trackway.tools.loading import load_tools
 from trackway.tools.settings import ToolsSettings

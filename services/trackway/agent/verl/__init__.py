@@ -1,1 +1,0 @@
-"""Agent loops written for verl: the classes that they import, and the adapter that runs them."""
