@@ -8,7 +8,6 @@ import atexit
 import contextlib
 import gc
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -21,6 +20,8 @@ from typing import Protocol
 import httpx
 import pytest
 from fastapi import FastAPI
+
+from trackway.system.process import free_port
 
 # Where spans and runs go, and who may call, must not depend on the shell that runs the tests.
 for _name in ("MLFLOW_TRACKING_URI", "WANDB_API_KEY", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_HEADERS"):
@@ -111,9 +112,7 @@ def mlflow_stores(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixt
 def mlflow_server(tmp_path_factory: pytest.TempPathFactory, mlflow_stores: list[str]) -> Iterator[str]:
     """URI of a real MLflow server on a free port; slow to start, so one per session."""
     folder = tmp_path_factory.mktemp("mlflow")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     with (folder / "server.log").open("wb") as log:
         server = subprocess.Popen(

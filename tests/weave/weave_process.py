@@ -1,7 +1,6 @@
 """Weave's own trace server as a process of its own, which also answers as W&B when it is asked whose key that is."""
 
 import contextlib
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -9,6 +8,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+
+from trackway.system.process import free_port
 
 ENVIRONMENT = Path(__file__).parents[2] / ".venv-weave"
 USER = "tester"  # as it says there
@@ -22,9 +23,7 @@ def weave_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if not (ENVIRONMENT / ".ready").exists():
         pytest.fail(f"expected Weave's trace server in {ENVIRONMENT}, found none: `make test` builds it", pytrace=False)
     folder = tmp_path_factory.mktemp("weave")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [python, Path(__file__).with_name("trace_server.py"), folder / "weave.db", str(port), API_KEY]
     with (folder / "server.log").open("wb") as log:
         server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)

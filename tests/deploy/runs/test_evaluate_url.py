@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -23,7 +22,7 @@ from trackway.deploy.runs import evaluate
 from trackway.deploy.runs.evaluate import EvaluationRun, Options
 from trackway.evaluation.store import EvaluationStore
 from trackway.evaluation.summary import Evaluation
-from trackway.system.process import UserError
+from trackway.system.process import UserError, free_port
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import StopReason, Trajectory
 
@@ -56,9 +55,7 @@ def add(a: int, b: int) -> int:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a server in a process of its own with the tiny model, which wants a key."""
     folder = tmp_path_factory.mktemp("server")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     tokens = folder / "tokens"
     tokens.write_text(json.dumps({"evaluation": {"secret": VALUE}}))
     model = str(UpSettings.read().model_path)

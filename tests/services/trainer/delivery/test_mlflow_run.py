@@ -4,7 +4,6 @@ import asyncio
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import uuid
@@ -17,6 +16,7 @@ from mlflow import MlflowClient
 from tests.services.trainer.mlflow_proxy import Proxy
 from tests.waiting import until
 from trackway.run_config import RunConfig, compose
+from trackway.system.process import free_port
 from trackway.system.waits import Backoff
 from trackway.tracing import TracingSettings
 from trackway.trainer.app import create_app
@@ -64,13 +64,6 @@ def folder(tmp_path: Path, config: RunConfig) -> RunFolder:
 @pytest.fixture
 def client(mlflow_server: str) -> MlflowClient:
     return MlflowClient(mlflow_server)
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @pytest.fixture(autouse=True)
@@ -189,10 +182,10 @@ def test_what_was_not_sent_while_mlflow_was_away_is_sent_by_a_later_service(
     client: MlflowClient,
     mlflow_server: str,
     serving,
-    free_port: int,
     traced_services,
 ):
-    uri = f"http://127.0.0.1:{free_port}"
+    port = free_port()
+    uri = f"http://127.0.0.1:{port}"
     tracking = open_tracking(folder, config, uri)
     assert tracking.run is not None
     log(folder, tracking, *(row(step) for step in range(6)))
@@ -209,7 +202,7 @@ def test_what_was_not_sent_while_mlflow_was_away_is_sent_by_a_later_service(
         f"6 rows of metrics and 9 values of feedback and the run's final status not yet in MLflow (MLflow at {uri} "
         "cannot be reached: [Errno 111] Connection refused): kept on disk and sent later"
     ]
-    with serving(Proxy(mlflow_server).app(), free_port):
+    with serving(Proxy(mlflow_server).app(), port):
         leftovers = Leftovers(folder.path.parent, TracingSettings(mlflow_uri=uri))
         leftovers.offer([folder.info()])
         until(lambda: not with_tracking(folder.info(), folder).tracking[0].waiting)

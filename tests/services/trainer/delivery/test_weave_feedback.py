@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import json
-import socket
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from fastapi import FastAPI, Request, Response
 from pydantic import SecretStr
 
+from trackway.system.process import free_port
 from trackway.trainer.delivery import weave_feedback
 from trackway.trainer.delivery.feedback_queue import Assessment
 from trackway.trainer.delivery.jobs import Later
@@ -151,9 +151,7 @@ def test_what_weave_does_not_take_now_waits_on_disk_for_another_process(serving,
 
 
 def test_a_server_that_cannot_be_reached_is_tried_again(serving, folder: Path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with pytest.raises(Later, match="cannot be reached"):
         send(folder, f"http://127.0.0.1:{port}", STEP)
     server = TraceServer()

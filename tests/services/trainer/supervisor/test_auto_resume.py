@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -15,6 +14,7 @@ import pytest
 from tests.services.trainer.real_runs import Pod, beat_of, held_at, on_disk, pid_of, run_request
 from tests.waiting import async_until
 from trackway.clients import TrainerClient
+from trackway.system.process import free_port
 from trackway.trainer.run_state.folder import RunFolder, this_machine
 from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S
 from trackway.trainer.settings import ServiceUrls
@@ -50,13 +50,6 @@ async def pod(services: ServiceUrls, agent, tmp_path: Path) -> AsyncIterator[Pod
 @pytest.fixture
 def request_of(tiny_model: Path, sample, tmp_path: Path) -> Callable[..., RunRequest]:
     return lambda name, *overrides: run_request(tiny_model, tmp_path, sample, name, *overrides)
-
-
-@pytest.fixture
-def unused_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @contextlib.contextmanager
@@ -189,20 +182,21 @@ async def test_another_pod_leaves_a_run_alone_as_long_as_its_process_beats(
 
 @pytest.mark.extended
 async def test_a_killed_service_and_a_lost_machine_interrupt_a_run_that_then_goes_on_by_itself(
-    services: ServiceUrls, pod: Pod, agent, request_of, tmp_path: Path, unused_port: int
+    services: ServiceUrls, pod: Pod, agent, request_of, tmp_path: Path
 ):
     agent.holding_at = 2
     folder, log = RunFolder(tmp_path / "outputs" / "killed"), tmp_path / "service.log"
 
-    with service(unused_port, services, folder.path.parent, log) as first:
+    port = free_port()
+    with service(port, services, folder.path.parent, log) as first:
         await async_until(lambda: "Uvicorn running" in log.read_text())
-        await TrainerClient(f"http://127.0.0.1:{unused_port}").start(request_of("killed"))
+        await TrainerClient(f"http://127.0.0.1:{port}").start(request_of("killed"))
         await async_until(lambda: held_at(agent, 2))
         first.kill()
         await async_until(folder.ended)
     orphaned = folder.info()
     asked = len(agent.requests)
-    with service(unused_port, services, folder.path.parent, log) as second:
+    with service(port, services, folder.path.parent, log) as second:
         await async_until(lambda: len(agent.requests) > asked)
         resumed = folder.info()
         learner = pid_of(pod.runs, "killed")
