@@ -62,7 +62,7 @@ async def misbehave_by_tasks(how: str) -> None:
     if how == "gathered":
         await asyncio.gather(leave(), asyncio.sleep(5))
     if how == "waited_for":
-        await asyncio.wait_for(leave(), 5)
+        await asyncio.wait_for(leave(), 60)
     if how == "task_cancel":
         task = asyncio.current_task()
         assert task is not None

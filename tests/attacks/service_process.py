@@ -48,7 +48,7 @@ def service_process(
     finally:
         process.terminate()
         try:
-            process.wait(20)
+            process.wait(60)
         finally:
             process.kill()
             process.wait()

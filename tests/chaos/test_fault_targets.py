@@ -41,7 +41,7 @@ def sleeping() -> Iterator[Callable[..., psutil.Process]]:
     yield start
     for process in started:
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 def test_the_workers_of_a_run_are_those_of_its_folder_and_of_no_other(sleeping, tmp_path: Path):
@@ -83,7 +83,7 @@ def test_a_stopped_process_goes_on(sleeping):
 
     sending.start()
     until(lambda: stopped([process]) == [process])
-    sending.join(20)
+    sending.join(60)
 
     assert (stopped([process]), running([process])) == ([], [process])
 
@@ -99,7 +99,7 @@ send(Fault(Moment(0, 0), Target.TOOLS, signal.SIGSTOP, 2.0), [psutil.Process({pr
     until(lambda: stopped([process]) == [process])
 
     sender.kill()
-    sender.wait(10)
+    sender.wait(60)
 
     assert stopped([process]) == [process]
     until(lambda: stopped([process]) == [])

@@ -131,7 +131,7 @@ def lost_answers(url: str, drops: int) -> Iterator[str]:
         relay.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         listener.shutdown(socket.SHUT_RDWR)
-        relay.join(10)
+        relay.join(60)
 
 
 @pytest.mark.parametrize("drops", [1, 2, 3])

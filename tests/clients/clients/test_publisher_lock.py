@@ -47,7 +47,7 @@ def test_the_claim_of_a_killed_publisher_is_free(tmp_path: Path) -> None:
     with pytest.raises(TrackwayError, match=rf"run a \(process {holder.pid}\)"):
         WeightStore(str(tmp_path)).claim("run b")
     holder.kill()
-    holder.wait(10)
+    holder.wait(60)
     holder.stdin.close()
     holder.stdout.close()
     WeightStore(str(tmp_path)).claim("run b").close()

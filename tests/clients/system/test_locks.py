@@ -38,7 +38,7 @@ def holder(path: Path):
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()
-    process.wait(10)
+    process.wait(60)
     process.stdout.close()
     process.stdin.close()
 
@@ -52,7 +52,7 @@ def test_a_taken_lock_names_its_holder_whose_text_stays(path: Path, holder: "sub
 
 def test_a_killed_holder_leaves_no_lock(path: Path, holder: "subprocess.Popen[str]") -> None:
     holder.kill()
-    holder.wait(10)
+    holder.wait(60)
 
     with locked(path, holder="the next"):
         assert path.read_text() == "the next"
@@ -89,7 +89,7 @@ def test_a_forked_child_does_not_take_the_lock_along(path: Path) -> None:
     lock = acquire_lock(path)
     child = multiprocessing.get_context("fork").Process(target=_exit)
     child.start()
-    child.join(10)
+    child.join(60)
 
     with pytest.raises(LockTaken):
         acquire_lock(path)

@@ -37,7 +37,7 @@ def test_a_change_of_own_code_is_seen_and_the_watch_ends_on_demand(tmp_path: Pat
             seen.set()
             stop.set()
 
-    writer.join(10.0)
+    writer.join(60)
     assert seen.is_set()
     assert not writer.is_alive()
 

@@ -143,7 +143,7 @@ async def test_a_replica_that_stops_answers_until_its_instances_are_released(ser
     assert port.url == service.apps["bbbb"].state.direct_url != "" and not stopping.done()
     for instance_id in mine:
         await client.release(instance_id)
-    await asyncio.wait_for(stopping, 10)
+    await asyncio.wait_for(stopping, 60)
     assert (port.url, service.by_proxy) == ("", [])
 
 
@@ -162,7 +162,7 @@ async def test_calls_that_never_end_lose_none_when_a_replica_stops_though_each_i
 
         lines = [asyncio.create_task(line()) for _ in range(4)]
         await async_until(lambda: answered >= 8)
-        await asyncio.wait_for(service.stop("bbbb"), 20)
+        await asyncio.wait_for(service.stop("bbbb"), 60)
         before = answered
         await async_until(lambda: answered >= before + 8)
         enough.set()
@@ -193,7 +193,7 @@ def gate_of(app: FastAPI) -> asyncio.Event:
 
 async def until_refused(url: str) -> None:
     address = httpx.URL(url)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             try:
                 _, writer = await asyncio.open_connection(address.host, address.port)

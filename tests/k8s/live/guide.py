@@ -71,7 +71,7 @@ def forwarded(words: str, port: int, deadline_s: float = 60.0) -> Iterator[None]
         yield
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(60)
 
 
 def secret(name: str, key: str) -> str:

@@ -50,7 +50,7 @@ async def test_work_that_ends_at_once_needs_no_look_at_the_connection() -> None:
         await while_connected(client.request, _failing())
     later = asyncio.Event()
     asyncio.get_running_loop().call_later(choices.WATCH_AFTER_S, later.set)  # behind those of the calls
-    await asyncio.wait_for(later.wait(), 10)
+    await asyncio.wait_for(later.wait(), 60)
     assert client.looks == 0
 
 
@@ -64,7 +64,7 @@ async def test_work_is_cancelled_when_its_client_leaves() -> None:
     before = asyncio.all_tasks()
     client.left.set()
     with pytest.raises(TrackwayError, match="the client disconnected before the response was complete"):
-        await asyncio.wait_for(while_connected(client.request, lasting(ended)), 10)
+        await asyncio.wait_for(while_connected(client.request, lasting(ended)), 60)
     assert (ended, client.looks, asyncio.all_tasks()) == (["cancelled"], 1, before)
 
 
@@ -87,5 +87,5 @@ async def test_an_answer_behind_a_look_leaves_no_task() -> None:
         await async_until(lambda: client.looks)
         return "done"
 
-    assert await asyncio.wait_for(while_connected(client.request, seen()), 10) == "done"
+    assert await asyncio.wait_for(while_connected(client.request, seen()), 60) == "done"
     assert (client.looks, asyncio.all_tasks()) == (1, before)

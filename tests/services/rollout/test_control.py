@@ -103,7 +103,7 @@ async def test_an_operator_does_not_wait_for_weights_that_are_being_read(
     async with running(create_app(settings, engine)) as client:
         store.publish(1, "run", other_path, ANY_PROOF)
         await async_until(reading.is_set)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             paused = (await client.post("/pause?mode=abort")).json()["paused"]
             resumed = (await client.post("/resume")).json()["paused"]
             old = (await client.post("/generate", json={**ENDLESS, "sampling_params": {"max_tokens": 3}})).json()

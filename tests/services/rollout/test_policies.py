@@ -146,9 +146,9 @@ async def test_a_policy_without_a_place_is_a_503(
         async def begun() -> bool:
             return 'trackway_policy_requests{policy="a"} 1.0' in (await client.get("/metrics")).text
 
-        await async_until(begun, within_s=20.0)
+        await async_until(begun, within_s=60)
         refused = await answered(client, "b")
-        await async_until(lambda: _aborted(client, "a"), within_s=20.0)
+        await async_until(lambda: _aborted(client, "a"), within_s=60)
         await task
         assert await tokens(client, "b", 1)
     assert (refused.status_code, refused.json()["error"]["retryable"]) == (503, True)

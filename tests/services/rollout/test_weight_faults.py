@@ -70,7 +70,7 @@ def program(text: str, *arguments: object) -> Iterator["subprocess.Popen[str]"]:
         yield process
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
         assert process.stdout is not None
         process.stdout.close()
 
@@ -140,7 +140,7 @@ def http_store(store: WeightStore, tmp_path: Path) -> Iterator[tuple[WeightStore
         yield store, f"http://127.0.0.1:{server.server_port}"
         StallingFiles.go_on.set()
         server.shutdown()
-        thread.join(10)
+        thread.join(60)
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ async def test_a_replica_generates_while_it_fetches_reads_and_proves_new_weights
         """The work, once more pieces came than were there when it was asked for."""
 
         def waits(*given: object) -> object:
-            seen, end = len(pieces), time.monotonic() + 20
+            seen, end = len(pieces), time.monotonic() + 60
             while len(pieces) == seen:
                 assert time.monotonic() < end, f"expected tokens while the replica has to {what}, got none"
                 time.sleep(0.001)

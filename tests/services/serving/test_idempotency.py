@@ -177,7 +177,7 @@ async def together(app: Gated, way: str) -> list[object]:
         posts = [asyncio.create_task(client.post("/", headers={"idempotency-key": "a"})) for _ in range(3)]
         await async_until(lambda: app.runs)
         app.gate.set()
-        got = await asyncio.wait_for(asyncio.gather(*posts, return_exceptions=True), 5)
+        got = await asyncio.wait_for(asyncio.gather(*posts, return_exceptions=True), 60)
         late = await client.post("/", headers={"idempotency-key": "a"})
     return [*(reply.text if isinstance(reply, httpx.Response) else str(reply) for reply in got), late.text]
 

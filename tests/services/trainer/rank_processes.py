@@ -59,7 +59,7 @@ def rank_processes(count: int, nodes: int = 1) -> Iterator[RankProcesses]:
     finally:
         for process in processes:
             process.kill()
-            process.join(10)
+            process.join(60)
 
 
 def listening(pid: int) -> set[tuple[str, int]]:

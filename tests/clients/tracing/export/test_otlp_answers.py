@@ -39,7 +39,7 @@ def receiver(answer: bytes, then: bytes = b"x" * MOST_BYTES, every_s: float = 0.
         yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1/traces"
         left.set()
         listening.shutdown(socket.SHUT_RDWR)
-        thread.join(10)
+        thread.join(60)
 
 
 @ENDS_SOON

@@ -7,4 +7,4 @@ from tests.services.agent.sessions.own_function import answer, import_gate
 __all__ = ["answer", "importers"]
 
 importers = [threading.current_thread().name]
-import_gate.wait(10)
+import_gate.wait(60)

@@ -279,7 +279,7 @@ def leaves_its_group(begun: Path) -> str:
 async def test_a_child_that_left_the_process_group_is_ended_too(serving: Serve, tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     code = f"{leaves_its_group(begun)} os._exit(0)"
-    async with serving(python(code)) as services, asyncio.timeout(20):
+    async with serving(python(code)) as services, asyncio.timeout(60):
         trajectory = await services.say(agent_name="external")
 
     assert trajectory.error is not None and "made no call" in trajectory.error.message
@@ -308,12 +308,12 @@ def test_nothing_stays_open_of_a_program_whose_processes_cannot_be_ended(monkeyp
     monkeypatch.setattr(external_agents, "_GUARD_S", 0.02)
     group_kills: list[int] = []
     monkeypatch.setattr(os, "killpg", lambda pid, number: group_kills.append(pid))
-    settings = ExternalSettings(command=["sh", "-c", "setsid sleep 60 & echo $$ $!"])
+    settings = ExternalSettings(command=["sh", "-c", "setsid sleep 600 & echo $$ $!"])
     access = SessionAccess(session_id="s", base_url="http://127.0.0.1:9/v1", api_key="k")
     episode = SessionEpisode.begin(group("external"), 0, "external")
 
     async def run() -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             running = asyncio.create_task(run_program(settings, access, episode))
             await async_until(lambda: episode.log.endswith("\n"))
             await async_until(lambda: not Path(f"/proc/{episode.log.split()[0]}").exists())

@@ -30,7 +30,7 @@ async def test_rollouts_run_while_as_many_sessions_are_open_as_may_be(
         for _ in range(2):
             await opened(services)
         services.model.scripts = {number: [ANSWER] for number in range(3)}
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             trajectories = await services.run(group(n=3))
 
     assert [trajectory.error for trajectory in trajectories] == [None] * 3
@@ -87,7 +87,7 @@ async def test_a_session_with_a_call_in_progress_does_not_make_room(
         access = await opened(services)
         services.model.scripts[0] = [answer]
         call = asyncio.create_task(called(services, access))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await arrived.wait()
         refused = await services.client.post("/sessions", json={"sample": SAMPLE})
         answered.set()

@@ -494,7 +494,7 @@ async def test_a_session_ends_by_its_time_with_what_was_written(services: AgentS
 
 
 async def _ended_by_itself(services: AgentServices, access: SessionAccess) -> Trajectory:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (seen := await state(services, access)).trajectory is None:
             await asyncio.sleep(0.005)
     return seen.trajectory

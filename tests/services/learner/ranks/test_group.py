@@ -117,7 +117,7 @@ def test_a_learner_of_two_ranks_does_what_one_process_does_until_a_command_fails
         error = r"^'load' failed in other ranks .*: rank 1: FileNotFoundError"
         with only_here(tmp_path / "start") as folder, pytest.raises(RankError, match=error):
             learner.load(folder)
-        assert [process.wait(10) for process in group.processes.values()] == [-signal.SIGKILL]
+        assert [process.wait(60) for process in group.processes.values()] == [-signal.SIGKILL]
 
     assert metrics == [pytest.approx(row, abs=1e-10) for row in expected]
     assert log_probs == [pytest.approx(row, abs=1e-10) for row in alone.log_probs(batch)]
@@ -194,7 +194,7 @@ def test_an_error_of_the_first_ranks_gpu_names_no_other_rank(config: LearnerConf
     with leading(config) as (_, group):
         with pytest.raises(torch.OutOfMemoryError), group.command("release_memory"):
             raise torch.OutOfMemoryError("CUDA out of memory")
-        assert [process.wait(10) for process in group.processes.values()] == [-signal.SIGKILL]
+        assert [process.wait(60) for process in group.processes.values()] == [-signal.SIGKILL]
 
 
 def test_a_group_that_does_not_end_is_left_behind_by_name_and_the_process_can_end(

@@ -118,7 +118,7 @@ async def test_they_end_with_the_interpreter(running: Run) -> None:
 
 def test_a_sandbox_has_ended_when_its_first_process_has_and_not_when_bubblewrap_has() -> None:
     bwrap, first = subprocess.Popen(["true"]), subprocess.Popen(["sleep", "600"])
-    bwrap.wait(10)
+    bwrap.wait(60)
     info, info_end = os.pipe()
     os.write(info_end, json.dumps({"child-pid": first.pid}).encode())
     os.close(info_end)
@@ -128,7 +128,7 @@ def test_a_sandbox_has_ended_when_its_first_process_has_and_not_when_bubblewrap_
 
     before = process.ended
     process.kill()
-    first.wait(10)
+    first.wait(60)
 
     assert (before, process.ended) == (False, True)
     process.close()
@@ -186,5 +186,5 @@ async def test_they_end_with_a_service_that_is_killed() -> None:
         await async_until(lambda: len(processes_with("left-by-kill")) == 2)
     finally:
         service.send_signal(signal.SIGKILL)
-        service.wait(10)
+        service.wait(60)
     await async_until(lambda: processes_with("left-by-kill") == [])

@@ -29,7 +29,7 @@ def test_a_job_that_fails_is_counted_and_the_next_one_runs():
 def test_a_full_queue_drops_instead_of_blocking():
     gate = threading.Event()
     background = JobQueue("test", capacity=1)
-    background.submit(lambda: gate.wait(10))
+    background.submit(lambda: gate.wait(60))
 
     for _ in range(5):
         background.submit(lambda: None)
@@ -42,7 +42,7 @@ def test_a_full_queue_drops_instead_of_blocking():
 def test_close_gives_up_at_its_deadline():
     gate = threading.Event()
     background = JobQueue("test")
-    background.submit(lambda: gate.wait(10))
+    background.submit(lambda: gate.wait(60))
     background.submit(lambda: None)
 
     background.close(0.1)

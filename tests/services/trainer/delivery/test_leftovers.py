@@ -21,6 +21,6 @@ def test_its_thread_ends_when_the_service_stops_and_nothing_is_left_to_check(tmp
     [thread] = set(threading.enumerate()) - set(before)
     until(lambda: not leftovers._offered)
     leftovers.stop()
-    thread.join(10)
+    thread.join(60)
 
     assert not thread.is_alive()

@@ -125,7 +125,7 @@ class Run:
         self.scheduler.submit(self.steps, self.position, version, choose, self.total_steps - self.steps)
 
     async def take(self) -> list[Name]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return names(await self.scheduler.take(self.steps, self.position))
 
     async def is_waiting(self) -> bool:

@@ -187,7 +187,7 @@ async def test_whenever_a_run_is_killed_each_session_trains_once(tmp_path: Path,
             put(tmp_path, *sessions)
             position = Position(batch=step)
             scheduler.submit(step, position, step, lambda number, size: frozenset(), steps - step)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 taken = await scheduler.take(step, position)
             scheduler.used({"used": len(taken)})
             trained += [trajectory.session_id for trajectory in taken]

@@ -254,7 +254,7 @@ def test_a_killed_run_always_leaves_a_complete_checkpoint(tmp_path: Path, moment
     until(lambda: find_latest(tmp_path) is not None)
     time.sleep(moment)
     run.send_signal(signal.SIGKILL)
-    run.wait(10)
+    run.wait(60)
 
     latest, learner = find_latest(tmp_path), Counter()
 

@@ -165,7 +165,7 @@ async def test_weights_that_wait_for_their_swap_are_dropped_by_a_sleep(
 
     async with started(TorchEngine(settings)) as engine:
         load = asyncio.create_task(engine.load_weights(other_path, 1, proof_of(other_path), swapping))
-        await asyncio.wait_for(read.wait(), 20)
+        await asyncio.wait_for(read.wait(), 60)
         assert engine._read is not None
         waiting = weakref.ref(engine._read.embed)
         await engine.pause("wait")

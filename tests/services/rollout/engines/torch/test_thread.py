@@ -56,7 +56,7 @@ async def test_an_engine_whose_thread_hangs_is_stuck_until_it_goes_on(engine: To
 async def test_requests_and_calls_on_a_thread_that_dies_raise_and_so_do_later_ones(
     settings: RolloutSettings, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with asyncio.timeout(10), started(TorchEngine(settings)) as engine:
+    async with asyncio.timeout(60), started(TorchEngine(settings)) as engine:
         generation = asyncio.create_task(engine.generate(PROMPT, LONG, "runs"))
         await running(engine, 1)
         engine._thread.post(die)

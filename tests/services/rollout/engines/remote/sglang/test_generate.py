@@ -106,7 +106,7 @@ async def test_logprobs_that_are_no_numbers_fail_the_request(engine: SglangEngin
     with pytest.raises(TrackwayError, match="expected finite logprobs") as raised:
         await engine.generate(PROMPT, LONG, "r")
     assert raised.value.code is ErrorCode.ENGINE_FAILED
-    await async_until(lambda: not fake.requests, within_s=1)
+    await async_until(lambda: not fake.requests, within_s=3)  # of the 4 that all its tokens take
 
 
 @pytest.mark.parametrize(

@@ -115,9 +115,8 @@ async def test_a_request_that_comes_during_a_load_waits_and_meets_only_proved_we
     await async_until(lambda: sent(fake, "/update_weights_from_disk"))
     late = asyncio.create_task(engine.generate(PROMPT, params(5), "late"))
     gone = asyncio.create_task(engine.generate(PROMPT, params(5), "gone"))
-    await asyncio.sleep(0.05)
+    await async_until(lambda: engine.stats().running == 2)
     assert sent(fake, "/generate") == []
-    assert engine.stats().running == 2
     await engine.abort("gone")
     assert await gone == Generation([], [], "abort", [])
     fake.hang.clear()
