@@ -49,7 +49,8 @@ def baseline(tiny_model: Path, sample, serving, new_agent, tmp_path_factory: pyt
 
     async def train(url: str) -> Baseline:
         runs = RunManager(folder / "outputs", urls(url, folder))
-        started = await runs.start(run_request(tiny_model, folder, sample, "plain"))
+        request = run_request(tiny_model, folder, sample, "configured-name")
+        started = await runs.start(request.model_copy(update={"run": "plain"}))
         info = await ended(runs, "plain")
         rows = [row async for row in runs.registry.rows("plain", follow=False)]
         await runs.close()
@@ -93,6 +94,7 @@ async def test_a_run_trains_validates_publishes_and_writes_everything_down(basel
     trained = read_trajectories(Path(info.folder) / "trajectories" / "step_3.parquet")
 
     assert baseline.started.state is RunState.STARTING
+    assert (info.run, RunFolder(Path(info.folder)).config().trainer.experiment_name) == ("plain", "plain")
     assert (info.state, info.step, info.total_steps) == (RunState.FINISHED, STEPS, STEPS)
     assert [row.step for row in rows] == [0, 1, 2, 3, 4]
     assert rows[0].data["val-core/openai/gsm8k/acc/mean@1"] == 0.0
@@ -101,25 +103,6 @@ async def test_a_run_trains_validates_publishes_and_writes_everything_down(basel
     assert [row.data["training/epoch"] for row in rows[1:]] == [0, 0, 0, 1]
     assert latest is not None and (latest.version, latest.run) == (5, "plain")
     assert {span.version for trajectory in trained for span in trajectory.weight_versions} == {3}
-
-
-async def test_a_killed_worker_goes_on_from_its_checkpoint_and_learns_the_same(
-    baseline, runs: RunManager, agent, request_of
-):
-    agent.holding_at = 3
-    await runs.start(request_of("killed"))
-    await async_until(lambda: runs.registry.info("killed").step == 2 and held_at(agent, 3))
-
-    os.kill(pid_of(runs, "killed"), signal.SIGKILL)
-    await async_until(lambda: runs.registry.info("killed").restarts == 1)
-    restarting = runs.registry.info("killed")
-    agent.released.set()
-    info = await ended(runs, "killed")
-
-    assert restarting.state is RunState.RESTARTING
-    assert restarting.message == "the learner died (SIGKILL); restart 1 of 2 from the last checkpoint"
-    assert (info.state, info.restarts) == (RunState.FINISHED, 1)
-    assert learned(await rows_of(runs, "killed")) == learned(baseline.rows)
 
 
 def saved(runs: RunManager, name: str, step: int) -> bool:
@@ -211,16 +194,6 @@ async def test_a_stopped_run_resumes_and_learns_the_same(baseline, runs: RunMana
     assert learned(await rows_of(runs, "stopped"))[: len(baseline.rows)] == learned(baseline.rows)
 
 
-async def test_a_run_has_the_name_of_the_request_everywhere(runs: RunManager, request_of) -> None:
-    request = request_of("first")
-    await runs.start(request.model_copy(update={"run": "second"}))
-
-    info = await ended(runs, "second")
-
-    assert (info.state, [info.run for info in runs.registry.list()]) == (RunState.FINISHED, ["second"])
-    assert runs.registry.folder("second").config().trainer.experiment_name == "second"
-
-
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -256,13 +229,15 @@ async def test_rows_of_an_agent_that_none_serves_fail_the_run_by_name_before_its
     )
 
 
-async def test_one_run_is_active_at_a_time_and_the_other_is_named(runs: RunManager, agent, request_of):
+async def test_one_run_is_active_at_a_time_and_the_other_is_named(agent, agent_url, request_of, tmp_path: Path):
+    runs = RunManager(tmp_path / "outputs", urls(agent_url, tmp_path), stop_deadline_s=0)
     agent.holding_at = 0
     await runs.start(request_of("first"))
 
     with pytest.raises(TrackwayError, match="run 'first' is starting and one run is active at a time") as caught:
         await runs.start(request_of("second"))
 
+    await runs.close()
     assert caught.value.code is ErrorCode.CONFLICT
     assert [info.run for info in runs.registry.list()] == ["first"]
 
@@ -281,6 +256,7 @@ async def test_two_runs_at_once_learn_what_each_learns_alone_though_one_is_kille
     await async_until(lambda: all(runs.registry.info(name).step == 1 for name in ("first", "second")))
     os.kill(pid_of(runs, "second"), signal.SIGKILL)
     await async_until(lambda: runs.registry.info("second").restarts == 1)
+    restarting = runs.registry.info("second")
     agent.released.set()
     infos = [await ended(runs, name) for name in ("first", "second")]
     rows = [learned(await rows_of(runs, name)) for name in ("first", "second")]
@@ -289,6 +265,8 @@ async def test_two_runs_at_once_learn_what_each_learns_alone_though_one_is_kille
     store = WeightStore(urls(agent_url, tmp_path).weights_url)
     own = WeightStore(policy_url(store.url, "second"))
     assert third.value.code is ErrorCode.CONFLICT
+    assert restarting.state is RunState.RESTARTING
+    assert restarting.message == "the learner died (SIGKILL); restart 1 of 2 from the last checkpoint"
     assert [(info.state, info.policy, info.restarts) for info in infos] == [
         (RunState.FINISHED, None, 0),
         (RunState.FINISHED, "second", 1),
@@ -301,60 +279,50 @@ async def test_two_runs_at_once_learn_what_each_learns_alone_though_one_is_kille
     assert store.policies() == ["second"]
 
 
-@pytest.mark.parametrize("change", ["trackway.weights_transport=ipc", "trackway.functions_file=/none.json"])
-async def test_a_run_that_needs_services_alone_is_refused_beside_another(
-    change: str, agent, agent_url, request_of, tmp_path: Path
+async def test_what_cannot_share_the_services_is_refused_beside_another_run(
+    agent, agent_url, request_of, tiny_model: Path, tmp_path: Path
 ):
-    runs = RunManager(tmp_path / "outputs", urls(agent_url, tmp_path), stop_deadline_s=60, max_runs=2)
-    agent.holding_at = 0
-    await runs.start(request_of("first"))
+    rollout = create_app(RolloutSettings(model_path=tiny_model, model_name="actor"), IdleEngine())
+    with served_in_thread(rollout) as url:
+        services = urls(agent_url, tmp_path).model_copy(update={"rollout_url": url})
+        runs = RunManager(tmp_path / "outputs", services, stop_deadline_s=0, max_runs=2)
+        agent.holding_at = 0
+        await runs.start(request_of("first"))
 
-    with pytest.raises(TrackwayError) as caught:
-        await runs.start(request_of("second", change))
-    agent.released.set()
-    await runs.close()
+        async def refusal(name: str, *change: str) -> str:
+            with pytest.raises(TrackwayError) as caught:
+                await runs.start(request_of(name, *change))
+            return caught.value.message
 
-    assert caught.value.message == (
-        f"expected runs that can share the services, got first, and {change.partition('=')[0]} for this run; "
-        "wait until one ends, or leave that setting out"
-    )
+        changes = ("trackway.weights_transport=ipc", "trackway.functions_file=/none.json")
+        by_setting = [await refusal("second", change) for change in changes]
+        by_name = [await refusal(name) for name in ("base", "actor")]
+        await runs.close()
+
+    assert by_setting == [
+        f"expected runs that can share the services, got first, and {key} for this run; wait until one ends, or leave "
+        "that setting out"
+        for key in ("trackway.weights_transport", "trackway.functions_file")
+    ]
+    assert by_name == [
+        f"expected a run with another name beside first, got {name!r}, a policy of the rollout service; rename it "
+        "(trainer.experiment_name)"
+        for name in ("base", "actor")
+    ]
 
 
 async def test_no_run_starts_beside_one_whose_functions_would_score_it(agent, agent_url, request_of, tmp_path: Path):
-    runs = RunManager(tmp_path / "outputs", urls(agent_url, tmp_path), stop_deadline_s=60, max_runs=2)
+    runs = RunManager(tmp_path / "outputs", urls(agent_url, tmp_path), stop_deadline_s=0, max_runs=2)
     agent.holding_at = 0
     await runs.start(request_of("first", "trackway.functions_file=/none.json"))
 
     with pytest.raises(TrackwayError) as caught:
         await runs.start(request_of("second"))
-    agent.released.set()
     await runs.close()
 
     assert caught.value.message == (
         "expected runs that can share the services, got first, and trackway.functions_file for first; "
         "wait until one ends, or leave that setting out"
-    )
-
-
-@pytest.mark.parametrize("name", ["base", "actor"])
-async def test_a_run_does_not_take_the_name_of_another_policy(
-    name: str, agent, agent_url, request_of, tiny_model: Path, tmp_path: Path
-):
-    rollout = create_app(RolloutSettings(model_path=tiny_model, model_name="actor"), IdleEngine())
-    with served_in_thread(rollout) as url:
-        services = urls(agent_url, tmp_path).model_copy(update={"rollout_url": url})
-        runs = RunManager(tmp_path / "outputs", services, stop_deadline_s=60, max_runs=2)
-        agent.holding_at = 0
-        await runs.start(request_of("first"))
-
-        with pytest.raises(TrackwayError) as caught:
-            await runs.start(request_of(name))
-        agent.released.set()
-        await runs.close()
-
-    assert caught.value.message == (
-        f"expected a run with another name beside first, got {name!r}, a policy of the rollout service; rename it "
-        "(trainer.experiment_name)"
     )
 
 
