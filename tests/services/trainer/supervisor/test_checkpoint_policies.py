@@ -81,15 +81,21 @@ def expected(learner: Learner, next_ids: Iterable[int]) -> dict[int, object]:
     return {token: pytest.approx(logprobs_of(learner, [*IDS[:-1], token])[-1], abs=1e-5) for token in next_ids}
 
 
-async def test_a_checkpoint_is_served_with_the_weights_that_were_saved(
+async def test_a_checkpoint_is_served_with_the_weights_that_were_saved_until_it_is_dropped(
     policies: CheckpointPolicies, learner: Learner, tiny_model: Path, tmp_path: Path
 ) -> None:
+    store = WeightStore(str(tmp_path / "weights"))
     loaded = await policies.load("demo:2")
     again = await policies.load("demo:2")
     logprobs, weights, _ = await served(tiny_model, tmp_path, "demo:2")
+    listed = store.policies()
+    await policies.drop("demo:2")
     assert (loaded.version, again.version) == (2, 2)
     assert (weights["version"], weights["verdict"]) == (2, "proven")
     assert logprobs == expected(learner, logprobs)
+    assert (listed, store.policies()) == (["demo:2"], [])
+    with pytest.raises(TrackwayError, match=r"expected a policy with weights \(none\), got 'demo:2'; name one"):
+        await policies.drop("demo:2")
 
 
 @pytest.mark.parametrize(("merge", "verdict"), [(False, "rounded"), (True, "proven")])
@@ -108,19 +114,19 @@ async def test_a_checkpoint_of_a_lora_run_is_published_as_the_run_published_it(
     assert (weights["version"], weights["verdict"]) == (2, verdict)
     assert logprobs == expected(learner, logprobs)
     assert logprobs != expected(Learner(learner_config(tiny_model)), logprobs)
+    if not merge:
+        _, _, answer = await served(another_base(tiny_model, tmp_path), tmp_path, "lora:2")
+        assert answer.status_code == 503
+        assert "expected an engine with weights version 2" in answer.json()["error"]["message"]
 
 
-async def test_an_adapter_on_another_base_is_not_served(
-    policies: CheckpointPolicies, train: Callable[..., Learner], tiny_model: Path, tmp_path: Path
-) -> None:
-    train("lora", **LORA)
-    await policies.load("lora:2")
-    shutil.copytree(tiny_model, tmp_path / "other")
-    tensors = load_file(tmp_path / "other/model.safetensors")
-    save_file({name: tensor * 0.5 for name, tensor in tensors.items()}, tmp_path / "other/model.safetensors")
-    _, _, answer = await served(tmp_path / "other", tmp_path, "lora:2")
-    assert answer.status_code == 503
-    assert "expected an engine with weights version 2" in answer.json()["error"]["message"]
+def another_base(model: Path, tmp_path: Path) -> Path:
+    """Return the folder of a model of the same shape with other weights."""
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    tensors = load_file(other / "model.safetensors")
+    save_file({name: tensor * 0.5 for name, tensor in tensors.items()}, other / "model.safetensors")
+    return other
 
 
 async def test_a_run_that_began_again_under_its_name_replaces_the_policy(
@@ -134,16 +140,6 @@ async def test_a_run_that_began_again_under_its_name_replaces_the_policy(
     assert [latest.run for latest in [WeightStore(str(tmp_path / "weights/policies/demo:1")).latest()] if latest] == [
         "demo:1 (another-)"
     ]
-
-
-async def test_a_dropped_policy_is_gone(policies: CheckpointPolicies, learner: Learner, tmp_path: Path) -> None:
-    store = WeightStore(str(tmp_path / "weights"))
-    await policies.load("demo:1")
-    assert store.policies() == ["demo:1"]
-    await policies.drop("demo:1")
-    assert store.policies() == []
-    with pytest.raises(TrackwayError, match=r"expected a policy with weights \(none\), got 'demo:1'; name one"):
-        await policies.drop("demo:1")
 
 
 @pytest.mark.parametrize(
