@@ -41,8 +41,8 @@ def outputs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def runs(services: ServiceUrls, agent, outputs: Path) -> AsyncIterator[RunManager]:
-    """Of a service that is patient with a learner for a second only."""
-    runs = RunManager(outputs, services, stop_deadline_s=1)
+    """Of a service that has little patience with a learner."""
+    runs = RunManager(outputs, services, stop_deadline_s=0.1)
     yield runs
     agent.released.set()
     await runs.close()
@@ -397,7 +397,13 @@ async def test_numbers_that_are_not_finite_leave_a_run_readable_and_cost_only_th
 FILES = ("state.json", "worker.json", "heartbeat.json")
 
 
-@pytest.mark.parametrize("is_killed", [False, True], ids=["and its process lives", "and its process is killed"])
+@pytest.mark.parametrize(
+    "is_killed",
+    [
+        pytest.param(False, id="and its process lives", marks=pytest.mark.extended),  # the other reads it alive too
+        pytest.param(True, id="and its process is killed"),
+    ],
+)
 async def test_a_run_whose_files_are_damaged_while_it_trains_goes_on_to_its_end(
     runs: RunManager, agent, request_of, is_killed: bool
 ):

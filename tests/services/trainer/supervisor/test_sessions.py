@@ -71,7 +71,7 @@ async def test_a_session_is_a_run_that_the_next_service_continues_and_that_finis
 
 
 async def test_a_session_that_ends_while_its_service_is_lost_is_not_continued(tmp_path: Path, tiny_model: Path) -> None:
-    runs = RunManager(tmp_path / "outputs", urls("http://127.0.0.1:9", tmp_path), 60.0)
+    runs = RunManager(tmp_path / "outputs", urls("http://127.0.0.1:9", tmp_path), 0.0)
     values = {"actor_rollout_ref.model.path": str(tiny_model), "trackway.device": "cpu"}
     await runs.start_session("s", values)
     await runs.close()

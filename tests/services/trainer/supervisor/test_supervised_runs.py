@@ -17,7 +17,7 @@ from trackway.wire.trainer import RunInfo, RunRequest, RunState
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.usefixtures("shared_http")]
 
-STEPS = 30
+STEPS = 8
 
 
 @pytest.fixture
