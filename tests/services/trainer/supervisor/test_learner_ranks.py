@@ -42,7 +42,9 @@ def ranks_left_by(pids: set[int]) -> list[list[bytes]]:
     return [line for line in commands if b"trackway.learner.ranks.process" in line and line[-1] in parents]
 
 
-@pytest.mark.parametrize("victim", [pytest.param("its own process", marks=pytest.mark.extended), "another"])
+# Four processes load torch. Ranks that die are in tests/services/learner/ranks, restarts in test_manager.py.
+@pytest.mark.extended
+@pytest.mark.parametrize("victim", ["its own process", "another"])
 async def test_a_run_whose_rank_was_killed_goes_on_from_its_checkpoint_and_leaves_no_process(
     runs: RunManager, agent, tiny_model: Path, sample, tmp_path: Path, victim: str
 ):
