@@ -212,13 +212,15 @@ class Policy:
 
         The N positions are in the order of the rows. `ref` is a reference's, of the same batch at the same temperature.
         """
-        given = self.model_inputs(batch)
-        values = self._values(given, temperature, measures, ref, batch.top_tokens)
+        given, top, sequences = self.model_inputs(batch), batch.top_tokens, self.ranks.sequences
+        if top is not None and sequences is not None and given.whole is not None:
+            top = TopTokens(*(sequences.share_of(values, given.whole) for values in top))
+        values = self._values(given, temperature, measures, ref, top)
         if given.lengths is not None:
             given.lengths.check_seen(self.model)
-        if self.ranks.sequences is None or given.whole is None:
+        if sequences is None or given.whole is None:
             return values
-        return self.ranks.sequences.gathered(values, given.where, given.whole)
+        return sequences.gathered(values, given.where, given.whole)
 
     def ref_inputs(self, batch: TrainingBatch, temperature: float) -> RefInputs:
         """Inputs of this model's head, as a reference. Without a gradient."""

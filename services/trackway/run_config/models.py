@@ -461,12 +461,6 @@ class RunConfig(Section):
         if self.distillation.enabled and self.trackway.rollouts_from == "sessions":
             raise ValueError("distillation.enabled: expected rollouts of rows, got trackway.rollouts_from=sessions")
         self.distillation.check_length(self.data.max_prompt_length + self.data.max_response_length)
-        ranks = self.actor_rollout_ref.actor.ulysses_sequence_parallel_size
-        if self.distillation.enabled and self.distillation.distillation_loss.uses_topk and ranks > 1:
-            raise ValueError(
-                f"actor_rollout_ref.actor.ulysses_sequence_parallel_size: expected 1 with "
-                f"distillation.distillation_loss.loss_mode=forward_kl_topk, got {ranks}; set it to 1, or take k3"
-            )
         return self
 
     @model_validator(mode="after")

@@ -80,10 +80,6 @@ def test_verls_command_line_is_read():
             "distillation.distillation_loss.topk: expected at most 262144 logprobs of a sequence, got 128 for each of",
         ),
         ([*ON, "trackway.rollouts_from=sessions"], "distillation.enabled: expected rollouts of rows"),
-        (
-            [*ON, f"{LOSS}.loss_mode=forward_kl_topk", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"],
-            "actor_rollout_ref.actor.ulysses_sequence_parallel_size: expected 1",
-        ),
         ([*ON, f"+{D}.teacher_models.teacher_model.model=m"], "teacher_models.teacher_model.model"),
     ],
 )

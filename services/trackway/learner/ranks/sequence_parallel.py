@@ -46,6 +46,10 @@ class SequenceRanks:
         received = self._exchange(values.reshape(self.size, tokens // self.size, heads, width))
         return received.transpose(0, 1).reshape(1, tokens // self.size, self.size * heads, width)
 
+    def share_of(self, values: Tensor, whole: Tensor) -> Tensor:
+        """[n, ...]: this rank's of the values [N, ...] at the N places of the mask `whole` [1, S]."""
+        return values.split(self.padded(whole).view(self.size, -1).sum(-1).tolist())[self.index]
+
     def gathered(self, values: Sequence[Tensor], own: Tensor, whole: Tensor) -> list[Tensor]:
         """[N] each, for the N places of the mask `whole` [1, S], of values [n] at this rank's share `own` [1, s]."""
         columns = torch.stack(list(values), dim=-1)

@@ -43,7 +43,7 @@ from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.run_state.checkpoint import save_checkpoint
 from trackway.trainer.run_state.export import export_checkpoint
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.wire.trajectory import Trajectory
+from trackway.wire.trajectory import TeacherScores, Trajectory
 from trackway.wire.weights import WeightProof
 
 pytestmark = pytest.mark.slow
@@ -112,6 +112,12 @@ HYBRID = {
 }
 NAMES_OF_CONTENTS = ("actor", "critic", "actor/huggingface")
 EXPORTED = {"the whole model": {}, "a value model": CRITIC, "LoRA": {"lora_rank": 3, "lr": 1e-2}}
+TAUGHT = {
+    "distillation.enabled": True,
+    "distillation.teacher_models.teacher_model.model_path": "base",
+    "distillation.distillation_loss.loss_mode": "forward_kl_topk",
+    "distillation.distillation_loss.topk": 4,
+}
 SEQUENCES = {
     "one row at a time": (2, 2, {"micro_batch_size": 1}),
     "checkpointed, head in chunks": (
@@ -123,6 +129,8 @@ SEQUENCES = {
     "two rows at a time": (4, 2, {"loss_agg_mode": "seq-mean-token-mean", "micro_batch_size": 1}),
     "by tokens": (4, 2, {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 20}),
     "more ranks than KV heads": (4, 4, {"kl_loss_type": "full", "micro_batch_size": 2}),
+    "a teacher's likely tokens": (2, 2, {**TAUGHT, "micro_batch_size": 2}),
+    "a teacher's likely tokens, head in chunks": (2, 2, {**TAUGHT, "use_fused_kernels": True, "chunk_size": 3}),
 }
 """Ranks, and how many of them divide a row."""
 MORE_SEQUENCES = ("one row at a time", "two rows at a time", "checkpointed, head in chunks")
@@ -142,6 +150,19 @@ def ragged(rollout: Rollout, seed: int) -> list[Trajectory]:
         }
         made.append(rollout(row // 4, row % 4, float(draw.random() < 0.5), **fields))
     return made
+
+
+def taught(trajectory: Trajectory) -> Trajectory:
+    """The trajectory with the scores of a teacher, random ones that follow from its tokens."""
+    draw = random.Random(str(trajectory.response_ids))
+    written = range(sum(trajectory.response_mask))
+    scores = TeacherScores(
+        teacher="teacher_model",
+        logprobs=[-draw.uniform(1, 4) for _ in written],
+        top_ids=[draw.sample(range(60), 4) for _ in written],
+        top_logprobs=[[-draw.uniform(1, 4) for _ in range(4)] for _ in written],
+    )
+    return trajectory.model_copy(update={"teacher": scores})
 
 
 @pytest.fixture
@@ -744,6 +765,8 @@ def test_ranks_that_divide_the_tokens_of_a_row_update_as_one_process_does(
     settings = EVERYTHING | {"remove_padding": True} | settings
     ranks = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[count])
     config = learner_config(four_heads, dtype="float64", ulysses_size=size, **settings)
+    if "distillation.enabled" in settings:
+        batches = [[taught(trajectory) for trajectory in batch] for batch in batches]
     expected = trained(ALONE, config, batches[:2], tmp_path / "one")
 
     outcomes = ranks.run(trained, config, batches[:2], tmp_path / "several")
