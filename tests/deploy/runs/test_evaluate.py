@@ -114,6 +114,41 @@ def test_a_runs_checkpoint_and_the_model_it_started_from_are_evaluated_with_its_
         evaluate.prepare("my-run", replace(options, step=7), [], None, "default", OUTPUTS)
 
 
+def test_a_run_of_sft_takes_its_reward_from_the_command_line_or_a_file(project: Path):
+    run, model = RunFolder(OUTPUTS / "taught"), UpSettings.read().model_path
+    run.path.mkdir(parents=True)
+    words = [f"model.path={model}", f"data.val_files={project / 'conversations.jsonl'}", "data.max_length=64"]
+    run.write_config(configured(words, None, "sft"))
+    save_checkpoint(run.checkpoints, 3, Learner(learner_config(model)).save, {})
+    (project / "seven.py").write_text(OTHER_SCORE)
+    (project / "more.yaml").write_text("custom_reward_function: {path: seven.py}\ndata: {max_response_length: 7}\n")
+
+    def taught(*overrides: str, config: Path | None = None, name: str = "default") -> EvaluationRun:
+        return evaluate.prepare("taught", Options(Path("rows.jsonl"), limit=2), [*overrides], config, name, OUTPUTS)
+
+    evaluated(taught("custom_reward_function.path=seven.py", "data.max_response_length=9"))
+    evaluated(taught(config=Path("more.yaml")))
+
+    for name, most in (("eval-taught-3", 9), ("eval-taught-3-2", 7)):
+        trajectories = EvaluationStore(OUTPUTS / name).trajectories()
+        assert [found.reward and found.reward.score for found in trajectories] == [7.0, 7.0]
+        assert max(len(found.response_ids) for found in trajectories) <= most
+    assert taught(name="tiny_demo").subject.config.data.max_prompt_length == 96
+    with pytest.raises(UserError, match="expected a file of rows, got none; name one: --data"):
+        evaluate.prepare("taught", Options(), ["data.val_files=[]"], None, "default", OUTPUTS)
+
+
+def test_a_configuration_file_is_refused_for_a_run_that_has_its_own(project: Path):
+    run = RunFolder(OUTPUTS / "my-run")
+    run.path.mkdir(parents=True)
+    run.write_config(configured([], None, "default"))
+    (run.checkpoints / "global_step_3").mkdir(parents=True)
+
+    for config, name in ((Path("trackway.yaml"), "default"), (None, "tiny_demo")):
+        with pytest.raises(UserError, match="--config: expected none with run 'my-run', which has its own"):
+            evaluate.prepare("my-run", Options(Path("rows.jsonl")), [], config, name, OUTPUTS)
+
+
 def test_what_ended_before_a_stop_is_kept_and_not_rolled_out_again(project: Path):
     cut = prepared(n=2, name="cut")
 

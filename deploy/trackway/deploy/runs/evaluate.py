@@ -262,7 +262,12 @@ def prepare(
         used = configured(overrides, config, config_name).with_values({f"{_MODEL}.path": endpoint.model})
     elif source is not None:
         own = source.run.config()
-        used = resolve({**leaves(own.model_dump(mode="json")), **given(overrides)}) if overrides else own
+        if own.is_supervised:  # it has neither a loop nor a reward
+            used = configured(overrides, config, config_name).with_values({_MODEL: own.actor_rollout_ref.model})
+        elif config is not None or config_name != "default":
+            raise UserError(f"--config: expected none with run {what!r}, which has its own; give its keys as key=value")
+        else:
+            used = resolve({**leaves(own.model_dump(mode="json")), **given(overrides)}) if overrides else own
         outputs = source.run.path.parent
     else:
         _require_model(what, outputs)
