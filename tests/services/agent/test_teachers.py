@@ -1,17 +1,21 @@
 """A teacher scores what the student wrote: exact places, a span of its own, and its failure."""
 
+import asyncio
 import json
 
 import httpx
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tests.services.agent.agent_services import AgentServices, call, open_services
+from tests.services.agent.agent_services import AgentServices, call, group, open_services
 from tests.services.agent.scripted_model import END
 from tests.services.agent.test_tool_agent import ANSWER, FIRST, OBSERVATION
+from tests.serving import served
 from trackway.agent.settings import AgentSettings
+from trackway.clients import AgentClient, shared_http
 from trackway.clients.token import TOKEN
 from trackway.wire.errors import ErrorCode
+from trackway.wire.health import Wait
 from trackway.wire.trajectory import StopReason, TeacherScores
 
 
@@ -84,3 +88,33 @@ async def test_a_rollout_service_of_its_own_is_asked_by_its_name_and_without_our
     assert trajectory.teacher.logprobs == [-1.0] * sum(trajectory.response_mask)
     assert [request.headers.get("authorization") for request in asked] == [None]
     assert agents["teachers"] == {"elsewhere": "http://teacher"}
+
+
+@pytest.mark.anyio
+async def test_a_slow_teacher_is_a_named_wait_and_one_that_dies_fails_the_trajectory(
+    settings: AgentSettings, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    said, was_seen = list[Wait](), asyncio.Event()
+
+    async def die(request: httpx.Request) -> httpx.Response:
+        await was_seen.wait()
+        raise httpx.ReadError("the teacher closed the connection", request=request)
+
+    def on_waits(waits: list[Wait]) -> None:
+        said.extend(wait for wait in waits if "teacher" in wait.waits_for)
+        if said:
+            was_seen.set()
+
+    settings = settings.model_copy(update={"teachers": {"elsewhere": "http://teacher"}})
+    async with open_services(settings, tokenizer, teacher=httpx.MockTransport(die)) as services:
+        services.model.scripts = {0: [ANSWER]}
+        request = group(teacher={"name": "math", "model": "elsewhere"}, report_waits_s=0.1)
+        async with served(services.agent, lifespan="off") as url:
+            try:
+                [ended] = [trajectory async for trajectory in AgentClient(url).group(request, on_waits=on_waits)]
+            finally:
+                await shared_http().aclose()
+
+    assert (said[0].who, said[0].waits_for, said[0].until is not None) == ("rollout 1/7/0", "teacher 'math'", True)
+    assert ended.error is not None and (ended.teacher, ended.stop_reason) == (None, StopReason.ERROR)
+    assert ended.error.code is ErrorCode.UNAVAILABLE and "http://teacher" in ended.error.message
