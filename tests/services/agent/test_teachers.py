@@ -15,7 +15,7 @@ from trackway.agent.settings import AgentSettings
 from trackway.clients import AgentClient, shared_http
 from trackway.clients.token import TOKEN
 from trackway.wire.errors import ErrorCode
-from trackway.wire.health import Wait
+from trackway.wire.service import Wait
 from trackway.wire.trajectory import StopReason, TeacherScores
 
 

@@ -5,12 +5,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from fastapi import FastAPI
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tests.serving import served
 from trackway.clients.weights import WeightStore
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.run_config.distillation import DistillationConfig
-from trackway.trainer.loop.teaching import Teaching, _published
+from trackway.trainer.loop.teaching import _PROBE, Teaching, _published, _require_same_tokens
 from trackway.wire.agent import Sample, Teacher
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.weights import policy_url
@@ -98,3 +100,27 @@ def test_what_is_no_model_is_refused(student: Student, tmp_path: Path):
     with pytest.raises(TrackwayError, match="expected a model, a policy or a URL, got ") as refused:
         _published(KEY, str(tmp_path / "empty"), *student, f"{tmp_path}/store")
     assert refused.value.code is ErrorCode.INVALID_REQUEST
+
+
+def encoding(ids: list[int]) -> FastAPI:
+    """A service whose tokenizer makes these ids of any text."""
+    app = FastAPI()
+
+    @app.post("/v1/completions")
+    async def completions() -> dict[str, object]:
+        return {"choices": [{"prompt_token_ids": ids}]}
+
+    return app
+
+
+@pytest.mark.anyio
+async def test_a_service_of_its_own_needs_the_students_vocabulary(student: Student):
+    ids = student[1](_PROBE, add_special_tokens=False)["input_ids"]
+    async with served(encoding(ids)) as url:
+        await _require_same_tokens("math", f"{url}/", *student)
+    async with served(encoding(ids[:-1])) as other:
+        with pytest.raises(TrackwayError, match=f"the vocabulary of {TINY_MODEL}, got {other} with another"):
+            await _require_same_tokens("math", other, *student)
+    with pytest.raises(TrackwayError, match=f"expected a rollout service at {other}, got ConnectError") as gone:
+        await _require_same_tokens("math", other, *student)
+    assert gone.value.code is ErrorCode.UNAVAILABLE
