@@ -20,7 +20,7 @@ from trackway.learner.ranks.sharding import ALONE, Ranks, join
 from trackway.rollout.engines.protocol import Generation
 from trackway.rollout.engines.torch import engine as torch_engine
 from trackway.rollout.engines.torch.engine import TorchEngine
-from trackway.rollout.engines.torch.sleeping import SleepingWeights
+from trackway.rollout.engines.torch.weights import SleepingWeights
 from trackway.rollout.settings import RolloutSettings
 from trackway.run_config.placement import Placement
 from trackway.wire.errors import TrackwayError

@@ -25,9 +25,9 @@ from tests.vllm.vllm_runs import (
     started,
 )
 from trackway.clients.rollout import RolloutClient
-from trackway.rollout.engines.adapter_folder import adaptable_layers
 from trackway.rollout.engines.remote import control
 from trackway.rollout.engines.remote.vllm import VllmEngine
+from trackway.rollout.engines.weight_folder import adaptable_layers
 from trackway.wire.rollout import GenerateReply, GenerateRequest
 
 pytest.register_assert_rewrite("tests.servers")

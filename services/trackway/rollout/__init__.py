@@ -1,4 +1,4 @@
 """The rollout service: generation with logprobs and weight versions, with an OpenAI-compatible API.
 
-`app` has the routes, `service` the request handling and weights, `engines` the models, `openai` the OpenAI routes.
+`app` has its own routes, `model_routes` the model APIs, `service` the request handling, `engines` the models.
 """

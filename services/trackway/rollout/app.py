@@ -20,9 +20,8 @@ from trackway.rollout.engines.protocol import Engine, MemoryPart, PauseMode
 from trackway.rollout.metrics import InferenceMetrics, engine_gauges, store_gauges
 from trackway.rollout.model_routes import classifier_app, model_routes
 from trackway.rollout.policies import Policies
-from trackway.rollout.service import RolloutService
+from trackway.rollout.service import RolloutService, TokenText
 from trackway.rollout.settings import RolloutSettings
-from trackway.rollout.tokenizer import TokenText
 from trackway.rollout.weight_watcher import WeightWatcher
 from trackway.serving import ServiceRouter, needs_admin, service_app
 from trackway.serving.batches import NdjsonStream, run_batch

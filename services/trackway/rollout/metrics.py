@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from prometheus_client import Counter, Histogram
 
 from trackway.clients.weights import WeightStore
-from trackway.rollout.classifiers.protocol import Classifier
+from trackway.rollout.classifiers import Classifier
 from trackway.rollout.engines.protocol import Engine, EngineStats
 from trackway.rollout.engines.weight_proof import Judgement
 from trackway.serving import Gauge

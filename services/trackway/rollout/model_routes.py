@@ -24,9 +24,8 @@ from trackway.model_api.response_builder import ResponseBuilder
 from trackway.rollout.classifiers import Classifier, ClassifierInfo, open_classifier
 from trackway.rollout.metrics import classifier_gauges
 from trackway.rollout.policies import Policies
-from trackway.rollout.service import required_card
+from trackway.rollout.service import TokenText, required_card
 from trackway.rollout.settings import RolloutSettings
-from trackway.rollout.tokenizer import TokenText
 from trackway.serving import service_app
 from trackway.tracing import Tracing
 from trackway.wire.anthropic import CountTokensReply, CountTokensRequest, MessagesReply, MessagesRequest

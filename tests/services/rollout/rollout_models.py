@@ -19,8 +19,8 @@ from transformers import (
 
 from trackway.rollout.engines.torch.core import EngineCore
 from trackway.rollout.engines.torch.engine import TorchEngine
-from trackway.rollout.engines.torch.loading import load
 from trackway.rollout.engines.torch.scheduler import Sequence
+from trackway.rollout.engines.torch.weights import load
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import TrackwayError
 from trackway.wire.rollout import SamplingParams

@@ -19,8 +19,8 @@ from trackway.clients.weights import WeightStore
 from trackway.learner.weight_proof import tensor_digests
 from trackway.rollout import policies
 from trackway.rollout.app import create_app
+from trackway.rollout.service import TokenText
 from trackway.rollout.settings import RolloutSettings
-from trackway.rollout.tokenizer import TokenText
 from trackway.tracing import Tracing, TracingSettings, inject, trajectory_span
 from trackway.tracing.active import activated
 from trackway.wire.rollout import GenerateReply, WeightsReply

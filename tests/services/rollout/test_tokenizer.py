@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trackway.rollout import tokenizer
-from trackway.rollout.tokenizer import TokenText
+from trackway.rollout import service
+from trackway.rollout.service import TokenText
 
 pytestmark = pytest.mark.anyio
 
@@ -25,7 +25,7 @@ async def test_a_caller_that_leaves_starts_no_second_load_beside_the_first(monke
         loading[0] -= 1
         return "tokenizer"
 
-    monkeypatch.setattr(tokenizer, "_load_tokenizer", load)
+    monkeypatch.setattr(service, "_load_tokenizer", load)
     text = TokenText(Path("model"))
     leaves = asyncio.create_task(text.tokenizer())
     assert await asyncio.to_thread(begun.wait, 30)

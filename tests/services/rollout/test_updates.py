@@ -13,10 +13,10 @@ from tests.services.rollout.engine_runs import watching
 from tests.waiting import async_until
 from tests.weight_proofs import ANY_PROOF, WRONG_PROOF
 from trackway.clients.weights import WeightStore
-from trackway.rollout import continuation
-from trackway.rollout.continuation import ResumableGeneration
+from trackway.rollout import service
 from trackway.rollout.engines.protocol import Collector, Generation, PauseMode, Piece
 from trackway.rollout.engines.torch.engine import TorchEngine
+from trackway.rollout.service import ResumableGeneration
 from trackway.rollout.weight_watcher import WeightWatcher
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import GenerateRequest, SamplingParams, StructuredOutputs
@@ -195,7 +195,7 @@ async def test_a_retracted_generation_keeps_its_tokens_and_goes_on_once_it_is_re
 async def test_a_retracted_generation_does_not_wait_for_ever(
     surviving: Surviving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(continuation, "RETRACTED_S", 0.01)
+    monkeypatch.setattr(service, "RETRACTED_S", 0.01)
     async with surviving("keep") as (survivor, _):
         survivor.retract()
         with pytest.raises(TrackwayError, match="expected the engine to wake up within 0 s, got none") as caught:

@@ -28,8 +28,7 @@ from trackway.deploy.config import serve_config
 from trackway.deploy.config.serve_config import SERVERS, Options, Replicas, engine_python, runs_already
 from trackway.reward.reward_model import REWARD_MODEL
 from trackway.rollout.classifiers import is_classifier
-from trackway.rollout.engines.admission import OF_POLICY, OF_REWARD_MODEL, too_long
-from trackway.rollout.engines.remote.model_info import ModelFacts
+from trackway.rollout.engines.admission import OF_POLICY, OF_REWARD_MODEL, ModelFacts, too_long
 from trackway.rollout.settings import DEFAULT_MAX_LEN
 from trackway.run_config import RunConfig, given_to_deployment
 from trackway.run_config.compose import leaves

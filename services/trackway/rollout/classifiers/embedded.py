@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from trackway.rollout.classifiers.protocol import Admission, ClassifierInfo
+from trackway.rollout.classifiers import Admission, ClassifierInfo
 from trackway.rollout.engines.admission import OF_REWARD_MODEL, too_long
 from trackway.rollout.engines.protocol import EngineStats
-from trackway.rollout.engines.torch.loading import device_of, dtype_of
+from trackway.rollout.engines.torch.weights import device_of, dtype_of
 from trackway.rollout.settings import RolloutSettings
 from trackway.system import indexed_files
 from trackway.system.process import choose_threads, usable_cores

@@ -9,11 +9,10 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from trackway.rollout.classifiers.protocol import Admission, ClassifierInfo
+from trackway.rollout.classifiers import Admission, ClassifierInfo
 from trackway.rollout.engines.protocol import EngineStats
 from trackway.rollout.engines.remote.engine import check_server, found, healthy, prepared
-from trackway.rollout.engines.remote.http import EngineHttp, Json
-from trackway.rollout.engines.remote.server_process import SideProcess
+from trackway.rollout.engines.remote.server import EngineHttp, Json, SideProcess
 from trackway.rollout.engines.remote.sglang import UNUSED_POSITIONS, on_loopback
 from trackway.rollout.engines.remote.vllm import safe_environment
 from trackway.rollout.settings import RolloutSettings

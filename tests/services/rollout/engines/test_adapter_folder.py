@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.services.rollout.planted_adapters import with_config
-from trackway.rollout.engines.adapter_folder import (
+from trackway.rollout.engines.weight_folder import (
     AdapterInfo,
     adaptable_layers,
     is_adapter,

@@ -14,7 +14,7 @@ from tests.services.trainer.real_runs import on_disk
 from trackway.clients.weights import WeightStore
 from trackway.learner.learner import Learner
 from trackway.rollout.app import create_app
-from trackway.rollout.engines.adapter_folder import is_adapter
+from trackway.rollout.engines.weight_folder import is_adapter
 from trackway.rollout.settings import RolloutSettings
 from trackway.run_config import resolve
 from trackway.trainer.run_state.checkpoint import save_checkpoint

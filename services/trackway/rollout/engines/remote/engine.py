@@ -26,8 +26,7 @@ from pathlib import Path
 
 import torch
 
-from trackway.rollout.engines.adapter_folder import is_adapter, read_adapter, write_merged
-from trackway.rollout.engines.admission import paused
+from trackway.rollout.engines.admission import ModelFacts, paused
 from trackway.rollout.engines.protocol import (
     Capability,
     Collector,
@@ -41,11 +40,9 @@ from trackway.rollout.engines.protocol import (
 )
 from trackway.rollout.engines.remote.control import ServerControl
 from trackway.rollout.engines.remote.digests import Checksums, ServerDigests
-from trackway.rollout.engines.remote.http import EngineHttp, Json
-from trackway.rollout.engines.remote.model_info import ModelFacts
 from trackway.rollout.engines.remote.requests import Call, Calls, TokenChunk, runs, until_stop
-from trackway.rollout.engines.remote.server_process import SideProcess
-from trackway.rollout.engines.weight_folder import check_finite, tensors
+from trackway.rollout.engines.remote.server import EngineHttp, Json, SideProcess
+from trackway.rollout.engines.weight_folder import check_finite, is_adapter, read_adapter, tensors, write_merged
 from trackway.rollout.engines.weight_proof import HeldDigests, Judgement
 from trackway.rollout.settings import DEFAULT_MAX_LEN, RolloutSettings
 from trackway.system import free_port

@@ -9,9 +9,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from trackway.rollout.engines.admission import RetryAfterEstimator, check_prompt, overloaded
+from trackway.rollout.engines.admission import ModelFacts, RetryAfterEstimator, check_prompt, overloaded
 from trackway.rollout.engines.protocol import FinishReason, Piece
-from trackway.rollout.engines.remote.model_info import ModelFacts
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import PromptLogprobs, SamplingParams, TopLogprobs

@@ -23,14 +23,13 @@ from http import HTTPStatus
 from pathlib import Path
 
 from trackway.clients.weights import WeightStore
-from trackway.rollout.engines.adapter_folder import adaptable_layers, is_adapter
 from trackway.rollout.engines.protocol import Capability, EngineStats, MemoryPart, Swapping, top_logprobs
 from trackway.rollout.engines.remote.digests import Checksums, DigestValues
 from trackway.rollout.engines.remote.engine import KEPT, UNTOUCHED, RemoteEngine, require_untouched
-from trackway.rollout.engines.remote.http import Json
 from trackway.rollout.engines.remote.requests import Call, TokenChunk
+from trackway.rollout.engines.remote.server import Json
 from trackway.rollout.engines.remote.weight_transport import IpcReceiver, StoreReceiver, WeightReceiver
-from trackway.rollout.engines.weight_folder import check_same_model, lacks_head, with_head
+from trackway.rollout.engines.weight_folder import adaptable_layers, check_same_model, is_adapter, lacks_head, with_head
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import EngineLoad, PromptLogprobs, TopLogprobs

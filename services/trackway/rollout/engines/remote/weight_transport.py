@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from trackway.clients.weights import WeightStore
-from trackway.rollout.engines.remote.http import EngineHttp, Json
+from trackway.rollout.engines.remote.server import EngineHttp, Json
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.weights import OfferedTensors, WeightOffer
 

@@ -19,12 +19,10 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from trackway.rollout.engines.protocol import EngineStats, Generation, MemoryPart
-from trackway.rollout.engines.torch.batch import Row
-from trackway.rollout.engines.torch.decoder import Decoder, DecoderWeights
+from trackway.rollout.engines.torch.decoder import Decoder, DecoderWeights, Row
 from trackway.rollout.engines.torch.sampler import sample
-from trackway.rollout.engines.torch.scheduler import Scheduler, Sequence
-from trackway.rollout.engines.torch.sleeping import SleepingWeights
-from trackway.rollout.engines.torch.slots import SlotAllocation
+from trackway.rollout.engines.torch.scheduler import Scheduler, Sequence, SlotAllocation
+from trackway.rollout.engines.torch.weights import SleepingWeights
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import EngineLoad, TopLogprobs
 

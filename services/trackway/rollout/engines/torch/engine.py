@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from trackway.rollout.engines.adapter_folder import is_adapter
 from trackway.rollout.engines.admission import RetryAfterEstimator, asleep, check_prompt, overloaded, paused, too_long
 from trackway.rollout.engines.protocol import (
     Capability,
@@ -27,10 +26,18 @@ from trackway.rollout.engines.protocol import (
 )
 from trackway.rollout.engines.torch.core import EngineCore, EngineThread, FinishedSequence
 from trackway.rollout.engines.torch.decoder import Decoder, DecoderWeights
-from trackway.rollout.engines.torch.loading import device_of, dtype_of, load, load_merged, prove
 from trackway.rollout.engines.torch.model_config import DecoderConfig
 from trackway.rollout.engines.torch.scheduler import Sequence
-from trackway.rollout.engines.torch.sleeping import SleepingWeights, release_cached_memory
+from trackway.rollout.engines.torch.weights import (
+    SleepingWeights,
+    device_of,
+    dtype_of,
+    load,
+    load_merged,
+    prove,
+    release_cached_memory,
+)
+from trackway.rollout.engines.weight_folder import is_adapter
 from trackway.rollout.engines.weight_proof import Judgement, require_accepted
 from trackway.rollout.settings import DEFAULT_MAX_LEN, RolloutSettings
 from trackway.system.process import choose_threads, usable_cores

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from trackway.rollout.engines.admission import ModelFacts
 from trackway.rollout.engines.remote.control import VersionNames
-from trackway.rollout.engines.remote.model_info import ModelFacts
 from trackway.rollout.engines.remote.requests import Calls
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.waiting import async_until
-from trackway.rollout.engines.remote.http import EngineHttp
+from trackway.rollout.engines.remote.server import EngineHttp
 from trackway.system import free_port
 from trackway.wire.errors import ErrorCode, TrackwayError
 

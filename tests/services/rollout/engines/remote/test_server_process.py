@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.waiting import async_until
-from trackway.rollout.engines.remote.server_process import SideProcess
+from trackway.rollout.engines.remote.server import SideProcess
 from trackway.system import free_port
 from trackway.wire.errors import ErrorCode, TrackwayError
 
@@ -203,7 +203,7 @@ async def test_a_cancelled_start_leaves_no_process(log: Path) -> None:
 OWNER = """
 import asyncio, sys
 from pathlib import Path
-from trackway.rollout.engines.remote.server_process import SideProcess
+from trackway.rollout.engines.remote.server import SideProcess
 log = Path(sys.argv[1])
 async def healthy(): return "deaf" in log.read_text().partition("\\n")[2]
 async def main():

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.services.rollout.engines.remote.vllm_transfer_fake import write_model
-from trackway.rollout.engines.remote.http import Json
+from trackway.rollout.engines.remote.server import Json
 from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.rollout import EngineLoad

@@ -2,7 +2,7 @@
 
 import torch
 
-from trackway.rollout.engines.torch.batch import Row, cut, prepare_batch
+from trackway.rollout.engines.torch.decoder import Row, cut, prepare_batch
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.services.rollout.rollout_models import FAMILIES
 from trackway.rollout.engines.torch.decoder import DecoderWeights
-from trackway.rollout.engines.torch.loading import LM_HEAD, read_weights, unfused
 from trackway.rollout.engines.torch.model_config import DecoderConfig
+from trackway.rollout.engines.torch.weights import LM_HEAD, read_weights, unfused
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 Folders = Callable[..., Path]

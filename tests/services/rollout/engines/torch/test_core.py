@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from tests.services.rollout.rollout_models import FAMILIES, VOCAB, core_of, reference_logprobs, run, sequence
 from trackway.rollout.engines.torch.core import EngineCore
 from trackway.rollout.engines.torch.engine import TorchEngine
-from trackway.rollout.engines.torch.loading import load
 from trackway.rollout.engines.torch.scheduler import Sequence
+from trackway.rollout.engines.torch.weights import load
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import TrackwayError
 from trackway.wire.rollout import SamplingParams

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 from tests.services.rollout.engine_runs import PROMPT
 from tests.services.rollout.engines.torch.test_core import prompt
 from tests.services.rollout.rollout_models import VOCAB, build, core_of, run, sequence
-from trackway.rollout.engines.torch.batch import Row
+from trackway.rollout.engines.torch.decoder import Row
 from trackway.rollout.engines.torch.engine import TorchEngine
-from trackway.rollout.engines.torch.loading import load
+from trackway.rollout.engines.torch.weights import load
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import PromptLogprobs, SamplingParams
 

@@ -19,7 +19,7 @@ from trackway.rollout.engines.protocol import Generation, MemoryPart
 from trackway.rollout.engines.torch.core import EngineCore
 from trackway.rollout.engines.torch.decoder import DecoderWeights
 from trackway.rollout.engines.torch.engine import TorchEngine
-from trackway.rollout.engines.torch.sleeping import SleepingWeights
+from trackway.rollout.engines.torch.weights import SleepingWeights
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams

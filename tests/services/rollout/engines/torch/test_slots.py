@@ -1,6 +1,6 @@
 """Where a prompt is placed: exact slots and exact counts of reused tokens."""
 
-from trackway.rollout.engines.torch.slots import SlotAllocation, SlotTable
+from trackway.rollout.engines.torch.scheduler import SlotAllocation, SlotTable
 
 PROMPT = list(range(10, 30))
 
