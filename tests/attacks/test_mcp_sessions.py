@@ -7,7 +7,7 @@ import pytest
 from pydantic import SecretStr
 
 from trackway.serving import AuthSettings
-from trackway.serving.tokens import Token
+from trackway.serving.auth import Token
 from trackway.tools.app import create_app
 from trackway.tools.settings import ToolsSettings
 

@@ -22,7 +22,7 @@ from trackway.deploy.runs.demo import Summary
 from trackway.deploy.terminal.progress import print_json
 from trackway.run_config import RunConfig
 from trackway.run_config.compose import leaves
-from trackway.serving.error_responses import error_response
+from trackway.serving.routes import error_response
 from trackway.trainer.loop.schedule import Progress
 from trackway.trainer.run_state.folder import Beat
 from trackway.trainer.settings import ServiceUrls

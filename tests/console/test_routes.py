@@ -30,7 +30,7 @@ from trackway.console.app import create_app
 from trackway.console.trajectory_files import File, ParquetReader
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.serving import AuthSettings, ServiceSettings
-from trackway.serving.tokens import Token
+from trackway.serving.auth import Token
 from trackway.trainer.run_state.folder import Activity, Beat, Owner, RunFolder
 from trackway.trainer.run_state.trajectories import read_trajectories, write_trajectories
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError

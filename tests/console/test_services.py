@@ -15,7 +15,7 @@ from tests.console.walk import walk
 from trackway.console.app import create_app
 from trackway.reward.app import create_app as reward_app
 from trackway.serving import AuthSettings, ServiceSettings
-from trackway.serving.tokens import Token
+from trackway.serving.auth import Token
 from trackway.tools.app import create_app as tools_app
 from trackway.tools.settings import ToolsSettings
 

@@ -46,8 +46,7 @@ from trackway.console.trajectory import (
 )
 from trackway.console.trajectory_files import ParquetReader
 from trackway.serving import ServiceSettings, service_app
-from trackway.serving.auth import RawHeaders
-from trackway.serving.tokens import Caller
+from trackway.serving.auth import Caller, RawHeaders
 
 PAGE = Path(__file__).parent / "page"
 """HTML, CSS and ES modules, served as they are."""

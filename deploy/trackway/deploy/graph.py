@@ -38,7 +38,7 @@ from trackway.deploy.serve.fan_out import (
 )
 from trackway.deploy.sigterm import end_at_sigterm
 from trackway.serving import AuthSettings, ServiceSettings, from_inside
-from trackway.serving.tokens import TokenTable
+from trackway.serving.auth import TokenTable
 from trackway.system import refuse_inspection
 from trackway.wire.errors import ErrorReply
 from trackway.wire.rollout import EngineLoad, SleepReply, WeightsReply

@@ -9,8 +9,7 @@ from trackway.agent.loop import AgentLoop, register
 from trackway.agent.sessions.external import ExternalAgent
 from trackway.agent.tool_agent import SingleTurnAgent, ToolAgent
 from trackway.agent.toolbox import Toolbox
-from trackway.chat.tool_calls import ParsedCall
-from trackway.chat.tool_format import Parsed, ToolFormat, register_tool_format
+from trackway.chat.tool_calls import Parsed, ParsedCall, ToolFormat, register_tool_format
 
 __all__ = [
     "AgentContext",

@@ -20,7 +20,7 @@ from trackway.agent.context import AgentContext
 from trackway.agent.episode import Episode, waits_for
 from trackway.agent.models import ChatAnswer, ChatModel, mean_kl
 from trackway.agent.toolbox import Toolbox, tool_facts
-from trackway.chat.encoding import TooLong
+from trackway.chat.tokenizer import TooLong
 from trackway.serving.user_code import located, run_user_code
 from trackway.tracing import (
     SpanHandle,

@@ -13,8 +13,7 @@ import httpx
 from pydantic import Field, JsonValue, RootModel, SecretStr
 
 from trackway.agent.settings import AgentSettings
-from trackway.chat.tool_calls import with_arguments
-from trackway.chat.tool_format import Parsed
+from trackway.chat.tool_calls import Parsed, with_arguments
 from trackway.clients import CallPolicy, Deadline, RolloutClient, ServiceClient
 from trackway.clients.failures import ForeignServerError, error_of
 from trackway.clients.http_client import WholeResponse

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, SecretStr, model_validator
 
 from trackway.clients import CallPolicy
-from trackway.serving.own_code import OwnCodeSettings
+from trackway.serving.user_code import OwnCodeSettings
 from trackway.wire.chat import ChatModelSettings
 from trackway.wire.sessions import FormatUse, SessionBounds
 

@@ -11,8 +11,7 @@ from pydantic import JsonValue
 from trackway.agent.episode import Episode
 from trackway.agent.loop import AgentLoop, Stopwatch, register
 from trackway.agent.toolbox import Observation, Toolbox, ToolSet, rejected, truncated
-from trackway.chat.tool_calls import ParsedCall
-from trackway.chat.tool_format import Parsed
+from trackway.chat.tool_calls import Parsed, ParsedCall
 from trackway.tracing import add_event, turn_span
 from trackway.wire.agent import Limits
 from trackway.wire.chat import FunctionCall, Message, ToolCall

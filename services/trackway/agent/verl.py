@@ -20,7 +20,7 @@ from trackway.agent.loop import AgentLoop, register
 from trackway.agent.settings import AgentSettings
 from trackway.agent.toolbox import Toolbox
 from trackway.agent.verl_interface import AgentLoopOutput, Config, DictConfigWrap, TokenOutput, registered
-from trackway.serving.own_code import import_modules, loading
+from trackway.serving.user_code import import_modules, loading
 from trackway.tracing import turn_span
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError

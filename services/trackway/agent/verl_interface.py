@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from pydantic import BaseModel, Field
 
 from trackway.chat.template_support import ids_after_answer
-from trackway.chat.tool_format import ToolFormat
+from trackway.chat.tool_calls import ToolFormat
 from trackway.chat.tool_formats import tool_format
-from trackway.serving.own_code import Declared
+from trackway.serving.user_code import Declared
 from trackway.wire.chat import FunctionCall
 
 Loop = TypeVar("Loop", bound=type)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from jinja2 import TemplateError
 from pydantic import JsonValue
 
-from trackway.chat.tool_format import ToolFormat
+from trackway.chat.tool_calls import ToolFormat
 
 _ANSWER = "trackway stands here for what the model wrote"
 _RESULT = "trackway stands here for what the tool returned"

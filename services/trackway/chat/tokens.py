@@ -17,7 +17,6 @@ from cachetools import LRUCache, cached
 from pydantic import JsonValue
 from pydantic_core import from_json, to_json
 
-from trackway.chat.encoding import chars_per_token, check_chars, encode_within
 from trackway.chat.template_support import (
     REJECTIONS,
     AssistantTurn,
@@ -25,8 +24,15 @@ from trackway.chat.template_support import (
     encoded_behind,
     ids_after_answer,
 )
-from trackway.chat.tokenizer import ChatTokenizer, offload, template_message
-from trackway.chat.tool_format import ToolFormat
+from trackway.chat.tokenizer import (
+    ChatTokenizer,
+    chars_per_token,
+    check_chars,
+    encode_within,
+    offload,
+    template_message,
+)
+from trackway.chat.tool_calls import ToolFormat
 from trackway.wire.chat import Message, ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
 

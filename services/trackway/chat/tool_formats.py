@@ -11,7 +11,10 @@ from trackway.chat.tool_calls import (
     BEGIN,
     END,
     JsonPrefix,
+    Parameters,
+    Parsed,
     ParsedCall,
+    ToolFormat,
     blocks_in,
     json_prefix,
     malformed,
@@ -19,10 +22,11 @@ from trackway.chat.tool_calls import (
     malformed_json,
     read_call,
     read_json,
+    register_tool_format,
+    registered,
     unclosed_call,
     with_arguments,
 )
-from trackway.chat.tool_format import Parameters, Parsed, ToolFormat, register_tool_format, registered
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)

@@ -1,14 +1,23 @@
-"""Prompts as token ids: text by the tokenizer, messages by the chat template."""
+"""Prompts as token ids: text by the tokenizer, messages by the chat template, other formats as chat requests."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from pydantic import JsonValue
+from fastapi.exceptions import RequestValidationError
+from pydantic import JsonValue, ValidationError
 
-from trackway.chat.encoding import TooLong, chars_per_token, check_chars, encode_within
 from trackway.chat.template_support import REJECTIONS
-from trackway.chat.tokenizer import ChatTokenizer, offload, template_call
-from trackway.chat.tool_format import ToolFormat
+from trackway.chat.tokenizer import (
+    ChatTokenizer,
+    TooLong,
+    chars_per_token,
+    check_chars,
+    encode_within,
+    offload,
+    template_call,
+)
+from trackway.chat.tool_calls import ToolFormat
+from trackway.serving.routes import body_problems
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai import ChatMessage, ChatRequest, ChatTool, ClassifyRequest, CompletionRequest, NamedTool
 
@@ -176,3 +185,28 @@ def template_form(message: ChatMessage) -> dict[str, JsonValue]:
         "tool_calls": [template_call(call) for call in message.tool_calls] or None,
     }
     return {name: value for name, value in shown.items() if value is not None}
+
+
+SAME_FIELDS = {
+    *("model", "temperature", "top_p", "top_k", "seed", "stream"),
+    *("return_token_ids", "min_weight_version", "chat_template_kwargs"),
+}
+"""Fields that a chat request and those of the other formats have, with the same name and meaning."""
+
+
+def chat_request(fields: Mapping[str, object], messages: Sequence[ChatMessage]) -> ChatRequest:
+    """The chat. Raises RequestValidationError for what a chat cannot express."""
+    try:
+        return ChatRequest.model_validate({**fields, "messages": one_system_message(messages)})
+    except ValidationError as error:
+        raise RequestValidationError(body_problems(error)) from error
+
+
+def one_system_message(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """The messages with the instructions at their beginning as one message: chat templates take no second one."""
+    count = next((place for place, item in enumerate(messages) if item.role not in ("system", "developer")), None)
+    system = messages[:count]
+    if len(system) < 2:
+        return list(messages)
+    content = "\n\n".join(str(message.content) for message in system)
+    return [ChatMessage(role="system", content=content), *messages[len(system) :]]

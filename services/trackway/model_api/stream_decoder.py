@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from trackway.chat.call_reader import begun
 from trackway.chat.tokenizer import ChatTokenizer
+from trackway.chat.tool_calls import begun
 from trackway.wire.openai import ChatRequest, SampledRequest
 from trackway.wire.rollout import PromptLogprobs, TopLogprobs
 from trackway.wire.trajectory import WeightSpan

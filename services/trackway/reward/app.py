@@ -1,4 +1,4 @@
-"""The reward service over HTTP. Routes only. The logic is in service.py."""
+"""The reward service over HTTP. Routes only. The logic is in scorers.py."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -7,8 +7,7 @@ from fastapi import Body, FastAPI, Request
 from fastapi.responses import StreamingResponse
 from pydantic import JsonValue
 
-from trackway.reward.scorers import Scorer, scorers_of
-from trackway.reward.service import RewardService
+from trackway.reward.scorers import RewardService, Scorer, scorers_of
 from trackway.reward.settings import RewardSettings
 from trackway.serving import ServiceRouter, service_app
 from trackway.serving.batches import NdjsonStream, run_batch

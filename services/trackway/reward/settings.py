@@ -8,7 +8,7 @@ from trackway.reward.functions import RewardFunction
 from trackway.reward.judge import JudgeSettings
 from trackway.reward.reward_model import RewardModelSettings
 from trackway.reward.weighted import WeightedScorers
-from trackway.serving.own_code import OwnCodeSettings
+from trackway.serving.user_code import OwnCodeSettings
 
 
 class RewardSettings(OwnCodeSettings):

@@ -19,18 +19,16 @@ from prometheus_client.registry import Collector
 from starlette.types import Receive, Scope, Send
 
 from trackway.clients import close_shared_http
-from trackway.serving.auth import Authentication, Guests, show_tokens_in_docs
+from trackway.serving.auth import Authentication, Guests, TokenTable, show_tokens_in_docs
 from trackway.serving.batches import BatchLoad
 from trackway.serving.connections import bound_server
-from trackway.serving.error_responses import documented_error, install_error_answers
 from trackway.serving.idempotency import Idempotency
+from trackway.serving.limits import JsonSize, RequestBounds
 from trackway.serving.metrics import Gauge, RequestMetrics, ServiceMetrics
 from trackway.serving.middleware import CatchAllErrors, DeadlineLimit, ReplicaName, TraceContext
-from trackway.serving.own_code import OwnCodeSettings
-from trackway.serving.request_limits import JsonSize, RequestBounds
+from trackway.serving.routes import documented_error, install_error_answers
 from trackway.serving.settings import ServiceSettings
-from trackway.serving.tokens import TokenTable
-from trackway.serving.user_code import contain_tasks
+from trackway.serving.user_code import OwnCodeSettings, contain_tasks
 from trackway.system import escape_log_records
 from trackway.tracing import SpanStats, Tracing
 from trackway.wire.service import Health, Installation, Ready, SpanCounts

@@ -21,7 +21,7 @@ from uvicorn import Config
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from trackway.serving.error_responses import retry_after
+from trackway.serving.routes import retry_after
 from trackway.serving.settings import ConnectionSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 

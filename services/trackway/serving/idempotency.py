@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trackway.serving.auth import CALLER
-from trackway.serving.request_limits import header_of
-from trackway.serving.tokens import Caller
+from trackway.serving.auth import CALLER, Caller
+from trackway.serving.limits import header_of
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.service import IDEMPOTENCY_KEY
 

@@ -16,7 +16,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trackway.serving.request_limits import header_of
+from trackway.serving.limits import header_of
 from trackway.serving.routes import error_answer_to
 from trackway.serving.user_code import described, failure_of
 from trackway.system.files import FULL, error_number, storage_error

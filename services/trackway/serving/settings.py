@@ -9,7 +9,7 @@ import uuid
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from trackway.serving.tokens import AuthSettings
+from trackway.serving.auth import AuthSettings
 from trackway.tracing import TracingSettings
 from trackway.wire.service import ServiceName
 

@@ -26,8 +26,7 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import PydanticSerializationError, core_schema, to_json
 
-from trackway.serving.own_code import Declared, module_of_file
-from trackway.serving.user_code import in_thread
+from trackway.serving.user_code import Declared, in_thread, module_of_file
 from trackway.tools.base import BaseTool, ToolConfig, ToolInputError, ToolLimits
 from trackway.wire.base import well_formed
 from trackway.wire.chat import FunctionSchema, ToolSchema

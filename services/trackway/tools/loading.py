@@ -8,8 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from trackway.serving.own_code import FunctionServer, FunctionsOutage, import_modules
-from trackway.serving.user_code import failure_of, importing
+from trackway.serving.user_code import FunctionServer, FunctionsOutage, failure_of, import_modules, importing
 from trackway.tools.base import BaseTool, ToolConfig, ToolSource
 from trackway.tools.builtin.calculator import CalculatorTool
 from trackway.tools.builtin.gsm8k import Gsm8kTool

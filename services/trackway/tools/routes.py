@@ -20,8 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trackway.serving import ServiceRouter, needs_admin
 from trackway.serving.auth import CALLER
-from trackway.serving.error_responses import body_problems, misfit
-from trackway.serving.request_limits import again
+from trackway.serving.limits import again
+from trackway.serving.routes import body_problems, misfit
 from trackway.tools.builtin.search import SearchTool
 from trackway.tools.core.server import SessionKey, ToolServer
 from trackway.tools.get_observation import ObservationFace

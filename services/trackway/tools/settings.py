@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import ErrorDetails
 from pydantic_settings import SettingsConfigDict
 
-from trackway.serving.own_code import OwnCodeSettings
+from trackway.serving.user_code import OwnCodeSettings
 from trackway.tools.base import ToolConfig, ToolLimits
 
 

@@ -16,8 +16,7 @@ from typing import Literal, Protocol, Self, cast
 import yaml
 from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validator
 
-from trackway.serving.own_code import offer_stand_ins
-from trackway.serving.user_code import importing
+from trackway.serving.user_code import importing, offer_stand_ins
 from trackway.tools.base import BaseTool, ToolConfig
 from trackway.tools.functions import numbers_of, text_of
 from trackway.tools.settings import UserEntry, filled, problems_of

@@ -15,7 +15,7 @@ from trackway.clients import CallPolicy, RewardClient, ToolsClient, run
 from trackway.deploy.api.given import Functions
 from trackway.reward.app import create_app as reward_app
 from trackway.reward.settings import RewardSettings
-from trackway.serving.own_code import FunctionServer
+from trackway.serving.user_code import FunctionServer
 from trackway.system.waits import Waits, noted_in
 from trackway.tools.app import create_app as tools_app
 from trackway.tools.settings import ToolsSettings
@@ -143,8 +143,8 @@ def test_an_ended_process_is_a_wait_by_name_and_then_an_error(
     functions: Functions,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("trackway.serving.own_code.OUTAGE_S", 2.0)
-    monkeypatch.setattr("trackway.serving.own_code.ASK_AGAIN_S", 0.2)
+    monkeypatch.setattr("trackway.serving.user_code.OUTAGE_S", 2.0)
+    monkeypatch.setattr("trackway.serving.user_code.ASK_AGAIN_S", 0.2)
     process = FunctionServer.read(functions.file).process
     notes: list[str] = []
 

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from trackway.clients import CallPolicy, ToolsClient, close_shared_http
 from trackway.deploy.serve.direct_port import DirectPort
-from trackway.serving.tokens import digest_of
+from trackway.serving.auth import digest_of
 from trackway.tools.app import create_app
 from trackway.tools.settings import ToolsSettings
 from trackway.wire.service import Health, Ready, ReplicaInfo, ReplicaList

@@ -12,7 +12,7 @@ from trackway.agent import loop
 from trackway.agent.loop import agents
 from trackway.agent.settings import AgentSettings
 from trackway.agent.verl import load_loops
-from trackway.serving.own_code import OwnCodeError, offer_stand_ins
+from trackway.serving.user_code import OwnCodeError, offer_stand_ins
 from trackway.wire.chat import FunctionCall, FunctionSchema, ToolSchema
 from trackway.wire.errors import ErrorCode
 from trackway.wire.trajectory import StopReason

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.time_limits import slowness
-from trackway.chat.call_reader import ToolCallReader
+from trackway.chat.tool_calls import ToolCallReader
 from trackway.chat.tool_formats import Hermes
 from trackway.wire.chat import FunctionCall
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from trackway.chat.encoding import TooLong, chars_per_token, check_chars, encode_within
+from trackway.chat.tokenizer import TooLong, chars_per_token, check_chars, encode_within
 
 
 class Words:

@@ -4,10 +4,8 @@ import pytest
 from pydantic import JsonValue
 
 from tests.services.chat.families import FAMILIES
-from trackway.chat.call_reader import ToolCallReader
 from trackway.chat.tokenizer import ChatTokenizer
-from trackway.chat.tool_calls import ParsedCall
-from trackway.chat.tool_format import Parsed, ToolFormat, register_tool_format
+from trackway.chat.tool_calls import Parsed, ParsedCall, ToolCallReader, ToolFormat, register_tool_format
 from trackway.chat.tool_formats import Hermes, Llama3Json, Mistral, Pythonic, Qwen3Coder, tool_format
 from trackway.wire.chat import FunctionCall
 from trackway.wire.errors import ErrorCode, TrackwayError

@@ -11,11 +11,10 @@ from fastapi import FastAPI, Request, Response
 
 from tests.services.model_api.scripted_model import ScriptedModel, Tokens
 from trackway.chat.tokenizer import ChatTokenizer
-from trackway.model_api.anthropic import message_input
-from trackway.model_api.anthropic.messages import MessagesResponseBuilder
-from trackway.model_api.choices import jobs_of
+from trackway.model_api import anthropic
+from trackway.model_api.anthropic import MessagesResponseBuilder
+from trackway.model_api.choices import jobs_of, respond, respond_again
 from trackway.model_api.openai.completions import ChatResponseBuilder
-from trackway.model_api.respond import respond, respond_again
 from trackway.model_api.response_builder import ResponseBuilder
 from trackway.model_api.stream_decoder import Delta
 from trackway.wire.anthropic import MessagesRequest
@@ -154,7 +153,7 @@ async def test_a_stream_that_waits_sends_what_keeps_its_connection_open(
 ) -> None:
     model = SlowModel(tokenizer.encode("ok<|im_end|>", add_special_tokens=False))
     body = MessagesRequest.model_validate(MESSAGES)
-    chat = message_input.chat_of(body)
+    chat = anthropic.chat_of(body)
     lines: list[str] = []
 
     async def handle(http: Request) -> Response:

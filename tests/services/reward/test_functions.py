@@ -11,10 +11,9 @@ import pytest
 
 from trackway.reward.functions import FunctionScorer, RewardFunction, reward_of, scorer
 from trackway.reward.reward_model import RewardModelSettings
-from trackway.reward.scorers import ScorerRegistry, scorers_of
-from trackway.reward.service import RewardService
+from trackway.reward.scorers import RewardService, ScorerRegistry, scorers_of
 from trackway.reward.settings import RewardSettings
-from trackway.serving.own_code import OwnCodeError
+from trackway.serving.user_code import OwnCodeError
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.reward import ScoreRequest
 from trackway.wire.trajectory import Reward

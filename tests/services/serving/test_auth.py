@@ -20,7 +20,7 @@ from tests.services.serving.service_with_tokens import (
     client_from,
 )
 from trackway.serving import from_inside
-from trackway.serving.tokens import AuthScope, Caller
+from trackway.serving.auth import AuthScope, Caller
 from trackway.tracing import Tracing, TracingSettings
 from trackway.tracing.active import activated
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trackway.serving.own_code import version_of
+from trackway.serving.user_code import version_of
 from trackway.wire.service import OwnCode
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trackway.serving.own_code import Declared, OwnCodeError, import_modules, module_of_file
+from trackway.serving.user_code import Declared, OwnCodeError, import_modules, module_of_file
 
 
 @pytest.fixture(autouse=True)

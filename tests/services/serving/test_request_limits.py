@@ -8,8 +8,8 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 
-from trackway.serving import ServiceRouter, ServiceSettings, request_limits, service_app
-from trackway.serving.request_limits import JsonSize, json_exceeds
+from trackway.serving import ServiceRouter, ServiceSettings, limits, service_app
+from trackway.serving.limits import JsonSize, json_exceeds
 
 pytestmark = pytest.mark.anyio
 
@@ -58,7 +58,7 @@ def error_of(answer: httpx.Response) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 18])
 def test_json_is_counted_as_a_parser_finds_it(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    monkeypatch.setattr(request_limits, "_CHUNK", chunk)
+    monkeypatch.setattr(limits, "_CHUNK", chunk)
     dice = random.Random(0)
     values = [made_up(dice, 5) for _ in range(300)]
     sizes = [size_of(value) for value in values]

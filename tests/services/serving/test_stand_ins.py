@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from trackway.serving.own_code import STAND_INS
+from trackway.serving.user_code import STAND_INS
 
 pytestmark = pytest.mark.slow
 
-OFFER = "from trackway.serving.own_code import offer_stand_ins\noffer_stand_ins()\noffer_stand_ins()\n"
+OFFER = "from trackway.serving.user_code import offer_stand_ins\noffer_stand_ins()\noffer_stand_ins()\n"
 
 
 def python(code: str, folder: Path) -> str:

@@ -19,7 +19,7 @@ from tests.services.serving.service_with_tokens import (
     write_tokens,
 )
 from trackway.serving import AuthSettings, ServiceSettings
-from trackway.serving.tokens import AuthScope, Caller, Token, TokenTable, digest_of
+from trackway.serving.auth import AuthScope, Caller, Token, TokenTable, digest_of
 
 SHORT, ODD = "short-0123456789"[:15], "0123456789 abcdef"
 
@@ -168,7 +168,7 @@ def test_a_changed_file_is_taken_without_a_restart_and_a_broken_one_changes_noth
 async def test_a_running_service_takes_a_new_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "tokens.json"
     write_tokens(file, json.dumps({"old": {"secret": AGENT}}))
-    monkeypatch.setattr("trackway.serving.tokens.CHECK_EVERY_S", 0.0)
+    monkeypatch.setattr("trackway.serving.auth.CHECK_EVERY_S", 0.0)
     async with client_from("10.1.2.3", app_with({"tokens_file": file})) as client:
         before = [(await client.post("/work", headers=bearer(token))).status_code for token in (AGENT, OPERATOR)]
         write_tokens(file, json.dumps({"new": {"secret": OPERATOR}}))

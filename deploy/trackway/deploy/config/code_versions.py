@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from trackway.agent.settings import AgentSettings
 from trackway.deploy.config import serve_config
 from trackway.reward.settings import RewardSettings
-from trackway.serving.own_code import OwnCodeSettings, roots_of
+from trackway.serving.user_code import OwnCodeSettings, roots_of
 from trackway.tools.settings import ToolsSettings
 from trackway.wire.service import OwnCode
 

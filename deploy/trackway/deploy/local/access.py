@@ -6,7 +6,7 @@ from pydantic_settings import SettingsError
 
 from trackway.clients.token import TOKEN, resolve_token
 from trackway.serving import ServiceSettings
-from trackway.serving.tokens import TokenTable
+from trackway.serving.auth import TokenTable
 from trackway.system.process import UserError
 
 LOOPBACK = "127.0.0.1"

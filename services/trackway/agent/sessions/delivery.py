@@ -10,7 +10,7 @@ from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
 from trackway.agent.sessions.graph import Conversation
-from trackway.model_api.sse import HEADERS, MEDIA_TYPE, Failed, comment
+from trackway.model_api.response_builder import HEADERS, MEDIA_TYPE, Failed, comment
 from trackway.model_api.stream_decoder import Delta
 from trackway.wire.errors import TrackwayError
 from trackway.wire.sessions import GraphNode

@@ -41,8 +41,7 @@ from trackway.agent.sessions.session import Session, SessionEpisode
 from trackway.agent.settings import AgentSettings, ContainerSettings, ExternalSettings
 from trackway.agent.toolbox import Toolbox
 from trackway.clients import shared_http
-from trackway.serving.own_code import OwnCodeError, loading
-from trackway.serving.user_code import UserCodeExit, described, failure_of
+from trackway.serving.user_code import OwnCodeError, UserCodeExit, described, failure_of, loading
 from trackway.system.process import Experimental, warn_experimental
 from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorCode, TrackwayError, shortened

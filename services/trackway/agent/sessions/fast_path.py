@@ -25,9 +25,8 @@ from trackway.clients.base import ServiceClient
 from trackway.clients.token import authorization
 from trackway.model_api.choices import while_connected
 from trackway.serving.auth import RawHeaders, presented_key
-from trackway.serving.error_responses import body_problems
-from trackway.serving.request_limits import again
-from trackway.serving.routes import ErrorFormatRoute, Handler, JsonRoute
+from trackway.serving.limits import again
+from trackway.serving.routes import ErrorFormatRoute, Handler, JsonRoute, body_problems
 from trackway.tracing import inject
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.service import REPLICA

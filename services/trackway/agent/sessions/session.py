@@ -33,15 +33,12 @@ from trackway.agent.sessions.graph import (
     meaning,
     text_of,
 )
-from trackway.chat.encoding import TooLong
-from trackway.chat.tokenizer import ChatTokenizer
+from trackway.chat.tokenizer import ChatTokenizer, TooLong
 from trackway.chat.tokens import ChatTokens
-from trackway.model_api.choices import jobs_of, while_connected
+from trackway.model_api.choices import KEEP_ALIVE_S, jobs_of, respond, respond_again, while_connected
 from trackway.model_api.openai.completions import CompletionResponseBuilder
 from trackway.model_api.prompts import chat_ids, forced_prefix, template_form, text_ids
-from trackway.model_api.respond import KEEP_ALIVE_S, respond, respond_again
-from trackway.model_api.response_builder import ResponseBuilder
-from trackway.model_api.sse import Failed
+from trackway.model_api.response_builder import Failed, ResponseBuilder
 from trackway.model_api.stream_decoder import Delta
 from trackway.serving.auth import RawHeaders
 from trackway.serving.user_code import own_context

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from trackway.agent.sessions.session import Session
 from trackway.agent.settings import AgentSettings
-from trackway.serving.open_sessions import OpenSessions
+from trackway.serving.limits import OpenSessions
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.sessions import SESSION_ID, SessionAccess
 

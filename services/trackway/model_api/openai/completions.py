@@ -12,8 +12,7 @@ from typing import NamedTuple, NotRequired, TypedDict
 from pydantic import JsonValue
 
 from trackway.chat.tokenizer import ChatTokenizer
-from trackway.model_api.response_builder import MessageReader, ResponseBuilder
-from trackway.model_api.sse import event
+from trackway.model_api.response_builder import MessageReader, ResponseBuilder, event
 from trackway.model_api.stream_decoder import Delta
 from trackway.serving.routes import ErrorFormatRoute
 from trackway.wire.errors import TrackwayError

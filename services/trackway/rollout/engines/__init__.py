@@ -5,7 +5,7 @@ from typing import cast
 
 from trackway.rollout.engines.protocol import Engine
 from trackway.rollout.settings import RolloutSettings
-from trackway.serving.own_code import loading
+from trackway.serving.user_code import loading
 from trackway.system.process import Experimental, warn_experimental
 
 _ENGINES = {

@@ -34,7 +34,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from trackway.serving.auth import CALLER
-from trackway.serving.open_sessions import OpenSessions
+from trackway.serving.limits import OpenSessions
 from trackway.tools.core.server import SessionInstances, SessionKey, ToolServer
 from trackway.tools.mcp.results import RequestMeta, ResultMeta, to_mcp, to_mcp_error
 from trackway.tools.settings import ToolsSettings, problems_of

@@ -19,7 +19,7 @@ from mcp import MCPError
 from mcp.types import INVALID_PARAMS, CallToolResult, Tool
 from pydantic import Field, JsonValue, ValidationError
 
-from trackway.serving.own_code import FunctionsOutage
+from trackway.serving.user_code import FunctionsOutage
 from trackway.tools.base import BaseTool, ToolConfig, ToolInputError, ToolLimits, ToolSource, current_session
 from trackway.tools.mcp.connection import ConnectionLost, McpConnection, McpServer, Meta, read_servers
 from trackway.tools.mcp.results import RequestMeta, from_mcp, meta_of

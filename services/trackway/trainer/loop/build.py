@@ -18,7 +18,7 @@ from trackway.learner.measuring import ActiveTime
 from trackway.learner.ranks.group import LeadingLearner, RankGroup, require_shared
 from trackway.learner.ranks.publication import RankWriters
 from trackway.run_config import RunConfig, no_effect
-from trackway.serving.own_code import add_to_path
+from trackway.serving.user_code import add_to_path
 from trackway.system.process import warn_experimental
 from trackway.system.waits import Waits
 from trackway.trainer.data.conversations import EncodedRow

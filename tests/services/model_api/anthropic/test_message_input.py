@@ -3,7 +3,7 @@
 import pytest
 from pydantic import JsonValue
 
-from trackway.model_api.anthropic.message_input import chat_of
+from trackway.model_api.anthropic import chat_of
 from trackway.wire.anthropic import MessagesRequest
 
 TEXT: JsonValue = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import JsonValue
 
-from trackway.model_api.openai.response_input import chat_of
+from trackway.model_api.openai.responses import chat_of
 from trackway.wire.openai import ChatMessage
 from trackway.wire.responses import ResponsesRequest
 

@@ -5,7 +5,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from trackway.serving.request_limits import JsonSize, RequestBounds
+from trackway.serving.limits import JsonSize, RequestBounds
 from trackway.tools.app import create_app
 from trackway.tools.routes import FastPathMiddleware, FastPathRoute
 from trackway.tools.settings import ToolsSettings

@@ -1,1 +1,0 @@
-"""Anthropic's formats: messages, whole and streamed, and their errors."""
