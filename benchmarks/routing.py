@@ -4,7 +4,7 @@
     .venv/bin/python benchmarks/routing.py --json    the same for programs
     .venv/bin/python benchmarks/routing.py --replicas 4 --turns 40 --seeds 1
 
-`trajectory` is the product's module, `trackway.clients.routing`. Its rivals are rewritten here by their rules:
+`trajectory` is the product's module, `trackway.clients.direct`. Its rivals are rewritten here by their rules:
 consistent hashing of the group (the product's `group`), the replica with the fewest calls for each call, SkyRL's
 sticky_least_loaded, and the prefix-aware router of Ray Serve 2.60 (`PrefixCacheAffinityRouter`) with its defaults and
 with its documentation's imbalance threshold of 10. All rivals see the exact number of calls of each replica, the
@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from kv_engine import CPU, H100, Call, Engine, Hardware
 
-from trackway.clients.routing import TrajectoryRouting
+from trackway.clients.direct import TrajectoryRouting
 
 
 class Turn(NamedTuple):
@@ -269,7 +269,7 @@ class OracleGroup(OracleTrajectory):
 
 
 class Ours(Policy):
-    """`trackway.clients.routing`, in each client by itself."""
+    """`trackway.clients.direct`, in each client by itself."""
 
     def __init__(self, engines: list[Engine], seed: int) -> None:
         super().__init__(engines, seed)

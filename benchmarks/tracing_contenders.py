@@ -13,7 +13,7 @@ from trackway.tracing import (
     trajectory_span,
     turn_span,
 )
-from trackway.tracing.active import activated
+from trackway.tracing.span_handle import activated
 from trackway.wire.chat import Message
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.trajectory import Tags

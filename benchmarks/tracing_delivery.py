@@ -21,9 +21,9 @@ from trackway.tracing import (
     trajectory_span,
     turn_span,
 )
-from trackway.tracing.active import activated
 from trackway.tracing.context import extracted, inject
 from trackway.tracing.local_mlflow import client as local_mlflow
+from trackway.tracing.span_handle import activated
 from trackway.trainer.delivery.feedback_queue import Assessment, FeedbackQueue
 from trackway.trainer.delivery.jobs import Later
 from trackway.trainer.delivery.mlflow_api import MlflowApi

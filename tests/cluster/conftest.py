@@ -9,7 +9,7 @@ from tests.cluster.cluster_runs import stop_all
 from tests.cluster.network import unavailable
 from tests.cluster.ray_cluster import Cluster, running
 from tests.e2e.access_tokens import OPERATOR
-from trackway.clients.token import TOKEN
+from trackway.clients.http_client import TOKEN
 
 
 @pytest.fixture(scope="module", autouse=True)

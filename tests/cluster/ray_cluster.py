@@ -25,7 +25,7 @@ from tests.cluster.network import Network
 from tests.cluster.nodes import DASHBOARD_PORT, REDIS, Node
 from tests.cluster.processes import started
 from tests.e2e.access_tokens import OPERATOR, tokens_file
-from trackway.clients.token import TOKEN
+from trackway.clients.http_client import TOKEN
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.serve_config import Replicas

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tests.waiting import until
 from trackway.agent.app import create_app as agent_app
 from trackway.agent.settings import AgentSettings
-from trackway.clients.token import TOKEN
+from trackway.clients.http_client import TOKEN
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.deployment.record import Deployment
 from trackway.reward.app import create_app as reward_app

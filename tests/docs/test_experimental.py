@@ -21,7 +21,7 @@ from trackway.run_config import compose, explain
 from trackway.system.process import Experimental, warn_experimental
 from trackway.traces.weave_store import WeaveStore
 from trackway.tracing import TracingSettings
-from trackway.tracing.export.otlp_http import endpoint
+from trackway.tracing.export.otlp import endpoint
 from trackway.trainer.loop.from_config import experimental
 from trackway.wire.errors import TrackwayError
 from trackway.wire.trajectory import TraceBackend

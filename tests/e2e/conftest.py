@@ -17,7 +17,7 @@ from tests.e2e.small_runs import small_run
 from tests.install.test_install import built as built
 from tests.install.test_install import wheel as wheel
 from tests.weave.weave_process import weave_url as weave_url
-from trackway.clients.token import TOKEN
+from trackway.clients.http_client import TOKEN
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.local.up import bring_up, take_down

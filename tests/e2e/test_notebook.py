@@ -16,7 +16,7 @@ from tests.e2e.access_tokens import OPERATOR
 from tests.e2e.another_machine import run_elsewhere
 from tests.waiting import until
 from trackway.clients import ToolsClient, run
-from trackway.clients.token import TOKEN
+from trackway.clients.http_client import TOKEN
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.commands.why import reasons
 from trackway.deploy.deployment.record import Deployment

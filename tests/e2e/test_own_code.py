@@ -15,7 +15,7 @@ import pytest
 
 from tests.waiting import until
 from trackway.clients import ToolsClient, run
-from trackway.clients.token import resolve_token
+from trackway.clients.http_client import resolve_token
 from trackway.deploy.config import serve_config
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.serve_api import ServeApi, service_statuses

@@ -14,7 +14,7 @@ from benchmarks.sim_engine import SIM
 
 from tests.waiting import async_until, until
 from trackway.clients import CallPolicy, RolloutClient, run
-from trackway.clients.routing import TrajectoryRouting
+from trackway.clients.direct import TrajectoryRouting
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.serve_config import Replicas
 from trackway.deploy.deployment import serve_api

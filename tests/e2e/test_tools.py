@@ -22,7 +22,7 @@ from tests.e2e.test_scaling import AUTOSCALING, applications
 from tests.e2e.tool_callers import GROUP, GROUPS, TOOL, Sessions, Trajectories
 from tests.waiting import until
 from trackway.clients import ToolsClient, run
-from trackway.clients.token import authorization, resolve_token
+from trackway.clients.http_client import authorization, resolve_token
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.serve_config import Replicas
 from trackway.deploy.deployment import serve_api

@@ -16,7 +16,7 @@ from tests.e2e.classified import CLASSIFIED
 from tests.services.rollout.tiny_classifier import logit_of
 from tests.waiting import until
 from trackway.clients import AgentClient, run
-from trackway.clients.token import authorization, resolve_token
+from trackway.clients.http_client import authorization, resolve_token
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.deployment import serve_api
 from trackway.deploy.deployment.record import Deployment

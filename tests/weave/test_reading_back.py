@@ -29,9 +29,9 @@ from trackway.tracing import (
     trajectory_span,
     turn_span,
 )
-from trackway.tracing.active import activated
-from trackway.tracing.export.weave import project_url
+from trackway.tracing.export.backends import project_url
 from trackway.tracing.settings import HOSTED_WEAVE
+from trackway.tracing.span_handle import activated
 from trackway.wire.chat import Message
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.trajectory import Reward, StopReason, Tags, TraceTarget, Trajectory, Turn, WeightSpan

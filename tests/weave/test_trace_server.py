@@ -8,7 +8,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from pydantic import SecretStr
 
 from trackway.tracing import SpanHandle, Tracing, TracingSettings, trajectory_span, turn_span
-from trackway.tracing.active import activated
+from trackway.tracing.span_handle import activated
 from trackway.wire.trajectory import Tags
 
 pytestmark = [pytest.mark.weave, pytest.mark.slow]

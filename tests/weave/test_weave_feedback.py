@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from trackway.tracing import Tracing, TracingSettings, set_outcome, trajectory_span, turn_span
-from trackway.tracing.active import activated
+from trackway.tracing.span_handle import activated
 from trackway.trainer.delivery.feedback_queue import Assessment
 from trackway.trainer.delivery.jobs import Later
 from trackway.trainer.delivery.weave_feedback import WeaveFeedback

@@ -21,12 +21,25 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception
 
 from trackway.clients.batches import Batches
-from trackway.clients.deadline import Deadline
 from trackway.clients.direct import Address, DirectRoutes, Headers, R
-from trackway.clients.failures import ForeignServerError, error_of, incident_of, reason_of, worth_retrying
-from trackway.clients.http_client import WholeResponse, fetch, normal_url, shared_http, text_lines
-from trackway.clients.retry import RetryState
-from trackway.clients.token import authorization, resolve_token
+from trackway.clients.http_client import (
+    WholeResponse,
+    authorization,
+    fetch,
+    normal_url,
+    resolve_token,
+    shared_http,
+    text_lines,
+)
+from trackway.clients.retry import (
+    Deadline,
+    ForeignServerError,
+    RetryState,
+    error_of,
+    incident_of,
+    reason_of,
+    worth_retrying,
+)
 from trackway.system.waits import note_problem
 from trackway.tracing import add_incident, current_trace_stats, inject
 from trackway.wire.errors import ErrorCode, TrackwayError

@@ -15,8 +15,7 @@ from typing import Generic
 
 from pydantic import ValidationError
 
-from trackway.clients.deadline import Deadline
-from trackway.clients.failures import incident_of, reason_of
+from trackway.clients.retry import Deadline, incident_of, reason_of
 from trackway.system.waits import Waiting, note_problem, noted_in, waits_of_call
 from trackway.tracing import add_incident, current_trace_stats, inject
 from trackway.wire.errors import ErrorCode, ErrorReply, TrackwayError

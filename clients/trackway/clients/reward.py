@@ -4,7 +4,7 @@ from functools import cached_property
 
 from trackway.clients.base import ServiceClient
 from trackway.clients.batches import Batches
-from trackway.clients.deadline import Deadline
+from trackway.clients.retry import Deadline
 from trackway.wire.reward import ScoreRequest, ScorerInfo, ScorerList
 from trackway.wire.trajectory import Reward
 

@@ -9,9 +9,8 @@ from pydantic import ValidationError
 
 from trackway.clients.base import ServiceClient
 from trackway.clients.batches import Batches
-from trackway.clients.deadline import Deadline
-from trackway.clients.failures import incident_of, reason_of
-from trackway.clients.routing import TrajectoryRouting
+from trackway.clients.direct import TrajectoryRouting
+from trackway.clients.retry import Deadline, incident_of, reason_of
 from trackway.system.waits import note_problem
 from trackway.tracing import add_incident, current_trace_stats
 from trackway.wire.errors import ErrorCode, ErrorReply, TrackwayError

@@ -8,13 +8,20 @@ their own processes through the W3C headers that `inject` writes and `extracted`
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from trackway.tracing.active import activated, install, token2text
-from trackway.tracing.context import extracted, inject
-from trackway.tracing.span_handle import SpanHandle, add_event, add_incident, set_tools, truncate
-from trackway.tracing.trace_stats import TraceStats, collect_trace_stats, current_trace_stats
+from trackway.tracing.context import TraceStats, collect_trace_stats, current_trace_stats, extracted, inject
+from trackway.tracing.span_handle import (
+    SpanHandle,
+    activated,
+    add_event,
+    add_incident,
+    install,
+    set_tools,
+    token2text,
+    truncate,
+)
 
 if TYPE_CHECKING:
-    from trackway.tracing.export.backend_queue import BackendStats
+    from trackway.tracing.export.queues import BackendStats
     from trackway.tracing.provider import SpanStats, Tracing
     from trackway.tracing.settings import TracingSettings
     from trackway.tracing.spans import (
@@ -27,8 +34,8 @@ if TYPE_CHECKING:
         trajectory_span,
         turn_span,
     )
-    from trackway.tracing.verl.config import RolloutTraceConfig
-    from trackway.tracing.verl.decorators import rollout_trace_attr, rollout_trace_op
+    from trackway.tracing.verl import rollout_trace_attr, rollout_trace_op
+    from trackway.tracing.verl_config import RolloutTraceConfig
 
 __all__ = [
     "BackendStats",
@@ -62,13 +69,13 @@ __all__ = [
 ]
 
 _LATE = {
-    "BackendStats": "export.backend_queue",
-    "RolloutTraceConfig": "verl.config",
+    "BackendStats": "export.queues",
+    "RolloutTraceConfig": "verl_config",
     "SpanStats": "provider",
     "Tracing": "provider",
     "TracingSettings": "settings",
-    "rollout_trace_attr": "verl.decorators",
-    "rollout_trace_op": "verl.decorators",
+    "rollout_trace_attr": "verl",
+    "rollout_trace_op": "verl",
 }
 """Modules imported at first use: they need OpenTelemetry's SDK, which a process that only calls services does not."""
 

@@ -23,16 +23,12 @@ from opentelemetry.trace import Link, SpanKind, Tracer, TraceState
 from opentelemetry.util.types import Attributes
 
 from trackway.tracing import attributes as names
-from trackway.tracing.context import carried, current_target, is_kept_root
-from trackway.tracing.export.backend_queue import BackendQueue, BackendStats
-from trackway.tracing.export.batch import Batch, encoded, routing, weight, with_few_roots
-from trackway.tracing.export.disk_queue import DiskQueue
-from trackway.tracing.export.mlflow import MlflowEndpoint
-from trackway.tracing.export.otlp_http import endpoint
+from trackway.tracing.context import carried, current_target, current_trace_stats, is_kept_root
+from trackway.tracing.export.backends import MlflowEndpoint
+from trackway.tracing.export.otlp import Batch, encoded, endpoint, routing, weight, with_few_roots
+from trackway.tracing.export.queues import BackendQueue, BackendStats, DiskQueue
 from trackway.tracing.export.translation import translated
-from trackway.tracing.redaction import Redact, load_redaction
-from trackway.tracing.settings import TracingSettings
-from trackway.tracing.trace_stats import current_trace_stats
+from trackway.tracing.settings import Redact, TracingSettings, load_redaction
 from trackway.wire.trajectory import TraceBackend, TraceTarget
 
 logger = logging.getLogger("trackway.tracing")

@@ -1,4 +1,7 @@
-"""`SpanHandle`, the methods that set a span's attributes, events and status.
+"""The active `Tracing`, and `SpanHandle`, whose methods set a span's attributes, events and status.
+
+The active one is in a context variable, else the process's default, so that several services can run in one process,
+as in tests, each with its own name.
 
 Nothing here raises for any value, because a value that cannot be shown must not fail a rollout. Every text is redacted
 and then truncated.
@@ -6,17 +9,64 @@ and then truncated.
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode
 from pydantic import BaseModel
 
+from trackway.system.waits import ContextValue
 from trackway.tracing import attributes as names
-from trackway.tracing.active import active_tracing
-from trackway.tracing.redaction import redacted, redacted_value
-from trackway.tracing.trace_stats import TraceStats, note
+from trackway.tracing.context import TraceStats, current_target, note
+from trackway.tracing.settings import redacted, redacted_value
 from trackway.wire.base import named_number, well_formed
 from trackway.wire.trajectory import Incident, WeightSpan
+
+if TYPE_CHECKING:
+    from trackway.tracing.provider import Tracing
+
+
+_active: ContextVar["Tracing | None"] = ContextVar("trackway_tracing", default=None)
+_installed: list["Tracing"] = []
+
+
+def active_tracing() -> "Tracing | None":
+    """The tracing of this context, else the process's, else None."""
+    return _active.get() or (_installed[-1] if _installed else None)
+
+
+def activated(tracing: "Tracing") -> AbstractContextManager[object]:
+    """Make `tracing` the active one inside the block."""
+    return ContextValue(_active, tracing)
+
+
+def install(tracing: "Tracing | None") -> None:
+    """Make `tracing` the process's default; None removes the default."""
+    _installed[:] = [] if tracing is None else [tracing]
+
+
+def uninstall(tracing: "Tracing") -> None:
+    """Remove the process's default if it is `tracing`."""
+    if tracing in _installed:
+        install(None)
+
+
+def tracer() -> trace.Tracer:
+    """The active tracer. A no-op one when nothing is active."""
+    tracing = active_tracing()
+    return trace.NoOpTracer() if tracing is None else tracing.tracer
+
+
+def token2text() -> bool:
+    """Return whether spans of the current trace should carry decoded text."""
+    wanted = current_target().token2text
+    if wanted is not None:
+        return wanted
+    tracing = active_tracing()
+    return tracing is not None and tracing.settings.token2text
+
 
 Scalar = str | int | float | bool
 

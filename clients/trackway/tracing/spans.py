@@ -9,11 +9,9 @@ from opentelemetry.context import Context, attach, detach, get_current
 from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, TraceFlags
 
 from trackway.tracing import attributes as names
-from trackway.tracing.active import active_tracing, tracer
 from trackway.tracing.attributes import SpanKind
-from trackway.tracing.context import carrying, current_target, kept_root
-from trackway.tracing.span_handle import Scalar, SpanHandle
-from trackway.tracing.trace_stats import collect_trace_stats
+from trackway.tracing.context import carrying, collect_trace_stats, current_target, kept_root
+from trackway.tracing.span_handle import Scalar, SpanHandle, active_tracing, tracer
 from trackway.wire.chat import Message
 from trackway.wire.errors import TrackwayError
 from trackway.wire.rollout import SamplingParams

@@ -10,8 +10,8 @@ from trackway.agent.settings import AgentSettings
 from trackway.agent.toolbox import ToolCatalog
 from trackway.chat.tokens import ChatTokens
 from trackway.clients import RewardClient, RolloutClient, ToolsClient, TrainerClient
+from trackway.clients.direct import TrajectoryRouting
 from trackway.clients.in_flight import RolloutLimiter
-from trackway.clients.routing import TrajectoryRouting
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 

@@ -15,8 +15,8 @@ from pydantic import Field, JsonValue, RootModel, SecretStr
 from trackway.agent.settings import AgentSettings
 from trackway.chat.tool_calls import Parsed, with_arguments
 from trackway.clients import CallPolicy, Deadline, RolloutClient, ServiceClient
-from trackway.clients.failures import ForeignServerError, error_of
 from trackway.clients.http_client import WholeResponse
+from trackway.clients.retry import ForeignServerError, error_of
 from trackway.tracing import extracted
 from trackway.wire.agent import Teacher
 from trackway.wire.base import WireReply

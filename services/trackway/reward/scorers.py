@@ -23,9 +23,8 @@ from trackway.serving.user_code import (
     user_code,
 )
 from trackway.tracing import SpanHandle, reward_span, token2text
-from trackway.tracing.active import active_tracing
-from trackway.tracing.redaction import redacted
-from trackway.tracing.span_handle import utf8_size
+from trackway.tracing.settings import redacted
+from trackway.tracing.span_handle import active_tracing, utf8_size
 from trackway.wire.base import well_formed
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.reward import ANY_DATA_SOURCE, ScoreRequest, ScorerInfo

@@ -21,7 +21,7 @@ from trackway.serving.routes import error_answer_to
 from trackway.serving.user_code import described, failure_of
 from trackway.system.files import FULL, error_number, storage_error
 from trackway.tracing import TraceStats, Tracing, collect_trace_stats, extracted
-from trackway.tracing.active import activated
+from trackway.tracing.span_handle import activated
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.service import REPLICA, REQUEST_TIMEOUT, TRACE_RECEIPT
 

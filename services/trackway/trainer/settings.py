@@ -4,7 +4,7 @@ import os
 
 from pydantic import BaseModel, Field, SecretStr
 
-from trackway.clients.token import TOKEN
+from trackway.clients.http_client import TOKEN
 from trackway.serving import ServiceSettings
 from trackway.serving.app import REMEDY, difference, installation
 from trackway.system import secrets_in

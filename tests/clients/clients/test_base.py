@@ -12,7 +12,7 @@ from tests.time_limits import ENDS_SOON
 from trackway.clients import CallPolicy, Deadline, RewardClient, RolloutClient, ServiceClient
 from trackway.system.waits import Waits, noted_in
 from trackway.tracing import Tracing, TracingSettings, collect_trace_stats, trajectory_span
-from trackway.tracing.active import activated
+from trackway.tracing.span_handle import activated
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import Incident, Tags, TraceTarget
 

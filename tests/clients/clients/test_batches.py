@@ -14,7 +14,7 @@ from trackway.clients import CallPolicy, Deadline, RolloutClient
 from trackway.clients.batches import MAX_BATCH_SIZE
 from trackway.system.waits import Waits, noted_in
 from trackway.tracing import Tracing, TracingSettings, collect_trace_stats, trajectory_span
-from trackway.tracing.active import activated
+from trackway.tracing.span_handle import activated
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import (
     ChoiceLogprobs,

@@ -16,9 +16,8 @@ from pydantic import SecretStr
 
 from trackway.clients import CallPolicy, close_shared_http, run, shared_http
 from trackway.clients.base import ServiceClient
-from trackway.clients.failures import incident_of, unsent
-from trackway.clients.http_client import WholeResponse, fetch
-from trackway.clients.token import resolve_token, using_token
+from trackway.clients.http_client import WholeResponse, fetch, resolve_token, using_token
+from trackway.clients.retry import incident_of, unsent
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import Incident
 

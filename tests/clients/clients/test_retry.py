@@ -4,9 +4,8 @@ import httpx
 import pytest
 from tenacity import AsyncRetrying, RetryCallState
 
-from trackway.clients.failures import ForeignServerError, error_of, retry_after_of
 from trackway.clients.http_client import WholeResponse
-from trackway.clients.retry import RetryState
+from trackway.clients.retry import ForeignServerError, RetryState, error_of, retry_after_of
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from trackway.clients import routing
-from trackway.clients.routing import TrajectoryRouting
+from trackway.clients import direct
+from trackway.clients.direct import TrajectoryRouting
 
 AB, ABC = ["a", "b"], ["a", "b", "c"]
 PROMPT = 1000
@@ -103,9 +103,9 @@ def test_a_lost_replicas_prompt_is_not_looked_for() -> None:
 
 
 def test_memory_is_bounded_and_what_is_forgotten_counts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (routing.MAX_TRAJECTORIES, routing.MAX_GROUPS) == (65_536, 4096)
-    monkeypatch.setattr(routing, "MAX_TRAJECTORIES", 2)
-    monkeypatch.setattr(routing, "MAX_GROUPS", 2)
+    assert (direct.MAX_TRAJECTORIES, direct.MAX_GROUPS) == (65_536, 4096)
+    monkeypatch.setattr(direct, "MAX_TRAJECTORIES", 2)
+    monkeypatch.setattr(direct, "MAX_GROUPS", 2)
     chosen = TrajectoryRouting()
     assert started(chosen, "1234", AB) == ["a", "b", "a", "a"]
     assert (len(chosen._replicas), len(chosen._groups), chosen._trajectories) == (2, 2, {"a": 2})

@@ -11,7 +11,7 @@ from pydantic import BaseModel, SecretStr
 
 from trackway.clients import CallPolicy, ServiceClient
 from trackway.tracing import Tracing, TracingSettings, trajectory_span
-from trackway.tracing.active import activated
+from trackway.tracing.span_handle import activated
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import Tags
 

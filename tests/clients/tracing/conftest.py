@@ -2,7 +2,7 @@
 
 import pytest
 
-from trackway.tracing.active import install
+from trackway.tracing.span_handle import install
 
 _READ = (
     "MLFLOW_TRACKING_URI",

@@ -4,8 +4,8 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from trackway.tracing import Tracing, TracingSettings, extracted, inject, token2text, tool_span, trajectory_span
-from trackway.tracing.active import activated
 from trackway.tracing.context import current_target
+from trackway.tracing.span_handle import activated
 from trackway.wire.trajectory import Tags, TraceBackend, TraceTarget
 
 TAGS = Tags(experiment_name="e", step=1, sample_index=2, rollout_n=0)

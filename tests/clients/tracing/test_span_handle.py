@@ -12,8 +12,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from trackway.tracing import Tracing, TracingSettings, add_event, tool_span, trajectory_span, truncate
-from trackway.tracing.active import activated
 from trackway.tracing.attributes import EVALUATION_SCORE
+from trackway.tracing.span_handle import activated
 from trackway.wire.chat import Message
 from trackway.wire.trajectory import Tags
 

@@ -24,7 +24,7 @@ from trackway.tracing import (
     truncate,
     turn_span,
 )
-from trackway.tracing.active import activated
+from trackway.tracing.span_handle import activated
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams, StructuredOutputs

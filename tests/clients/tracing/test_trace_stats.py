@@ -18,8 +18,8 @@ from trackway.tracing import (
     trajectory_span,
     turn_span,
 )
-from trackway.tracing.active import activated
-from trackway.tracing.export.batch import weight
+from trackway.tracing.export.otlp import weight
+from trackway.tracing.span_handle import activated
 from trackway.wire.chat import Message
 from trackway.wire.trajectory import Incident, Tags
 

@@ -10,7 +10,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from typer.testing import CliRunner
 
-from trackway.clients.token import TOKEN
+from trackway.clients.http_client import TOKEN
 from trackway.deploy.cli import app
 from trackway.deploy.commands.traces import store_uri
 from trackway.deploy.deployment import serve_api

@@ -24,7 +24,7 @@ import uvicorn
 from fastapi import FastAPI
 from trackway.serving.app import process_health
 from trackway.tracing import Tracing, TracingSettings, trajectory_span, turn_span
-from trackway.tracing.active import activated
+from trackway.tracing.span_handle import activated
 from trackway.wire.service import Ready, ReplicaInfo, ReplicaList
 from trackway.wire.trajectory import Tags
 

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
 from trackway.clients import AgentClient, CallPolicy, RolloutClient, close_shared_http
-from trackway.clients.routing import TrajectoryRouting
+from trackway.clients.direct import TrajectoryRouting
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.serve.direct_port import DirectPort
 from trackway.rollout.app import create_app

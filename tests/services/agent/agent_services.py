@@ -30,7 +30,7 @@ from trackway.tools.builtin.calculator import CalculatorTool
 from trackway.tools.builtin.gsm8k import Gsm8kTool
 from trackway.tools.settings import ToolsSettings
 from trackway.tracing import Tracing, TracingSettings
-from trackway.tracing.redaction import Redact
+from trackway.tracing.settings import Redact
 from trackway.wire.agent import GroupRequest
 from trackway.wire.chat import FunctionSchema, ToolSchema
 from trackway.wire.tools import ToolResult

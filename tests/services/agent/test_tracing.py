@@ -10,7 +10,7 @@ from tests.services.agent.agent_services import AgentServices, call, group
 from tests.services.agent.replaceable import loses_the_answer
 from tests.services.agent.scripted_model import END
 from trackway.agent import AgentLoop, Episode, Toolbox, register
-from trackway.tracing.export.batch import weight
+from trackway.tracing.export.otlp import weight
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import Incident, StopReason
 

@@ -22,7 +22,7 @@ from trackway.rollout.app import create_app
 from trackway.rollout.service import TokenText
 from trackway.rollout.settings import RolloutSettings
 from trackway.tracing import Tracing, TracingSettings, inject, trajectory_span
-from trackway.tracing.active import activated
+from trackway.tracing.span_handle import activated
 from trackway.wire.rollout import GenerateReply, WeightsReply
 from trackway.wire.trajectory import Tags
 from trackway.wire.weights import Verdict, WeightProof

@@ -18,7 +18,7 @@ from trackway.rollout.app import create_app
 from trackway.rollout.settings import RolloutSettings
 from trackway.serving.batches import BatchLoad, run_batch
 from trackway.tracing import Tracing, TracingSettings, inject, trajectory_span
-from trackway.tracing.active import activated
+from trackway.tracing.span_handle import activated
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import GenerateChoice, GenerateReply, GenerateRequest
 from trackway.wire.service import BatchEntry, BatchResult

@@ -12,7 +12,7 @@ from tests.time_limits import ENDS_SOON
 from trackway.rollout.app import create_app
 from trackway.rollout.settings import RolloutSettings
 from trackway.tracing import Tracing, TracingSettings, inject, trajectory_span
-from trackway.tracing.active import activated
+from trackway.tracing.span_handle import activated
 from trackway.wire.errors import ErrorCode
 from trackway.wire.rollout import GenerateChoice, GeneratePiece, GenerateReply
 from trackway.wire.trajectory import Tags

@@ -22,7 +22,7 @@ from tests.services.serving.service_with_tokens import (
 from trackway.serving import from_inside
 from trackway.serving.auth import AuthScope, Caller
 from trackway.tracing import Tracing, TracingSettings
-from trackway.tracing.active import activated
+from trackway.tracing.span_handle import activated
 
 pytestmark = pytest.mark.anyio
 

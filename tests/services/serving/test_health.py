@@ -5,7 +5,7 @@ import pytest
 from trackway.serving import ServiceSettings, service_app
 from trackway.serving.app import span_counts
 from trackway.tracing import BackendStats, SpanStats, Tracing, TracingSettings
-from trackway.tracing.active import activated
+from trackway.tracing.span_handle import activated
 from trackway.tracing.spans import root_span
 from trackway.wire.service import Health, SpanCounts
 from trackway.wire.trajectory import TraceBackend, TraceTarget

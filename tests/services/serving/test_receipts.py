@@ -14,7 +14,7 @@ from tests.time_limits import ENDS_SOON
 from tests.waiting import async_until
 from trackway.serving import ServiceSettings, service_app
 from trackway.tracing import Tracing, TracingSettings, add_incident, tool_span
-from trackway.tracing.export.batch import weight
+from trackway.tracing.export.otlp import weight
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import Incident
 

@@ -28,7 +28,7 @@ from trackway.tracing import (
     trajectory_span,
     turn_span,
 )
-from trackway.tracing.active import activated
+from trackway.tracing.span_handle import activated
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.settings import ServiceUrls
 from trackway.wire.agent import AgentInfo, AgentList, GroupRequest, GroupWaits

@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic_settings import SettingsError
 
-from trackway.clients.token import TOKEN, resolve_token
+from trackway.clients.http_client import TOKEN, resolve_token
 from trackway.serving import ServiceSettings
 from trackway.serving.auth import TokenTable
 from trackway.system.process import UserError

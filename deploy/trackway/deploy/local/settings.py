@@ -60,7 +60,7 @@ class UpSettings(BaseSettings):
 
         Raises ValueError when `mlflow_uri` is neither a server's address nor a local database.
         """
-        from trackway.tracing.local_mlflow.uri import local_database
+        from trackway.tracing.local_mlflow.client import local_database
 
         if self.mlflow_uri is None:
             return self.outputs.resolve() / "mlflow" / "mlflow.db"

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import uvicorn
 from pydantic import BaseModel, ValidationError
 
-from trackway.clients.token import TOKEN
+from trackway.clients.http_client import TOKEN
 from trackway.deploy.config import serve_config
 from trackway.deploy.local.settings import UpSettings
 from trackway.serving.settings import ServiceName, ServiceSettings

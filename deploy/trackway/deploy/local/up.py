@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from trackway.clients import CallPolicy, ServiceClient, run
-from trackway.clients.token import authorization, resolve_token
+from trackway.clients.http_client import authorization, resolve_token
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.code_versions import with_versions
 from trackway.deploy.config.serve_config import check_engine_python

@@ -22,7 +22,7 @@ from trackway.agent.models import ChatModel
 from trackway.agent.toolbox import tool_facts
 from trackway.chat.tokens import ChatTokens
 from trackway.clients import CallPolicy, Deadline, RewardClient, run
-from trackway.clients.failures import ForeignServerError
+from trackway.clients.retry import ForeignServerError
 from trackway.deploy.checks.findings import Findings
 from trackway.deploy.checks.run import Subject, check_parts
 from trackway.deploy.config import serve_config
@@ -38,7 +38,7 @@ from trackway.run_config import RunConfig, resolve
 from trackway.run_config.compose import given, leaves
 from trackway.system.process import UserError
 from trackway.tracing import TracingSettings
-from trackway.tracing.export.mlflow import experiment_by_name
+from trackway.tracing.export.backends import experiment_by_name
 from trackway.trainer.data.dataset import Rows
 from trackway.trainer.loop.build_traces import LEDGER
 from trackway.trainer.loop.from_config import retry_policy, trace_target, training_template

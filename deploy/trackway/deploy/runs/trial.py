@@ -26,7 +26,7 @@ from rich.text import Text
 from trackway.agent.app import create_app as create_agent
 from trackway.agent.settings import AgentSettings
 from trackway.clients import AgentClient, Deadline, RewardClient, run
-from trackway.clients.token import authorization, resolve_token
+from trackway.clients.http_client import authorization, resolve_token
 from trackway.deploy.checks.findings import Findings
 from trackway.deploy.checks.run import Subject, check_parts
 from trackway.deploy.config import serve_config

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from trackway.agent.sessions.session import RETRY_COUNT, Session
 from trackway.agent.sessions.store import Sessions, replica_of, session_of
 from trackway.clients.base import ServiceClient
-from trackway.clients.token import authorization
+from trackway.clients.http_client import authorization
 from trackway.model_api.choices import while_connected
 from trackway.serving.auth import RawHeaders, presented_key
 from trackway.serving.limits import again

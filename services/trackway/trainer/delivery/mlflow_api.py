@@ -9,7 +9,7 @@ from typing import NamedTuple
 import httpx
 from pydantic import JsonValue
 
-from trackway.tracing.export.mlflow import DeletedExperiment, credentials, experiment_id, mlflow_http
+from trackway.tracing.export.backends import DeletedExperiment, credentials, experiment_id, mlflow_http
 from trackway.tracing.local_mlflow import client as local_mlflow
 from trackway.trainer.delivery.jobs import Later, Refused
 from trackway.wire.base import named_number

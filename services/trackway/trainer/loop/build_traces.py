@@ -3,9 +3,8 @@
 from trackway.run_config import RunConfig
 from trackway.serving.app import span_counts
 from trackway.tracing import Tracing, TracingSettings
-from trackway.tracing.active import install
-from trackway.tracing.export.mlflow import experiment_by_name
-from trackway.tracing.export.weave import project_url
+from trackway.tracing.export.backends import experiment_by_name, project_url
+from trackway.tracing.span_handle import install
 from trackway.trainer.delivery import MlflowRun, Tracking
 from trackway.trainer.delivery.feedback_queue import QueuedFeedback
 from trackway.trainer.delivery.leftovers import weave_feedback

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trackway.tracing import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op
-from trackway.tracing.verl import config
+from trackway.tracing import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op, verl_config
 
 pytestmark = pytest.mark.slow
 
@@ -87,7 +86,7 @@ async def test_rollouts_go_on_at_their_speed_and_the_spans_wait(
 ) -> None:
     untraced = await seconds()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(config, "EXIT_DEADLINE_S", 0.5)
+    monkeypatch.setattr(verl_config, "EXIT_DEADLINE_S", 0.5)
     with backend() as port:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
         started = time.perf_counter()

@@ -11,8 +11,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from trackway.system import StorageError
-from trackway.tracing.export.batch import Batch
-from trackway.tracing.export.disk_queue import JOINED_FROM, DiskQueue
+from trackway.tracing.export.otlp import Batch
+from trackway.tracing.export.queues import JOINED_FROM, DiskQueue
 
 MIB = 1024 * 1024
 
@@ -80,7 +80,7 @@ def test_batches_for_two_addresses_are_never_joined(spool: DiskQueue, tmp_path: 
 
 
 def test_a_batch_that_is_being_sent_is_not_joined_by_a_later_one(spool: DiskQueue, monkeypatch) -> None:
-    monkeypatch.setattr("trackway.tracing.export.disk_queue.JOINED_FROM", 0)
+    monkeypatch.setattr("trackway.tracing.export.queues.JOINED_FROM", 0)
     spool.push(batch("first"))
     sending = spool.oldest()
     spool.push(batch("second"))
@@ -102,7 +102,7 @@ def test_a_batch_that_was_put_off_comes_last(spool: DiskQueue) -> None:
 
 
 def test_what_joins_a_file_counts_against_the_bound(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("trackway.tracing.export.disk_queue.JOINED_FROM", 0)
+    monkeypatch.setattr("trackway.tracing.export.queues.JOINED_FROM", 0)
     size = len(batch("a", 90).to_bytes())
     spool = DiskQueue(tmp_path, "agent", size + 10)
     assert spool.push(batch("a", 90))

@@ -10,10 +10,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from tests.clients.tracing.otlp_sink import running_sink
 from trackway.tracing import Tracing, TracingSettings, rollout_trace_attr
-from trackway.tracing.active import activated
-from trackway.tracing.export.batch import Batch, encoded
-from trackway.tracing.export.mlflow import MlflowEndpoint, experiment_by_name
-from trackway.tracing.export.otlp_http import SendOutcome
+from trackway.tracing.export.backends import MlflowEndpoint, experiment_by_name
+from trackway.tracing.export.otlp import Batch, SendOutcome, encoded
+from trackway.tracing.span_handle import activated
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.time_limits import ENDS_SOON
-from trackway.tracing.export.batch import Batch
-from trackway.tracing.export.otlp_http import MOST_BYTES, Endpoint, SendOutcome
+from trackway.tracing.export.otlp import MOST_BYTES, Batch, Endpoint, SendOutcome
 
 BOMB = gzip.compress(b"\0" * 100_000_000)
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(BOMB)

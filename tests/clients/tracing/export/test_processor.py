@@ -14,7 +14,7 @@ from tests.clients.tracing.otlp_sink import Sink, running_sink
 from tests.waiting import until
 from trackway.system import free_port
 from trackway.tracing import Tracing, TracingSettings, trajectory_span, turn_span
-from trackway.tracing.active import activated
+from trackway.tracing.span_handle import activated
 from trackway.wire.trajectory import Tags, TraceBackend, TraceTarget
 
 pytestmark = pytest.mark.slow
@@ -245,7 +245,7 @@ def test_a_hanging_backend_holds_up_neither_its_callers_nor_the_other_backend(tm
 KILLED = """
 import sys
 from trackway.tracing import Tracing, TracingSettings, trajectory_span, turn_span
-from trackway.tracing.active import activated
+from trackway.tracing.span_handle import activated
 from trackway.wire.trajectory import Tags
 
 tracing = Tracing("agent", TracingSettings(mlflow_uri=sys.argv[1], spool_dir=sys.argv[2], schedule_delay_s=0.02))

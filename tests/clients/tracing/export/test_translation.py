@@ -10,8 +10,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from tests.clients.tracing.export.example_spans import SAID, TAGS, example_spans
 from trackway.tracing import Tracing, TracingSettings, trajectory_span
-from trackway.tracing.active import activated
 from trackway.tracing.export.translation import translated
+from trackway.tracing.span_handle import activated
 from trackway.wire.trajectory import TraceBackend
 
 MLFLOW, WEAVE, GEN_AI = TraceBackend.MLFLOW, TraceBackend.WEAVE, TraceBackend.OTLP

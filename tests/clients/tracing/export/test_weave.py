@@ -12,7 +12,7 @@ from tests.serving import answered_by
 from trackway.run_config import compose
 from trackway.run_config.models import weave_project
 from trackway.tracing import RolloutTraceConfig
-from trackway.tracing.export.weave import default_entity, project_url
+from trackway.tracing.export.backends import default_entity, project_url
 from trackway.tracing.settings import HOSTED_WEAVE
 from trackway.wire.errors import TrackwayError
 

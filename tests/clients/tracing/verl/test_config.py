@@ -9,8 +9,8 @@ import pytest
 
 from tests.clients.tracing.otlp_sink import Sink, running_sink
 from trackway.tracing import RolloutTraceConfig
-from trackway.tracing.active import active_tracing
-from trackway.tracing.export.mlflow import experiment_by_name
+from trackway.tracing.export.backends import experiment_by_name
+from trackway.tracing.span_handle import active_tracing
 from trackway.wire.trajectory import TraceBackend
 
 

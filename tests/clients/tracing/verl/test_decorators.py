@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from trackway.tracing import SpanHandle, Tracing, TracingSettings, rollout_trace_attr, rollout_trace_op
-from trackway.tracing.active import activated
-from trackway.tracing.verl.decorators import NonRaisingSpan
+from trackway.tracing.span_handle import activated
+from trackway.tracing.verl import NonRaisingSpan
 
 
 class Recorder:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pydantic import BaseModel
 
-from trackway.tracing.verl.decorators import MAX_ITEMS, MAX_VALUES, bounded
+from trackway.tracing.verl import MAX_ITEMS, MAX_VALUES, bounded
 
 
 class Model(BaseModel):

@@ -16,7 +16,7 @@ from tests.services.rollout.model_routes.scripted_engine import ScriptedEngine
 from trackway.rollout.app import create_app
 from trackway.rollout.settings import RolloutSettings
 from trackway.tracing import Tracing, TracingSettings, inject, trajectory_span
-from trackway.tracing.active import activated
+from trackway.tracing.span_handle import activated
 from trackway.wire.trajectory import Tags
 
 pytestmark = pytest.mark.anyio

@@ -8,7 +8,7 @@ import pytest
 
 from trackway.run_config import RunConfig, compose
 from trackway.tracing import TracingSettings
-from trackway.tracing.active import active_tracing, install
+from trackway.tracing.span_handle import active_tracing, install
 from trackway.trainer.delivery import Tracking, open_tracking
 from trackway.trainer.delivery.feedback_queue import QueuedFeedback
 from trackway.trainer.loop.build_traces import open_traces, run_target, weave_url

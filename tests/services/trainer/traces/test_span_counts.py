@@ -7,7 +7,7 @@ from fastapi import FastAPI
 
 from trackway.serving import ServiceSettings, service_app
 from trackway.tracing import Tracing, TracingSettings, trajectory_span
-from trackway.tracing.active import activated
+from trackway.tracing.span_handle import activated
 from trackway.trainer.traces import run
 from trackway.trainer.traces.run import SpanAccounts
 from trackway.wire.service import Health, Ready, ReplicaInfo, ReplicaList, SpanCounts

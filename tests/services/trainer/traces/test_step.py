@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from trackway.clients import AgentClient
 from trackway.tracing import Tracing, TracingSettings
-from trackway.tracing.active import activated
+from trackway.tracing.span_handle import activated
 from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy, Rollouts
 from trackway.trainer.traces.run import SHOWN_TRAJECTORIES, StepTrace
 from trackway.wire.agent import Limits

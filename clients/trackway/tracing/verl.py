@@ -1,11 +1,10 @@
 """verl's two functions for tracing an agent loop (verl/utils/rollout_trace.py), used by changing the import.
 
-Tracing never raises into a rollout and never changes the result of a traced function.
+Users import them from `trackway.tracing`. The services use `tracing.spans`.
 
-Serialization of any value as bounded JSON at a bounded cost.
-
-Traced functions have arbitrary arguments: lists of a million ids, cyclic objects, a repr that raises. None of them may
-slow down or fail a rollout.
+Tracing never raises into a rollout and never changes the result of a traced function. Traced functions have arbitrary
+arguments: lists of a million ids, cyclic objects, a repr that raises. So values are serialized as bounded JSON at a
+bounded cost.
 """
 
 import asyncio
@@ -27,11 +26,10 @@ from opentelemetry.trace import INVALID_SPAN, get_current_span
 from pydantic import BaseModel, ValidationError
 
 from trackway.tracing import attributes as names
-from trackway.tracing.active import active_tracing, token2text
-from trackway.tracing.redaction import redacted
-from trackway.tracing.span_handle import SpanHandle
+from trackway.tracing.settings import redacted
+from trackway.tracing.span_handle import SpanHandle, active_tracing, token2text
 from trackway.tracing.spans import operation_span, root_span
-from trackway.tracing.verl.config import RolloutTraceConfig
+from trackway.tracing.verl_config import RolloutTraceConfig
 from trackway.wire.base import named_number
 from trackway.wire.trajectory import Tags, TraceTarget
 

@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from trackway.tracing.active import install, uninstall
-from trackway.tracing.export.mlflow import experiment_by_name
-from trackway.tracing.export.weave import full_project
+from trackway.tracing.export.backends import experiment_by_name, full_project
 from trackway.tracing.local_mlflow import client as local_mlflow
-from trackway.tracing.local_mlflow.uri import local_database
+from trackway.tracing.local_mlflow.client import local_database
 from trackway.tracing.provider import Tracing
 from trackway.tracing.settings import TracingSettings
+from trackway.tracing.span_handle import install, uninstall
 from trackway.wire.trajectory import TraceBackend, TraceTarget
 
 logger = logging.getLogger("trackway.tracing")

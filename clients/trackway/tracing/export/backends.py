@@ -1,22 +1,27 @@
-"""The MLflow endpoint, which resolves experiment names to ids when a batch is sent, not when a run starts.
+"""Backends by name: MLflow's experiments and Weave's projects.
 
-A run therefore never waits for a server that is down or starting, and a batch from disk keeps its destination.
+The MLflow endpoint resolves experiment names to ids when a batch is sent, not when a run starts. A run therefore never
+waits for a server that is down or starting, and a batch from disk keeps its destination.
+
+The entity of a Weave project may be left to the API key's account. `project_url` is its page in W&B's app.
 """
 
 import base64
+import logging
 import os
 import ssl
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from urllib.parse import quote, unquote
 
 import httpx
+from pydantic import BaseModel, SecretStr, ValidationError
 
 from trackway.tracing import attributes as names
-from trackway.tracing.export.batch import Batch
-from trackway.tracing.export.otlp_http import Answer, Endpoint, SendOutcome, answer_of
+from trackway.tracing.export.otlp import Answer, Batch, Endpoint, SendOutcome, answer_of
 from trackway.tracing.local_mlflow import client as local_mlflow
-from trackway.tracing.settings import TracingSettings
+from trackway.tracing.settings import HOSTED_WEAVE, TracingSettings
 from trackway.wire.trajectory import TraceBackend
 
 _BY_NAME = "name:"
@@ -133,3 +138,76 @@ def credentials() -> dict[str, str]:
         pair = f"{user}:{os.environ.get('MLFLOW_TRACKING_PASSWORD', '')}"
         return {"authorization": "Basic " + base64.b64encode(pair.encode()).decode()}
     return {}
+
+
+logger = logging.getLogger("trackway.tracing")
+
+HOSTED_WANDB = "https://api.wandb.ai"
+_QUERY = "query DefaultEntity { viewer { defaultEntity { name } } }"
+_DEADLINE_S = 10.0
+
+
+class _Entity(BaseModel):
+    name: str
+
+
+class _Viewer(BaseModel):
+    defaultEntity: _Entity
+
+
+class _Data(BaseModel):
+    viewer: _Viewer
+
+
+class _Answer(BaseModel):
+    data: _Data
+
+
+def full_project(name: str, key: SecretStr | None) -> str | None:
+    """`entity/project`. The entity is the name's own, else WANDB_ENTITY, else the owner of the key at W&B.
+
+    None when nothing says the entity, or the name is not of this form. Blocking when W&B is asked.
+    """
+    entity, slash, project = name.rpartition("/")
+    if project and not slash:
+        entity = os.environ.get("WANDB_ENTITY") or (default_entity(key) if key else None) or ""
+    return f"{entity}/{project}" if entity and project and "/" not in entity else None
+
+
+def project_url(project: str, trace_server: str) -> str | None:
+    """The page of `entity/project` in W&B's app, as weave's client builds it, or None where the app is unknown.
+
+    WANDB_APP_URL and WANDB_BASE_URL say it, else the trace server: W&B's own, or `https://<host>/traces`.
+    """
+    app = os.environ.get("WANDB_APP_URL") or _app_of(os.environ.get("WANDB_BASE_URL") or _api_of(trace_server))
+    return f"{app.rstrip('/')}/{quote(project)}" if app else None
+
+
+def _api_of(trace_server: str) -> str:
+    """The API that belongs to a trace server. Empty if unknown."""
+    if trace_server.rstrip("/") == HOSTED_WEAVE:
+        return HOSTED_WANDB
+    host, _, path = trace_server.rstrip("/").rpartition("/")
+    return host if path == "traces" else ""
+
+
+def _app_of(api: str) -> str:
+    """The app of an API, by W&B's rule: api.wandb.ai has wandb.ai, other `api.` hosts `app.`, others themselves."""
+    return api.replace("://api.", "://" if "://api.wandb." in api else "://app.")
+
+
+def default_entity(key: SecretStr) -> str | None:
+    """The key's default entity, asked of WANDB_BASE_URL or hosted W&B. None, with a warning, when it is not told."""
+    try:
+        return _asked(key.get_secret_value(), os.environ.get("WANDB_BASE_URL") or HOSTED_WANDB)
+    except (httpx.HTTPError, ValidationError) as error:
+        logger.warning("W&B did not tell whose API key this is: %s", str(error).splitlines()[0])
+        return None
+
+
+@lru_cache(maxsize=8)
+def _asked(key: str, url: str) -> str:
+    answer = httpx.post(
+        f"{url.rstrip('/')}/graphql", json={"query": _QUERY}, auth=("api", key), timeout=_DEADLINE_S
+    ).raise_for_status()
+    return _Answer.model_validate_json(answer.content).data.viewer.defaultEntity.name
