@@ -18,8 +18,7 @@ from generators.docstrings import field_docstrings
 from generators.markdown import breakable, code, page, table
 from trackway.agent.settings import AgentSettings
 from trackway.deploy.local.settings import UpSettings
-from trackway.reward.judge import JudgeSettings
-from trackway.reward.reward_model import RewardModelSettings
+from trackway.reward.models import JudgeSettings, RewardModelSettings
 from trackway.reward.settings import RewardSettings
 from trackway.reward.weighted import WeightedScorers
 from trackway.rollout.settings import RolloutSettings

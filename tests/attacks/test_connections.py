@@ -20,7 +20,7 @@ from tests.waiting import async_until
 from trackway.deploy.http_proxy import bound_connections
 from trackway.deploy.serve.direct_port import DirectPort
 from trackway.serving import ServiceSettings, service_app
-from trackway.serving.connections import MAX_HEADER_BYTES
+from trackway.serving.limits import MAX_HEADER_BYTES
 from trackway.serving.settings import ConnectionSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]

@@ -7,7 +7,7 @@ from tests.services.rollout.tiny_classifier import write_classifier
 from trackway.deploy.bundled import CPU_CONFIG
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.services_for_run import services_for
-from trackway.reward.reward_model import REWARD_MODEL
+from trackway.reward.models import REWARD_MODEL
 from trackway.run_config import compose
 
 CLASSIFIED = "e2e/classified"

@@ -8,26 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
 
+from trackway.system.process import ContextValue
 from trackway.wire.service import Wait
-
-T = TypeVar("T")
-
-
-class ContextValue(Generic[T]):
-    """Sets the variable inside the block, which gets the value. Takes a third of the time of a generator."""
-
-    def __init__(self, variable: ContextVar[Any], value: T) -> None:
-        self._variable, self._value = variable, value
-
-    def __enter__(self) -> T:
-        self._token = self._variable.set(self._value)
-        return self._value
-
-    def __exit__(self, *_: object) -> None:
-        self._variable.reset(self._token)
-
 
 MOST = 8
 """Most waits below another one."""

@@ -1,4 +1,4 @@
-"""What a request carries of its trace: W3C context in HTTP headers, the trace's target, and stats on the way back.
+"""The trace in a request and its answer: W3C context and the trace's target in headers, stats on the way back.
 
 `inject` and `extracted` carry traceparent, tracestate and baggage between processes. The target is sent as baggage,
 because services outlive the runs that choose it.
@@ -23,7 +23,7 @@ from opentelemetry.propagators.composite import CompositePropagator
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from pydantic import ValidationError
 
-from trackway.system.waits import ContextValue
+from trackway.system.process import ContextValue
 from trackway.tracing import attributes as names
 from trackway.wire.trajectory import Incident, TraceTarget
 

@@ -17,7 +17,7 @@ from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode
 from pydantic import BaseModel
 
-from trackway.system.waits import ContextValue
+from trackway.system.process import ContextValue
 from trackway.tracing import attributes as names
 from trackway.tracing.context import TraceStats, current_target, note
 from trackway.tracing.settings import redacted, redacted_value

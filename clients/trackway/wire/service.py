@@ -1,4 +1,4 @@
-"""What all five services share: headers in addition to W3C's, `/health`, `/ready` and `/replicas`, waits, batches."""
+"""Parts that all services share: headers beyond W3C's, `/health`, `/ready` and `/replicas`, waits, batches."""
 
 import hashlib
 import re

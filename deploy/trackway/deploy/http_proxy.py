@@ -8,7 +8,7 @@ from starlette.middleware import Middleware
 from uvicorn.config import HTTP_PROTOCOLS
 
 from trackway.deploy.sigterm import end_at_sigterm
-from trackway.serving.connections import bounded_protocol
+from trackway.serving.limits import bounded_protocol
 from trackway.serving.settings import ConnectionSettings
 
 ENVIRONMENT = {

@@ -11,17 +11,17 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from trackway.agent.context import AgentContext
-from trackway.agent.environment_loop import register_environments
 from trackway.agent.groups import Groups, checked_rollouts, stopping
 from trackway.agent.loop import agents
 from trackway.agent.sessions.external import register_external
 from trackway.agent.sessions.fast_path import PassingOn, add_fast_path
 from trackway.agent.sessions.routes import MODEL_CALLS, guest, session_routes
 from trackway.agent.settings import AgentSettings
+from trackway.agent.tool_agent import register_environments
 from trackway.agent.verl import load_loops
 from trackway.clients import AgentClient
 from trackway.serving import ServiceRouter, service_app
-from trackway.serving.batches import NdjsonStream
+from trackway.serving.middleware import NdjsonStream
 from trackway.tracing import Tracing
 from trackway.wire.agent import AgentList, GroupRequest, GroupWaits
 from trackway.wire.errors import ErrorCode, TrackwayError

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pydantic import BaseModel, Field
 
-from trackway.chat.template_support import ids_after_answer
+from trackway.chat.tokenizer import ids_after_answer
 from trackway.chat.tool_calls import ToolFormat
 from trackway.chat.tool_formats import tool_format
 from trackway.serving.user_code import Declared

@@ -17,18 +17,16 @@ from cachetools import LRUCache, cached
 from pydantic import JsonValue
 from pydantic_core import from_json, to_json
 
-from trackway.chat.template_support import (
+from trackway.chat.tokenizer import (
     REJECTIONS,
     AssistantTurn,
-    TemplateSupport,
-    encoded_behind,
-    ids_after_answer,
-)
-from trackway.chat.tokenizer import (
     ChatTokenizer,
+    TemplateSupport,
     chars_per_token,
     check_chars,
     encode_within,
+    encoded_behind,
+    ids_after_answer,
     offload,
     template_message,
 )

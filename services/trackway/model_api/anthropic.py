@@ -47,7 +47,7 @@ from trackway.wire.errors import TrackwayError
 from trackway.wire.openai import ChatMessage, ChatRequest
 
 
-def chat_of(request: CountTokensRequest) -> ChatRequest:
+def chat_of_messages(request: CountTokensRequest) -> ChatRequest:
     """The request as a chat. Raises RequestValidationError for what a chat cannot express."""
     fields: dict[str, object] = {
         **request.model_dump(include=SAME_FIELDS),

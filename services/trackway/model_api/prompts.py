@@ -6,8 +6,8 @@ from functools import lru_cache
 from fastapi.exceptions import RequestValidationError
 from pydantic import JsonValue, ValidationError
 
-from trackway.chat.template_support import REJECTIONS
 from trackway.chat.tokenizer import (
+    REJECTIONS,
     ChatTokenizer,
     TooLong,
     chars_per_token,

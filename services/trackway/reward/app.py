@@ -10,7 +10,7 @@ from pydantic import JsonValue
 from trackway.reward.scorers import RewardService, Scorer, scorers_of
 from trackway.reward.settings import RewardSettings
 from trackway.serving import ServiceRouter, service_app
-from trackway.serving.batches import NdjsonStream, run_batch
+from trackway.serving.middleware import NdjsonStream, run_batch
 from trackway.tracing import Tracing
 from trackway.wire.reward import ScoreRequest, ScorerList
 from trackway.wire.service import BatchRequest

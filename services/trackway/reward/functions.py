@@ -16,7 +16,7 @@ from typing import SupportsFloat, TypeVar, cast, overload
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from trackway.reward.reward_model import RewardModelAccess
+from trackway.reward.models import RewardModelAccess
 from trackway.serving.user_code import Declared, in_thread, module_of_file
 from trackway.wire.reward import ANY_DATA_SOURCE, ScoreRequest, ScorerInfo
 from trackway.wire.trajectory import MAX_ANSWER, Reward

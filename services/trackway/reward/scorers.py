@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from trackway import gsm8k
 from trackway.clients import CallPolicy, RewardClient
 from trackway.reward.functions import scorer_of_file, scorers_of_modules
-from trackway.reward.judge import JudgeScorer
-from trackway.reward.reward_model import RewardModelAccess, RewardModelScorer
+from trackway.reward.models import JudgeScorer, RewardModelAccess, RewardModelScorer
 from trackway.reward.settings import RewardSettings
 from trackway.reward.weighted import Scorer, combined
 from trackway.serving.user_code import (

@@ -5,8 +5,7 @@ from pathlib import Path
 from pydantic import Field
 
 from trackway.reward.functions import RewardFunction
-from trackway.reward.judge import JudgeSettings
-from trackway.reward.reward_model import RewardModelSettings
+from trackway.reward.models import JudgeSettings, RewardModelSettings
 from trackway.reward.weighted import WeightedScorers
 from trackway.serving.user_code import OwnCodeSettings
 

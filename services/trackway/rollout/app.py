@@ -24,8 +24,7 @@ from trackway.rollout.service import RolloutService, TokenText
 from trackway.rollout.settings import RolloutSettings
 from trackway.rollout.weight_watcher import WeightWatcher
 from trackway.serving import ServiceRouter, needs_admin, service_app
-from trackway.serving.batches import NdjsonStream, run_batch
-from trackway.serving.middleware import unforeseen
+from trackway.serving.middleware import NdjsonStream, run_batch, unforeseen
 from trackway.tracing import Tracing, collect_trace_stats
 from trackway.wire.errors import TrackwayError
 from trackway.wire.rollout import (

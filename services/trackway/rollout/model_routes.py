@@ -12,10 +12,10 @@ from fastapi import APIRouter, Body, FastAPI, Request, Response
 from pydantic import JsonValue
 
 from trackway.chat.tokenizer import ChatTokenizer
-from trackway.model_api.anthropic import AnthropicRoute, MessagesResponseBuilder
+from trackway.model_api.anthropic import AnthropicRoute, MessagesResponseBuilder, chat_of_messages
 from trackway.model_api.choices import jobs_of, respond
 from trackway.model_api.openai.completions import ChatResponseBuilder, CompletionResponseBuilder, OpenAIRoute
-from trackway.model_api.openai.responses import ResponsesBuilder
+from trackway.model_api.openai.responses import ResponsesBuilder, chat_of_response
 from trackway.model_api.prompts import chat_prompt, completion_prompts, conversation_ids, input_ids, most_tokens
 from trackway.model_api.response_builder import ResponseBuilder
 from trackway.rollout.classifiers import Classifier, ClassifierInfo, open_classifier
@@ -102,7 +102,7 @@ def model_routes(policies: Policies, text: TokenText) -> list[APIRouter]:
                 "response; send the whole input, or use a session of the agent service"
             )
             raise TrackwayError(ErrorCode.INVALID_REQUEST, message, param="previous_response_id")
-        chat = responses.chat_of(body)
+        chat = chat_of_response(body)
         return await converse(request, chat, lambda tokenizer, prompt: ResponsesBuilder(body, chat, tokenizer, prompt))
 
     anthropic = APIRouter(tags=["anthropic"], route_class=AnthropicRoute)
@@ -110,13 +110,13 @@ def model_routes(policies: Policies, text: TokenText) -> list[APIRouter]:
     @anthropic.post("/v1/messages", response_model=None, responses=_either(MessagesReply))
     async def messages(body: Annotated[MessagesRequest, Body(examples=[MESSAGES])], request: Request) -> Response:
         """The next message of a conversation, for Anthropic's clients."""
-        chat = anthropic.chat_of(body)
+        chat = chat_of_messages(body)
         return await converse(request, chat, lambda *made: MessagesResponseBuilder(body, chat, *made))
 
     @anthropic.post("/v1/messages/count_tokens")
     async def count_tokens(body: Annotated[CountTokensRequest, Body(examples=[MESSAGES_ALONE])]) -> CountTokensReply:
         """The number of tokens of a conversation."""
-        chat = anthropic.chat_of(body)
+        chat = chat_of_messages(body)
         card = await policies.card(chat.model)
         prompt = await chat_prompt(await text.required(), chat, card.max_model_len - 1)
         return CountTokensReply(input_tokens=len(prompt))

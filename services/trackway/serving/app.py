@@ -20,12 +20,9 @@ from starlette.types import Receive, Scope, Send
 
 from trackway.clients import close_shared_http
 from trackway.serving.auth import Authentication, Guests, TokenTable, show_tokens_in_docs
-from trackway.serving.batches import BatchLoad
-from trackway.serving.connections import bound_server
-from trackway.serving.idempotency import Idempotency
-from trackway.serving.limits import JsonSize, RequestBounds
+from trackway.serving.limits import JsonSize, RequestBounds, bound_server
 from trackway.serving.metrics import Gauge, RequestMetrics, ServiceMetrics
-from trackway.serving.middleware import CatchAllErrors, DeadlineLimit, ReplicaName, TraceContext
+from trackway.serving.middleware import BatchLoad, CatchAllErrors, DeadlineLimit, Idempotency, ReplicaName, TraceContext
 from trackway.serving.routes import documented_error, install_error_answers
 from trackway.serving.settings import ServiceSettings
 from trackway.serving.user_code import OwnCodeSettings, contain_tasks

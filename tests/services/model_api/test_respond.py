@@ -11,8 +11,7 @@ from fastapi import FastAPI, Request, Response
 
 from tests.services.model_api.scripted_model import ScriptedModel, Tokens
 from trackway.chat.tokenizer import ChatTokenizer
-from trackway.model_api import anthropic
-from trackway.model_api.anthropic import MessagesResponseBuilder
+from trackway.model_api.anthropic import MessagesResponseBuilder, chat_of_messages
 from trackway.model_api.choices import jobs_of, respond, respond_again
 from trackway.model_api.openai.completions import ChatResponseBuilder
 from trackway.model_api.response_builder import ResponseBuilder
@@ -153,7 +152,7 @@ async def test_a_stream_that_waits_sends_what_keeps_its_connection_open(
 ) -> None:
     model = SlowModel(tokenizer.encode("ok<|im_end|>", add_special_tokens=False))
     body = MessagesRequest.model_validate(MESSAGES)
-    chat = anthropic.chat_of(body)
+    chat = chat_of_messages(body)
     lines: list[str] = []
 
     async def handle(http: Request) -> Response:

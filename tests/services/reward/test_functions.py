@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from trackway.reward.functions import FunctionScorer, RewardFunction, reward_of, scorer
-from trackway.reward.reward_model import RewardModelSettings
+from trackway.reward.models import RewardModelSettings
 from trackway.reward.scorers import RewardService, ScorerRegistry, scorers_of
 from trackway.reward.settings import RewardSettings
 from trackway.serving.user_code import OwnCodeError

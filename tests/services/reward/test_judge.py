@@ -13,7 +13,7 @@ from tests.serving import served
 from tests.time_limits import ENDS_SOON
 from trackway.clients import close_shared_http
 from trackway.reward.app import create_app
-from trackway.reward.judge import JudgeScorer, JudgeSettings
+from trackway.reward.models import JudgeScorer, JudgeSettings
 from trackway.reward.settings import RewardSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.reward import ScoreRequest

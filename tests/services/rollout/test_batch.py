@@ -16,7 +16,7 @@ from tests.time_limits import ENDS_SOON
 from tests.waiting import async_until
 from trackway.rollout.app import create_app
 from trackway.rollout.settings import RolloutSettings
-from trackway.serving.batches import BatchLoad, run_batch
+from trackway.serving.middleware import BatchLoad, run_batch
 from trackway.tracing import Tracing, TracingSettings, inject, trajectory_span
 from trackway.tracing.span_handle import activated
 from trackway.wire.errors import ErrorCode, TrackwayError

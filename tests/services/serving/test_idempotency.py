@@ -7,7 +7,7 @@ import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tests.waiting import async_until
-from trackway.serving.idempotency import UNBROKEN, Idempotency
+from trackway.serving.middleware import UNBROKEN, Idempotency
 
 pytestmark = pytest.mark.anyio
 

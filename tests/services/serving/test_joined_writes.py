@@ -8,7 +8,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 
 from tests.serving import served
-from trackway.serving.connections import JoinedWrites, bounded_protocol
+from trackway.serving.limits import JoinedWrites, bounded_protocol
 from trackway.serving.settings import ConnectionSettings
 
 pytestmark = pytest.mark.anyio

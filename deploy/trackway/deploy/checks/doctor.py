@@ -125,7 +125,7 @@ def _template(model: str) -> Finding:
     name = "chat template"
     if missing_packages("trainer"):
         return Finding(name=name, ok=True, found="not read: needs trackway[trainer]")
-    from trackway.chat.template_support import template_support
+    from trackway.chat.tokenizer import template_support
     from trackway.deploy.checks.findings import Findings
     from trackway.deploy.checks.model import tokenizer_here
 

@@ -17,7 +17,7 @@ from trackway.learner.gpu_memory import (
     gib,
     shortages,
 )
-from trackway.reward.reward_model import REWARD_MODEL
+from trackway.reward.models import REWARD_MODEL
 from trackway.rollout.settings import DEFAULT_MAX_LEN, RolloutSettings
 from trackway.run_config import RunConfig
 

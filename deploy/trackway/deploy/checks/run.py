@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import JsonValue, ValidationError
 
-from trackway.chat.template_support import template_support
+from trackway.chat.tokenizer import template_support
 from trackway.chat.tool_formats import tool_format
 from trackway.clients import ServiceClient, run
 from trackway.deploy.checks.findings import Findings
@@ -38,7 +38,7 @@ from trackway.deploy.deployment.serve_api import ServeApi, ray_token
 from trackway.deploy.local import preflight
 from trackway.deploy.local.access import check_access, host_of
 from trackway.deploy.local.settings import UpSettings
-from trackway.reward.reward_model import REWARD_MODEL
+from trackway.reward.models import REWARD_MODEL
 from trackway.run_config import RunConfig, UnsupportedKey
 from trackway.serving.user_code import described, run_user_code
 from trackway.system.process import UserError
@@ -127,10 +127,10 @@ def _is_missing(error: BaseException) -> bool:
 
 def _agents(args: dict[str, Any]) -> dict[str, bool]:
     """Each agent, and whether it offers tools."""
-    from trackway.agent.environment_loop import register_environments
     from trackway.agent.loop import agents
     from trackway.agent.sessions.external import register_external
     from trackway.agent.settings import AgentSettings
+    from trackway.agent.tool_agent import register_environments
     from trackway.agent.verl import load_loops
 
     settings = AgentSettings(**{"model_path": "", **args})

@@ -18,7 +18,7 @@ from trackway.deploy.config.serve_config import SERVERS
 from trackway.deploy.config.services_for_run import gpus_here, not_scoring, services_for
 from trackway.deploy.deployment.record import Deployment, recorded
 from trackway.deploy.local.settings import UpSettings
-from trackway.reward.reward_model import REWARD_MODEL
+from trackway.reward.models import REWARD_MODEL
 from trackway.run_config import RunConfig, UnsupportedKey, compose
 from trackway.run_config.compose import CHANGEABLE, RECORDED, changed, given, leaves
 from trackway.system.process import UserError

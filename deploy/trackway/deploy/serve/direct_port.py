@@ -27,9 +27,8 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from trackway.serving.batches import BatchLoad
-from trackway.serving.connections import bounded_protocol
-from trackway.serving.idempotency import UNBROKEN
+from trackway.serving.limits import bounded_protocol
+from trackway.serving.middleware import UNBROKEN, BatchLoad
 from trackway.serving.settings import ConnectionSettings
 from trackway.wire.service import Ready
 

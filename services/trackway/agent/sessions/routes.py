@@ -16,11 +16,9 @@ from trackway.agent.sessions.loop import OpenSession, opened
 from trackway.agent.sessions.session import Session
 from trackway.agent.sessions.store import Sessions, session_of
 from trackway.chat.tokenizer import ChatTokenizer
-from trackway.model_api import anthropic
-from trackway.model_api.anthropic import AnthropicRoute, MessagesResponseBuilder
-from trackway.model_api.openai import responses
+from trackway.model_api.anthropic import AnthropicRoute, MessagesResponseBuilder, chat_of_messages
 from trackway.model_api.openai.completions import ChatResponseBuilder, OpenAIRoute
-from trackway.model_api.openai.responses import ResponsesBuilder
+from trackway.model_api.openai.responses import ResponsesBuilder, chat_of_response
 from trackway.serving import ServiceRouter
 from trackway.serving.auth import CALLER, Caller, RawHeaders, presented_key
 from trackway.wire.anthropic import CountTokensReply, MessagesReply
@@ -291,7 +289,7 @@ def _anthropic(at: str) -> APIRouter:
     async def count_tokens(body: Annotated[SessionTokenCount, Body()], session: Called) -> CountTokensReply:
         """The number of tokens of a conversation. Recorded as an auxiliary call."""
         session.note_fields([*body.left_out.sampling, *body.left_out.ignored])
-        return CountTokensReply(input_tokens=await session.count(anthropic.chat_of(body)))
+        return CountTokensReply(input_tokens=await session.count(chat_of_messages(body)))
 
     return router
 
@@ -337,7 +335,7 @@ async def _completions(body: SessionCompletion, session: Session, request: Reque
 
 async def _responses(body: SessionResponse, session: Session, request: Request) -> Response:
     earlier = session.earlier(body.previous_response_id, keep_system=body.instructions is None)
-    chat = session.formatted(responses.chat_of(session.with_items(body), earlier), "text.format")
+    chat = session.formatted(chat_of_response(session.with_items(body), earlier), "text.format")
 
     def build(forced: ChatRequest, tokenizer: ChatTokenizer, prompt: list[int]) -> ResponsesBuilder:
         text = None if forced.response_format is None else body.text
@@ -348,7 +346,7 @@ async def _responses(body: SessionResponse, session: Session, request: Request) 
 
 
 async def _messages(body: SessionMessages, session: Session, request: Request) -> Response:
-    chat = session.formatted(anthropic.chat_of(body), "output_config.format")
+    chat = session.formatted(chat_of_messages(body), "output_config.format")
 
     def build(forced: ChatRequest, tokenizer: ChatTokenizer, prompt: list[int]) -> MessagesResponseBuilder:
         return MessagesResponseBuilder(body, forced, tokenizer, prompt)

@@ -45,7 +45,7 @@ from trackway.wire.responses import (
 )
 
 
-def chat_of(request: ResponsesRequest, earlier: Sequence[ChatMessage] = ()) -> ChatRequest:
+def chat_of_response(request: ResponsesRequest, earlier: Sequence[ChatMessage] = ()) -> ChatRequest:
     """The request as a chat. `earlier` are the messages of `previous_response_id`, for services that keep them.
 
     Raises RequestValidationError for what a chat cannot express.

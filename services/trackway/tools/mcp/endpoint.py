@@ -2,7 +2,7 @@
 
 State lasts as long as the MCP session (`Mcp-Session-Id`, which the handshake opens). The protocol of 2026 has no
 sessions: there the header `x-session-id` names one, and without it calls are independent. A call's `_meta` may have
-`trackway/create_kwargs`. Its result's has the step reward and metrics (results.py).
+`trackway/create_kwargs`. Its result's has the step reward and metrics (`ResultMeta`).
 
 Responses are plain JSON and there is no event stream: the tools send no notifications, and an open stream would delay
 the server's shutdown.
@@ -36,7 +36,7 @@ from starlette.types import Message, Receive, Scope, Send
 from trackway.serving.auth import CALLER
 from trackway.serving.limits import OpenSessions
 from trackway.tools.core.server import SessionInstances, SessionKey, ToolServer
-from trackway.tools.mcp.results import RequestMeta, ResultMeta, to_mcp, to_mcp_error
+from trackway.tools.mcp.connection import RequestMeta, ResultMeta, to_mcp, to_mcp_error
 from trackway.tools.settings import ToolsSettings, problems_of
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.service import SESSION_ID

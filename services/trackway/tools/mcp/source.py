@@ -21,8 +21,16 @@ from pydantic import Field, JsonValue, ValidationError
 
 from trackway.serving.user_code import FunctionsOutage
 from trackway.tools.base import BaseTool, ToolConfig, ToolInputError, ToolLimits, ToolSource, current_session
-from trackway.tools.mcp.connection import ConnectionLost, McpConnection, McpServer, Meta, read_servers
-from trackway.tools.mcp.results import RequestMeta, from_mcp, meta_of
+from trackway.tools.mcp.connection import (
+    ConnectionLost,
+    McpConnection,
+    McpServer,
+    Meta,
+    RequestMeta,
+    from_mcp,
+    meta_of,
+    read_servers,
+)
 from trackway.tools.settings import UserEntry, problems_of
 from trackway.tools.verl import McpEntry
 from trackway.wire.chat import FunctionSchema, ToolSchema

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import JsonValue
 
-from trackway.model_api.anthropic import chat_of
+from trackway.model_api.anthropic import chat_of_messages
 from trackway.wire.anthropic import MessagesRequest
 
 TEXT: JsonValue = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
@@ -17,7 +17,7 @@ USER: JsonValue = {"role": "user", "content": "hi"}
 def shown(*messages: JsonValue, **fields: JsonValue) -> list[tuple[str, object]]:
     """Role and content of each message; a call's arguments and a result's id beside them."""
     body: dict[str, JsonValue] = {"model": "m", "max_tokens": 1, "messages": list(messages), **fields}
-    chat = chat_of(MessagesRequest.model_validate(body))
+    chat = chat_of_messages(MessagesRequest.model_validate(body))
     return [
         (message.role, message.content)
         if message.role not in ("assistant", "tool")
@@ -68,7 +68,7 @@ def test_sampling_and_tools_keep_their_meaning() -> None:
         "tools": [{"name": "add", "input_schema": {"type": "object"}}],
         "tool_choice": {"type": "tool", "name": "add", "disable_parallel_tool_use": True},
     }
-    chat = chat_of(MessagesRequest.model_validate(body))
+    chat = chat_of_messages(MessagesRequest.model_validate(body))
     assert (chat.max_completion_tokens, chat.temperature, chat.top_p, chat.top_k, chat.seed, chat.stop) == (
         7,
         0.5,

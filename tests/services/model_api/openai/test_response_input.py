@@ -3,7 +3,7 @@
 import pytest
 from pydantic import JsonValue
 
-from trackway.model_api.openai.responses import chat_of
+from trackway.model_api.openai.responses import chat_of_response
 from trackway.wire.openai import ChatMessage
 from trackway.wire.responses import ResponsesRequest
 
@@ -29,7 +29,7 @@ def shown(*items: JsonValue, earlier: list[ChatMessage] | None = None, **fields:
         (message.role, (message.content, [call.id for call in message.tool_calls]))
         if message.role == "assistant"
         else (message.role, message.content)
-        for message in chat_of(request, earlier or []).messages
+        for message in chat_of_response(request, earlier or []).messages
     ]
 
 
@@ -54,7 +54,7 @@ def test_two_messages_in_a_row_are_two_turns() -> None:
 
 def test_a_call_keeps_its_id_and_the_text_of_its_arguments() -> None:
     request = ResponsesRequest.model_validate({"model": "m", "input": [USER, CALL, RESULT]})
-    _, asked, answered = chat_of(request).messages
+    _, asked, answered = chat_of_response(request).messages
     [call] = asked.tool_calls
     assert (call.id, call.function.name, call.function.arguments) == ("c1", "add", '{ "a":1}')
     assert (answered.tool_call_id, answered.content) == ("c1", "2")
@@ -81,7 +81,7 @@ def test_reasoning_that_is_text_is_passed_to_the_template_and_encrypted_reasonin
     hidden: JsonValue = {"type": "reasoning", "encrypted_content": "gAAA", "summary": []}
     for item, expected in ((thought, "hm"), (hidden, None)):
         request = ResponsesRequest.model_validate({"model": "m", "input": [USER, item, CALL]})
-        assert [message.reasoning_content for message in chat_of(request).messages] == [None, expected]
+        assert [message.reasoning_content for message in chat_of_response(request).messages] == [None, expected]
 
 
 def test_a_result_ends_the_turn() -> None:
@@ -96,4 +96,4 @@ def test_a_result_ends_the_turn() -> None:
 def test_the_effort_of_reasoning_is_that_of_a_chat() -> None:
     for reasoning, effort in (({"effort": "low", "summary": "auto"}, "low"), ({}, None), (None, None)):
         request = ResponsesRequest.model_validate({"model": "m", "input": "hi", "reasoning": reasoning})
-        assert chat_of(request).reasoning_effort == effort
+        assert chat_of_response(request).reasoning_effort == effort

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from tests.services.rollout.model_routes.scripted_engine import ScriptedEngine
 from trackway.clients import close_shared_http
 from trackway.deploy.bundled import TINY_MODEL
-from trackway.reward.judge import JudgeScorer, JudgeSettings
+from trackway.reward.models import JudgeScorer, JudgeSettings
 from trackway.reward.scorers import scorers_of
 from trackway.reward.settings import RewardSettings
 from trackway.wire.reward import ScoreRequest

@@ -1,7 +1,7 @@
 """The shared part of engines behind HTTP: `RemoteEngine` is an `Engine` except for the backend's own calls.
 
 A backend is a subclass with the abstract methods of `RemoteEngine` and its `capabilities`. Pauses, weight updates,
-sleep and wake-up are in `control.py`, admission in `requests.py`.
+sleep and wake-up, and admission are in `control.py`.
 
 A server that the rollout services of several runs share, each with its own weight store and adapters.
 
@@ -38,9 +38,8 @@ from trackway.rollout.engines.protocol import (
     Piece,
     Swapping,
 )
-from trackway.rollout.engines.remote.control import ServerControl
+from trackway.rollout.engines.remote.control import Call, Calls, ServerControl, TokenChunk, runs, until_stop
 from trackway.rollout.engines.remote.digests import Checksums, ServerDigests
-from trackway.rollout.engines.remote.requests import Call, Calls, TokenChunk, runs, until_stop
 from trackway.rollout.engines.remote.server import EngineHttp, Json, SideProcess
 from trackway.rollout.engines.weight_folder import check_finite, is_adapter, read_adapter, tensors, write_merged
 from trackway.rollout.engines.weight_proof import HeldDigests, Judgement

@@ -18,9 +18,9 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, Field, ValidationError
 
 from trackway.rollout.engines.protocol import Capability, FinishReason, MemoryPart, top_logprobs
+from trackway.rollout.engines.remote.control import Call, TokenChunk
 from trackway.rollout.engines.remote.digests import Checksums, DigestChanges
 from trackway.rollout.engines.remote.engine import KEPT, UNTOUCHED, RemoteEngine, require_untouched
-from trackway.rollout.engines.remote.requests import Call, TokenChunk
 from trackway.rollout.engines.remote.server import Json
 from trackway.rollout.engines.weight_folder import is_adapter
 from trackway.rollout.settings import RolloutSettings

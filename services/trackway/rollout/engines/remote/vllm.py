@@ -24,9 +24,9 @@ from pathlib import Path
 
 from trackway.clients.weights import WeightStore
 from trackway.rollout.engines.protocol import Capability, EngineStats, MemoryPart, Swapping, top_logprobs
+from trackway.rollout.engines.remote.control import Call, TokenChunk
 from trackway.rollout.engines.remote.digests import Checksums, DigestValues
 from trackway.rollout.engines.remote.engine import KEPT, UNTOUCHED, RemoteEngine, require_untouched
-from trackway.rollout.engines.remote.requests import Call, TokenChunk
 from trackway.rollout.engines.remote.server import Json
 from trackway.rollout.engines.remote.weight_transport import IpcReceiver, StoreReceiver, WeightReceiver
 from trackway.rollout.engines.weight_folder import adaptable_layers, check_same_model, is_adapter, lacks_head, with_head

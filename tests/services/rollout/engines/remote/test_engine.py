@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from trackway.rollout.engines.admission import ModelFacts
-from trackway.rollout.engines.remote.control import VersionNames
-from trackway.rollout.engines.remote.requests import Calls
+from trackway.rollout.engines.remote.control import Calls, VersionNames
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trackway.rollout.engines.remote.requests import Call, TokenChunk, until_stop
+from trackway.rollout.engines.remote.control import Call, TokenChunk, until_stop
 from trackway.rollout.engines.remote.vllm import _scores
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import PromptLogprobs, SamplingParams

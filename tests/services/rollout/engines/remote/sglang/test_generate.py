@@ -13,7 +13,7 @@ from tests.services.rollout.engines.remote.sglang.sglang_cases import LONG, PROM
 from tests.services.rollout.engines.remote.sglang.sglang_fake import Fake
 from tests.waiting import async_until
 from trackway.rollout.engines.protocol import Capability
-from trackway.rollout.engines.remote.requests import TokenChunk
+from trackway.rollout.engines.remote.control import TokenChunk
 from trackway.rollout.engines.remote.sglang import SglangEngine, _Meta, _tops
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
