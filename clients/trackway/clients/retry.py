@@ -95,7 +95,7 @@ def retry_after_of(error: BaseException | None) -> float | None:
     return float(asked) if isinstance(asked, int | float) and 0 <= asked < math.inf else None  # False for NaN
 
 
-def is_backpressure(error: BaseException | None) -> bool:
+def _is_backpressure(error: BaseException | None) -> bool:
     """Return whether the service answered that the call should be retried later, because it is full or busy."""
     full = isinstance(error, ForeignServerError) and error.status == 429
     full = full or (isinstance(error, TrackwayError) and error.code is ErrorCode.OVERLOADED)
@@ -113,7 +113,7 @@ def incident_of(error: BaseException | None) -> Incident:
     died = (
         isinstance(error, ForeignServerError)
         and (error.status >= 500 or error.status == 404)
-        and not is_backpressure(error)
+        and not _is_backpressure(error)
     )
     return Incident.REPLICA_LOST if broken or died else Incident.RETRIED
 
@@ -181,7 +181,7 @@ class RetryState:
 
     def stop(self, state: RetryCallState) -> bool:
         """Return whether no attempts are left, or the requested pause leaves no time for another one."""
-        if is_backpressure(_error(state)):
+        if _is_backpressure(_error(state)):
             elapsed_s = state.seconds_since_start or 0.0
             return elapsed_s + state.upcoming_sleep >= self._time_left_s
         if self._is_outage(state):

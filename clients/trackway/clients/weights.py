@@ -80,7 +80,7 @@ class Writers(Protocol):
         ...
 
     def copy(self, store: "WeightStore", version: int, folder: Path, names: Sequence[str]) -> None:
-        """Copies these files of a folder to that of a version in the store."""
+        """Copy these files of a folder to a version's folder in the store."""
         ...
 
 
@@ -264,7 +264,7 @@ class WeightStore:
         return bases
 
     def put(self, version: int, folder: Path, names: Iterable[str]) -> None:
-        """Copies these files of a folder to that of a version, which is visible only once it is published."""
+        """Copy these files of a folder to a version's folder, which is visible only once it is published."""
         for name in names:
             self._fs.put_file(str(folder / name), f"{self._path(version)}/{name}")
 
@@ -509,7 +509,7 @@ def write_changes(folder: Path, files: Iterable[FileDigest], base: WholeWeights,
 
 
 def _apply(base: Path, changes: list[tuple[WeightManifest, Path]], result: WeightManifest, folder: Path) -> None:
-    """Makes the folder of a version from that of its base and the deltas since, oldest first."""
+    """Make the folder of a version from its base's folder and the deltas since, oldest first."""
     names = {file.name for file in result.files}
     with new_folder(folder) as draft:
         for file in base.iterdir():

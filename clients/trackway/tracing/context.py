@@ -98,7 +98,7 @@ def carried(context: Context | None) -> dict[str, str]:
 
 
 def is_kept_root(parent: Context | None) -> bool:
-    """Whether `kept_root` made this context."""
+    """Return whether `kept_root` made this context."""
     return bool(context.get_value(_KEPT_ROOT, parent))
 
 

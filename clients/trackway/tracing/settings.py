@@ -101,7 +101,7 @@ class TracingSettings(BaseModel):
 
     @property
     def weave_is_hosted(self) -> bool:
-        """Whether Weave is W&B's own, not a dedicated or self-managed host."""
+        """Return whether Weave is W&B's own, not a dedicated or self-managed host."""
         return self.weave_url.rstrip("/") == HOSTED_WEAVE
 
     def missing(self, backend: TraceBackend) -> str | None:

@@ -99,7 +99,7 @@ class SpanHandle:
 
     @property
     def recording(self) -> bool:
-        """Whether the span is recorded; decode text only then."""
+        """Return whether the span is recorded; decode text only then."""
         return self._span.is_recording()
 
     def set(self, key: str, value: Scalar) -> None:

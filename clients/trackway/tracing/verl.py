@@ -367,7 +367,7 @@ def rollout_trace_op(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _recorded() -> bool:
-    """Whether a span started here would be recorded."""
+    """Return whether a span started here would be recorded."""
     tracing = active_tracing()
     if tracing is None:
         return False
@@ -376,7 +376,7 @@ def _recorded() -> bool:
 
 
 def _silenced() -> bool:
-    """Whether the current trace is not recorded, because of `trace=False` or an unsampled caller."""
+    """Return whether the current trace is not recorded, because of `trace=False` or an unsampled caller."""
     current = get_current_span().get_span_context()
     return current.is_valid and not current.trace_flags.sampled
 

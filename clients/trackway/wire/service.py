@@ -98,7 +98,7 @@ class Health(Installation):
     """Backends to which this process can export, according to its settings and environment."""
     spans: SpanCounts = Field(default_factory=SpanCounts)
     code: OwnCode | None = None
-    """None when it has none."""
+    """None without such code."""
     threads: int | None = None
     """CPU threads that torch computes with in this process, or None without torch."""
 

@@ -237,7 +237,7 @@ class SampleParams(WireRequest):
         | Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)]
         | None
     ) = None
-    """Texts or token ids that end a sequence beside the model's end token. An empty list ends it at `max_tokens`."""
+    """Texts or token ids that end a sequence, as the model's end token does. An empty list ends it at `max_tokens`."""
     temperature: Float = Field(default=1.0, ge=0)
     top_k: Int = Field(default=-1, ge=-1)
     top_p: Float = Field(default=1.0, ge=0, le=1)

@@ -166,7 +166,7 @@ class ToolCallRecord(WireReply):
     metrics: dict[str, float] = Field(default_factory=dict)
     """Metrics of the tool."""
     truncated: bool = False
-    """Whether the model saw a truncated result."""
+    """True if the model saw a truncated result."""
 
 
 class Turn(WireReply):
@@ -294,7 +294,7 @@ class Trajectory(WireReply):
     prompt_messages: list[Message] = Field(default_factory=list[Message], fail_fast=True)
     turns: list[Turn] = Field(default_factory=list[Turn], fail_fast=True)
     further_rows: list[TokenRow] = Field(default_factory=list[TokenRow], fail_fast=True)
-    """Rows beside the one of the fields above. All have the trajectory's reward and advantage."""
+    """Rows in addition to the one of the fields above. All have the trajectory's reward and advantage."""
     teacher: TeacherScores | None = Field(default=None, exclude_if=_is_none)
     """Set in a run that distils a teacher."""
     reward: Reward | None = None

@@ -68,12 +68,12 @@ class AgentLoop(ABC):
 
     agent_name: ClassVar[str]
     offers_tools: ClassVar[bool] = False
-    """Whether it shows the model the tool server's tools."""
+    """True if it shows the model the tool server's tools."""
     generates_alone: ClassVar[bool] = False
-    """Whether its generations do not begin together with those of other rollouts of the group."""
+    """True if its generations do not begin together with other rollouts' of the group."""
 
     speaks_messages: ClassVar[bool] = False
-    """Whether it also runs with a model that speaks messages, by `ask`."""
+    """True if it also runs with a model that speaks messages, by `ask`."""
     episode_class: ClassVar[type[Episode]] = Episode
 
     def __init__(self, services: AgentContext) -> None:

@@ -58,7 +58,7 @@ class CallFailed(Exception):
 
 
 @contextmanager
-def faults_of_the_call() -> Iterator[None]:
+def _faults_of_the_call() -> Iterator[None]:
     """Raises CallFailed for errors of a call that the model may read, including a time-out of the tool."""
     try:
         yield
@@ -215,7 +215,7 @@ class ToolCallContext:
             for kind in ("create_kwargs", "calc_reward_kwargs", "release_kwargs")
         }
         whole = OneShotRequest.model_validate({**request.model_dump(), **kwargs, "session_id": self.session_id})
-        with faults_of_the_call():
+        with _faults_of_the_call():
             return await self.client.one_shot(tool, whole, self.call_deadline)
 
 
@@ -267,7 +267,7 @@ class ToolInstance:
 
     async def _execute(self, request: ExecuteRequest) -> ToolResult:
         context, instance_id = self._context, await self._instance_id()
-        with faults_of_the_call():
+        with _faults_of_the_call():
             return await context.client.execute(instance_id, request, context.session_id, context.call_deadline)
 
     async def _reward(self) -> float:
@@ -345,7 +345,7 @@ class Toolbox:
         self, client: ToolsClient, sample: Sample, session_id: str, deadline: Deadline, release_timeout_s: float
     ) -> None:
         self.records: list[ToolCallRecord] = []
-        """Every call sent to a tool, in the order of the text, including those of a failed turn."""
+        """Every call sent to a tool, in the order of the text, including calls of a failed turn."""
         self._context = ToolCallContext(client, sample, session_id, deadline)
         self._release_timeout_s = release_timeout_s
         self._instances: dict[str, StatefulTool] = {}

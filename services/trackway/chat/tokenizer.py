@@ -135,7 +135,7 @@ class AssistantTurn:
         return str(self._tokenizer.apply_chat_template([*messages], None, **options))
 
 
-def written_call(tokenizer: Renders, variables: Mapping[str, JsonValue] | None = None) -> WrittenCall | None:
+def _written_call(tokenizer: Renders, variables: Mapping[str, JsonValue] | None = None) -> WrittenCall | None:
     """The text of an assistant turn that is one call, or None when the template writes none."""
     arguments: dict[str, JsonValue] = {"text": _RESULT}
     call = {"id": "call00000", "type": "function", "function": {"name": _TOOL, "arguments": arguments}}
@@ -315,7 +315,7 @@ class ChatTokenizer:
 
     def _written_format(self) -> ToolFormat:
         """The format that reads back the call that the chat template writes. Hermes' if none does."""
-        written = written_call(self, self._template_kwargs) if self.chat_template is not None else None
+        written = _written_call(self, self._template_kwargs) if self.chat_template is not None else None
         for kind in dict.fromkeys(registered().values()):
             if written is not None and written.is_read_by(kind()):
                 logger.info("tool_parser: %s, which the chat template writes", kind.name)

@@ -1,6 +1,6 @@
 """Tool calls in the model's text: their JSON, the format in which a model writes them, and reading them from a stream.
 
-A format of one's own is a subclass of `ToolFormat` with `parse`, decorated with `@register_tool_format("name")`.
+Your own format is a subclass of `ToolFormat` with `parse`, decorated with `@register_tool_format("name")`.
 
 A malformed call carries the reason. In a stream a call becomes one at its end, and a malformed or unclosed one stays
 text. White space around calls is dropped.

@@ -48,12 +48,12 @@ class EvaluationStore:
 
     @property
     def exists(self) -> bool:
-        """Whether an evaluation has this name."""
+        """Return whether an evaluation has this name."""
         return (self.path / EVALUATION_FILE).is_file()
 
     @property
     def finished(self) -> bool:
-        """Whether all rollouts have ended."""
+        """Return whether all rollouts have ended."""
         return self.exists and self.evaluation().summary is not None
 
     def begin(self, evaluation: Evaluation, config: RunConfig, tools: Sequence[ToolSchema] = ()) -> None:

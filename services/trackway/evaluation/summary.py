@@ -74,7 +74,7 @@ class RolloutSummary(BaseModel):
 
 
 class Evaluation(BaseModel):
-    """What is evaluated, and the result once it has ended."""
+    """The subject of an evaluation, and the result once it has ended."""
 
     name: str
     model: str

@@ -241,7 +241,7 @@ async def _whole(generator: Generates, job: Job) -> Delta:
     return joined([delta async for delta in _deltas(generator, job)])
 
 
-async def as_they_come(
+async def _as_they_come(
     generator: Generates, jobs: Sequence[Job], keep_alive_s: float
 ) -> AsyncGenerator[tuple[int, Delta] | None]:
     """The deltas of all choices with their indexes, and None after each `keep_alive_s` seconds without one.
@@ -313,7 +313,7 @@ def _not_cut(reason: FinishReason | None) -> WholeEnd | None:
 async def while_connected(request: Request, work: Coroutine[Any, Any, T], context: Context | None = None) -> T:
     """The result of `work` in a task of its own, which is cancelled when the client disconnects.
 
-    `context` is that of the task, by default a copy of the current one.
+    `context` is the task's, by default a copy of the current one.
     """
     current = asyncio.current_task()
     assert current is not None
@@ -380,7 +380,7 @@ async def respond(
         if record is not None:
             record(deltas)
         return Response(body, media_type="application/json")
-    events = builder.events(as_they_come(generator, jobs, keep_alive_s), record)
+    events = builder.events(_as_they_come(generator, jobs, keep_alive_s), record)
     return EventStream(await while_connected(request, _first(events), context), events, builder.failed)
 
 

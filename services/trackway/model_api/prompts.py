@@ -191,7 +191,7 @@ SAME_FIELDS = {
     *("model", "temperature", "top_p", "top_k", "seed", "stream"),
     *("return_token_ids", "min_weight_version", "chat_template_kwargs"),
 }
-"""Fields that a chat request and those of the other formats have, with the same name and meaning."""
+"""Fields with the same name and meaning in a chat request and in the other formats."""
 
 
 def chat_request(fields: Mapping[str, object], messages: Sequence[ChatMessage]) -> ChatRequest:

@@ -34,7 +34,7 @@ class RewardFunction(BaseModel):
     name: str = "compute_score"
     """Name of the function in the file."""
     reward_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
-    """Keyword arguments passed to it in addition. They replace those of the same name."""
+    """Keyword arguments passed to it in addition. They replace arguments of the same name."""
 
 
 class FunctionScorer:
@@ -107,7 +107,7 @@ def reward_of(returned: object) -> Reward:
 
 
 def _takes(function: Callable[..., object], name: str) -> bool:
-    """Whether the function has a parameter of this name."""
+    """Return whether the function has a parameter of this name."""
     try:
         return name in inspect.signature(function).parameters
     except (TypeError, ValueError):  # a function without a signature, such as some of C

@@ -155,7 +155,7 @@ class Policies(Collector):
         return load.model_copy(update={"callers": max(1, len(self._callers))})
 
     def collect(self) -> Iterator[Metric]:
-        """Version and requests of each loaded policy beside the default one; at most `max_policies` labels."""
+        """Version and requests of each loaded policy except the default one; at most `max_policies` labels."""
         version = GaugeMetricFamily("trackway_policy_weight_version", "Version by loaded policy", labels=["policy"])
         running = GaugeMetricFamily("trackway_policy_requests", "Requests by loaded policy", labels=["policy"])
         for name, loaded in [*self._loaded.items()]:

@@ -269,7 +269,7 @@ class RolloutService:
         await self._engine.stop()
 
     async def ready(self) -> Ready:
-        """Whether the replica is ready. `broken` when only a restart can help."""
+        """Return whether the replica is ready. `broken` when only a restart can help."""
         stuck = self._engine.stuck_for()
         if stuck > self._settings.stuck_s:
             reason = f"the engine has made no progress on its work for {stuck:.0f} s"
@@ -294,7 +294,7 @@ class RolloutService:
         return self._reply(request_id, request, generation)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Piece]:
-        """As `generate`, in pieces; closing the iterator aborts the generation."""
+        """Like `generate`, in pieces; closing the iterator aborts the generation."""
         self.served(request.model)
         self._supports(request)
         collector, began = Collector(), time.perf_counter()
@@ -382,7 +382,7 @@ class RolloutService:
         return self._paused()
 
     def is_paused(self) -> PausedReply:
-        """Whether new requests are refused, in vLLM's format."""
+        """Return whether new requests are refused, in vLLM's format."""
         return PausedReply(is_paused=self._engine.paused)
 
     async def abort(self, request_ids: Sequence[str] | None) -> AbortReply:

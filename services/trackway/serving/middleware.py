@@ -3,7 +3,7 @@
 FastAPI's own telemetry is not used, because our span per hop already carries the content.
 
 The receipt in `x-trackway-trace` reports what the request added to the trace. It is written before idempotency stores
-the response: errors have one, and a repeated response has that of the original, since a client retries only when it has
+the response: errors have one, and a repeated response has the original's, since a client retries only when it has
 not seen the first. A streamed response has none: its headers are sent before the work.
 
 A POST runs once per `Idempotency-Key`: a repeated key waits for the first response, or gets it again. A keyed request

@@ -130,7 +130,7 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
 
 
 def _allowed(request: Request) -> str:
-    """The methods of the path. The router knows only those of the first matching route."""
+    """The methods of the path. The router knows only the methods of the first matching route."""
     scopes = {method: {**request.scope, "method": method} for method in _METHODS}
     routes = request.app.routes
     return ", ".join(

@@ -279,7 +279,7 @@ def functions_of_modules(modules: Sequence[str]) -> list[Callable[..., object]]:
 def functions_of_file(path: Path) -> list[Callable[..., object]]:
     """The decorated functions of a Python file, in order.
 
-    FileNotFoundError. ValueError when the file has none; OwnCodeError when it cannot be imported.
+    FileNotFoundError. ValueError for a file without one; OwnCodeError when it cannot be imported.
     """
     module = module_of_file(path, "function_tool_path")
     functions = [value for value in vars(module).values() if is_function_tool(value)]

@@ -116,7 +116,7 @@ _CLEANUP_S = 10.0
 """Longest time that the guard gives a cleanup."""
 _MESSAGE_CHARS = 2_000
 _MAX_REPLY_BYTES = 65_536
-"""Most bytes of a URL's answer beside its log."""
+"""Most bytes of a URL's answer without its log."""
 _JSON_BYTES = 6
 """Most bytes of JSON for one of the log."""
 
@@ -245,7 +245,7 @@ class Program:
     cleanup_s: float = 0.0
     """Longest time of the cleanup."""
     hides_processes: bool = False
-    """Whether it sees its own processes only."""
+    """True if it sees its own processes only."""
 
 
 def program_of(settings: ExternalSettings, access: SessionAccess) -> Program:
@@ -269,7 +269,7 @@ def guarded(program: Program, owner: int) -> list[str]:
 
 @cache
 def can_hide_processes() -> bool:
-    """Whether this host gives a program a PID namespace. Tried once, with a warning if it does not."""
+    """Return whether this host gives a program a PID namespace. Tried once, with a warning if it does not."""
     got = f"{sys.platform}, not Linux"
     if sys.platform == "linux":
         command = [sys.executable, "-I", "-S", "-c", ""]

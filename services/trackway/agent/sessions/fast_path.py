@@ -38,7 +38,7 @@ _KEPT = (
     *("accept", "content-type", "authorization", "x-api-key", "anthropic-version", "anthropic-beta", "user-agent"),
     RETRY_COUNT,
 )
-"""Headers of a call that are passed on, beside the agent's own session ids."""
+"""Headers of a call that are passed on, in addition to the agent's own session ids."""
 _ANSWERED = ("allow", "content-type", "x-should-retry", "retry-after")
 """Headers of an answer that are passed on."""
 _KEYS = ("authorization", "x-api-key")

@@ -81,7 +81,7 @@ def meaning(message: ChatMessage) -> Meaning:
     return Meaning(role, _words(text), calls, message.tool_call_id or "")
 
 
-class KnownMeanings:
+class _KnownMeanings:
     """The meanings of a session's messages: most of a call's messages were in the call before."""
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ def is_auxiliary(chat: ChatRequest) -> bool:
     )
 
 
-def without_reasoning(said: Meaning) -> Meaning:
+def _without_reasoning(said: Meaning) -> Meaning:
     """The message without what stands between <think> and </think>."""
     before, tag, behind = said.text.partition("</think>")
     return said._replace(text=behind.strip()) if tag else said._replace(text=before)
@@ -316,7 +316,7 @@ class Conversations:
     """The conversations of a session's calls. What one shares with the one before is not worked out again."""
 
     def __init__(self) -> None:
-        self.meaning = KnownMeanings()
+        self.meaning = _KnownMeanings()
         self._messages: Sequence[ChatMessage] = ()
         self._tools: Sequence[ChatTool] = ()
         self._template: Mapping[str, JsonValue] = {}
@@ -501,7 +501,7 @@ class TokenGraph:
         if earlier.options != conversation.options and same and same >= min(len(said), len(earlier.said) - 1):
             return RootReason.OTHER_TOOLS
         if same < min(len(said), len(earlier.said)) and earlier.said[same].role == said[same].role == "assistant":
-            stripped = without_reasoning(earlier.said[same]) == without_reasoning(said[same])
+            stripped = _without_reasoning(earlier.said[same]) == _without_reasoning(said[same])
             return RootReason.REASONING_STRIPPED if stripped else RootReason.ASSISTANT_CHANGED
         if same == 0 and "system" in (said[0].role, earlier.said[0].role):
             return RootReason.OTHER_SYSTEM_PROMPT

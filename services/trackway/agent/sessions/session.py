@@ -138,14 +138,14 @@ class CallInProgress:
 
     request: Request
     stream: bool
-    """Whether to send it as events."""
+    """Send it as events."""
     answer: CallAnswer
     repeats: CallAnswer | None = None
     """The answer to the call that it is a retry of."""
     reserved: int = 0
     """Tokens of the session's budget."""
     recorded: bool = False
-    """Whether the graph has something of it."""
+    """True if the graph has something of it."""
 
     @classmethod
     def begin(cls, request: Request, *, stream: bool) -> "CallInProgress":
@@ -154,7 +154,7 @@ class CallInProgress:
 
     @property
     def is_retry(self) -> bool:
-        """Whether its client says so."""
+        """Return whether its client says so."""
         count = self.request.headers.get(RETRY_COUNT, "")
         return count.isdecimal() and count.strip("0") != ""
 
@@ -164,7 +164,7 @@ class SessionEpisode(Episode):
     """The trajectory that the calls of a session become."""
 
     further_rows: list[TokenRow] = field(default_factory=list)
-    """Rows beside this one."""
+    """Other rows of the session."""
     said: list[Message] | None = None
     """The conversation of the last call, which need not begin with the row's prompt."""
     log: str = ""
@@ -227,7 +227,7 @@ class Session:
         self.ended = asyncio.Event()
         """Set when the agent has ended. No call is taken then."""
         self.gave_way = False
-        """Whether it ended to make room for another session."""
+        """True if it ended to make room for another session."""
         self._generate, self._tokens = generate, tokens
         self._bounds = bounds
         self._guides = formats == "guide"
@@ -267,7 +267,7 @@ class Session:
         return carried.get("traceparent") if self._root.trace_flags.sampled else None
 
     def owns(self, key: str) -> bool:
-        """Whether this is the session's key."""
+        """Return whether this is the session's key."""
         return secrets.compare_digest(key.encode(), self.key.encode())
 
     def give_way(self) -> None:

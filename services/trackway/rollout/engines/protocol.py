@@ -69,12 +69,12 @@ class Piece:
     `weight_versions`."""
     finish_reason: FinishReason | None = None
     top_logprobs: Sequence[TopLogprobs] = ()
-    """As in Generation."""
+    """Same as in Generation."""
     weight_versions: Sequence[WeightSpan] = ()
     """Spans of all tokens of the request, which replace the versions of its pieces. In the last piece of an engine
     that learns them at the end."""
     cached_tokens: int = 0
-    """As in Generation; in the last piece."""
+    """Same as in Generation; in the last piece."""
     prompt_logprobs: PromptLogprobs | None = None
     """The scored prompt, if asked for; in one piece."""
 
@@ -120,7 +120,7 @@ class Engine(Protocol):
 
     @property
     def paused(self) -> bool:
-        """Whether new requests are refused."""
+        """Return whether new requests are refused."""
         ...
 
     @property
@@ -145,7 +145,7 @@ class Engine(Protocol):
         ...
 
     def stream(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> AsyncGenerator[Piece]:
-        """As `generate`, in pieces; joined they equal the result of `generate` for the same seed.
+        """Like `generate`, in pieces; joined they equal the result of `generate` for the same seed.
 
         Closing the iterator aborts the request.
         """

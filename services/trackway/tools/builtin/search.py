@@ -249,7 +249,7 @@ class PassageIndex:
         ]
 
 
-class EmbeddedRetriever:
+class _EmbeddedRetriever:
     """Searches its own index. Reading and searching run in threads."""
 
     def __init__(self, documents: Path, index: Path | None, limits: CorpusLimits) -> None:
@@ -400,7 +400,7 @@ class SearchConfig(CorpusLimits):
     def retriever(self) -> Retriever | None:
         """The retriever of the config, or None when it names none."""
         if self.documents is not None:
-            return EmbeddedRetriever(self.documents, self.index, self)
+            return _EmbeddedRetriever(self.documents, self.index, self)
         if self.retrieval_service_url is not None:
             return RemoteRetriever(str(self.retrieval_service_url), self.token, self.timeout, self.max_in_flight)
         return None
@@ -438,7 +438,7 @@ class SearchTool(BaseTool):
     @property
     def embedded(self) -> bool:
         """Return whether the documents are local, so that `/retrieve` can offer them."""
-        return isinstance(self._retriever, EmbeddedRetriever)
+        return isinstance(self._retriever, _EmbeddedRetriever)
 
     async def start(self) -> None:
         """Index the documents. ValueError when neither source is configured."""

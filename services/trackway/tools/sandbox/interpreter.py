@@ -55,7 +55,7 @@ class BoundedOutput:
 _ANSWERS = {b"y": True, b"n": False}
 
 
-class ChannelError(Exception):
+class _ChannelError(Exception):
     """The other end is closed, or its data is invalid: code in the sandbox can write to it."""
 
 
@@ -71,7 +71,7 @@ async def ask(channel: socket.socket, code: str) -> bool:
     try:
         await asyncio.get_running_loop().sock_sendall(channel, struct.pack(">I", len(data)) + token + data)
     except OSError as error:
-        raise ChannelError("it closed its channel") from error
+        raise _ChannelError("it closed its channel") from error
     return await _answer(channel, token)
 
 
@@ -81,12 +81,12 @@ async def _answer(channel: socket.socket, token: bytes) -> bool:
         try:
             more = await asyncio.get_running_loop().sock_recv(channel, len(token) + 1 - len(heard))
         except OSError as error:
-            raise ChannelError("it closed its channel") from error
+            raise _ChannelError("it closed its channel") from error
         if not more:
-            raise ChannelError("it closed its channel")
+            raise _ChannelError("it closed its channel")
         heard += more
     if heard[:-1] != token or heard[-1:] not in _ANSWERS:
-        raise ChannelError("it wrote into its channel")
+        raise _ChannelError("it wrote into its channel")
     return _ANSWERS[heard[-1:]]
 
 
@@ -100,7 +100,7 @@ _KILLED_END_S = 10.0
 _POLL_S = 0.005
 
 
-class SandboxFailedError(RuntimeError):
+class _SandboxFailedError(RuntimeError):
     """No interpreter could be started. The message has its output."""
 
 
@@ -132,7 +132,7 @@ class Interpreter:
         self._cut_off = False
 
     async def run(self, code: str, timeout_s: float) -> CellResult:
-        """Run a cell of code. SandboxFailedError when no interpreter starts, OVERLOADED at the maximum."""
+        """Run a cell of code. _SandboxFailedError when no interpreter starts, OVERLOADED at the maximum."""
         output = BoundedOutput(self._launcher.settings.output_chars)
         if self._process is not None and (status := self._process.popen.poll()) is not None:
             return await self._lost(output, f"{self._why(status)}, between two calls; this code did not run")
@@ -145,7 +145,7 @@ class Interpreter:
                     succeeded = await ask(process.channel, code)
         except TimeoutError:
             return await self._lost(output, f"the call ran longer than {timeout_s:g} s")
-        except ChannelError as error:
+        except _ChannelError as error:
             assert self._process is not None
             status = await _exit_status(self._process, _OWN_END_S)
             return await self._lost(output, str(error) if status is None else self._why(status))
@@ -173,10 +173,10 @@ class Interpreter:
         with self._collected(process, output):
             try:
                 await ready(process.channel)
-            except ChannelError as error:
+            except _ChannelError as error:
                 await _exit_status(process, _OWN_END_S)
                 _drain(process, output)
-                raise SandboxFailedError(f"expected a Python interpreter to start, got: {output.text()}") from error
+                raise _SandboxFailedError(f"expected a Python interpreter to start, got: {output.text()}") from error
         process.ready()
         return process
 
@@ -298,7 +298,7 @@ async def launcher_for(settings: SandboxSettings) -> Launcher:
         try:
             await _probe(launcher)
             return launcher
-        except SandboxFailedError as error:
+        except _SandboxFailedError as error:
             problem = f"expected bubblewrap to isolate a process, got: {error}"
     if not settings.allow_unsandboxed:
         raise SandboxUnavailableError(f"code cannot be isolated: {problem}; {_REMEDY}")
@@ -315,4 +315,4 @@ async def _probe(launcher: Launcher) -> None:
     finally:
         await interpreter.stop()
     if outcome.text != "42\n":
-        raise SandboxFailedError(outcome.text)
+        raise _SandboxFailedError(outcome.text)

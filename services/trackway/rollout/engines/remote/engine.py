@@ -215,7 +215,7 @@ class RemoteEngine(ABC):
 
     @property
     def paused(self) -> bool:
-        """Whether new requests are refused."""
+        """Return whether new requests are refused."""
         return self.control.paused
 
     @property
@@ -281,7 +281,7 @@ class RemoteEngine(ABC):
         return collector.generation()
 
     def stream(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> AsyncGenerator[Piece]:
-        """As `generate`, in pieces. See `Engine.stream`."""
+        """Like `generate`, in pieces. See `Engine.stream`."""
         return self._call(token_ids, params, request_id, streamed=True)
 
     async def _call(
@@ -346,7 +346,7 @@ class RemoteEngine(ABC):
 
     @property
     def guides(self) -> bool:
-        """Whether a server that this engine starts gets the tokenizer, which grammars need. True for any other."""
+        """Return whether a server that this engine starts gets the tokenizer, which grammars need. Else True."""
         return self.settings.engine_url is not None or _has_tokenizer(self.settings.model_path)
 
     def _longest(self, wanted: int) -> int:
@@ -355,7 +355,7 @@ class RemoteEngine(ABC):
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether the server loads adapters by its own routes."""
+        """Return whether the server loads adapters by its own routes."""
         return self.settings.max_lora_rank > 0
 
     def untouched(self, version: object) -> None:

@@ -64,7 +64,7 @@ class PrefillRow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BatchLayout:
+class _BatchLayout:
     """A flat batch without padding: rows of one new token first, as runs; then longer rows, as spans."""
 
     token_ids: Tensor
@@ -79,7 +79,7 @@ class BatchLayout:
     """[rows]: index of each row's last token, or None when every row has one token."""
 
 
-def prepare_batch(rows: Sequence[Row], kv_heads: int, device: torch.device, dtype: torch.dtype) -> BatchLayout:
+def prepare_batch(rows: Sequence[Row], kv_heads: int, device: torch.device, dtype: torch.dtype) -> _BatchLayout:
     """The layout of a batch. Rows of one new token come first."""
     singles = sum(len(row.token_ids) == 1 for row in rows)
     flat = [
@@ -91,7 +91,7 @@ def prepare_batch(rows: Sequence[Row], kv_heads: int, device: torch.device, dtyp
     spans = _spans(rows[singles:], singles, device)
     last = [*range(singles), *(span.last for span in spans)]
     parts = [range(singles)] if device.type != "cpu" and singles else cut(rows[:singles])
-    return BatchLayout(
+    return _BatchLayout(
         token_ids=token_ids,
         slots=slots,
         positions=positions,
@@ -157,7 +157,7 @@ class LayerWeights:
     qkv: Tensor
     qkv_bias: Tensor | None
     qk_norm: Tensor | None
-    """[heads + kv_heads, head_dim]: the norm of q repeated per head, then that of k."""
+    """[heads + kv_heads, head_dim]: the norm of q repeated per head, then the norm of k."""
     o: Tensor
     o_bias: Tensor | None
     mlp_norm: Tensor
@@ -287,7 +287,7 @@ class Decoder:
             scored.top_logprobs += best.values.tolist()
         return F.linear(hidden[-1:], weights.lm_head).float(), scored
 
-    def _hidden(self, weights: DecoderWeights, cache: KVCache, layout: BatchLayout, keep: Tensor | None) -> Tensor:
+    def _hidden(self, weights: DecoderWeights, cache: KVCache, layout: _BatchLayout, keep: Tensor | None) -> Tensor:
         """[tokens, hidden], or only the tokens in `keep`: other outputs of the last layer are unused."""
         cos, sin = self._cos[layout.positions], self._sin[layout.positions]
         x = F.embedding(layout.token_ids, weights.embed)
@@ -304,7 +304,7 @@ class Decoder:
         return self._norm(x, weights.norm)
 
     def _project(
-        self, layer: LayerWeights, x: Tensor, kv: Tensor, layout: BatchLayout, cos: Tensor, sin: Tensor
+        self, layer: LayerWeights, x: Tensor, kv: Tensor, layout: _BatchLayout, cos: Tensor, sin: Tensor
     ) -> Tensor:
         """Queries [tokens, heads, head_dim]; keys and values go into the cache."""
         c = self.config
@@ -315,7 +315,7 @@ class Decoder:
         kv[:, layout.slots, :, layout.positions] = qkv[:, c.num_heads :].unflatten(1, (2, c.num_kv_heads))
         return qkv[:, : c.num_heads]
 
-    def _attend(self, q: Tensor, kv: Tensor, layout: BatchLayout, last_only: bool) -> Tensor:
+    def _attend(self, q: Tensor, kv: Tensor, layout: _BatchLayout, last_only: bool) -> Tensor:
         """[tokens, heads * head_dim]. `q` holds all tokens, or the last one of each row."""
         parts: list[Tensor] = []
         for run in layout.runs:

@@ -87,7 +87,7 @@ class TorchEngine:
 
     @property
     def paused(self) -> bool:
-        """Whether new requests are refused."""
+        """Return whether new requests are refused."""
         return self._paused
 
     @property
@@ -124,7 +124,7 @@ class TorchEngine:
     async def stream(
         self, token_ids: abc.Sequence[int], params: SamplingParams, request_id: str
     ) -> AsyncGenerator[Piece, None]:
-        """As `generate`, token by token. See `Engine.stream`."""
+        """Like `generate`, token by token. See `Engine.stream`."""
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Piece | None]()
 
         def on_token(piece: Piece) -> None:

@@ -148,7 +148,7 @@ class Sequence:
 
     @property
     def awaits_score(self) -> bool:
-        """Whether the prompt is to be scored. All of it is computed then: the cache has no logits."""
+        """Return whether the prompt is to be scored. All of it is computed then: the cache has no logits."""
         return self.params.prompt_logprobs is not None and self.prompt_logprobs is None
 
     @property
@@ -198,7 +198,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether there are unfinished sequences."""
+        """Return whether there are unfinished sequences."""
         return bool(self.waiting or self.running)
 
     def admit(self) -> list[SlotAllocation]:
