@@ -54,8 +54,8 @@ class ExternalSettings(BaseModel):
     environment: dict[str, str] = Field(default_factory=dict)
     """Further variables of the program."""
     variables: list[str] = Field(default_factory=list)
-    """Names of the service's own variables that the program gets, in addition to PATH, HOME, locale, proxies, certificates
-    and such."""
+    """Names of the service's own variables that the program gets, in addition to PATH, HOME, locale, proxies,
+    certificates and such."""
     hides_processes: bool = True
     """True if a command sees its own processes only, in a PID namespace, where the host allows it (else a warning says
     so). An ordinary user's then has a user namespace too, in which setuid programs have no effect."""
