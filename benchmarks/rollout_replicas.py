@@ -15,7 +15,7 @@ import yaml
 from sim_engine import use_sim
 
 from trackway.clients import CallPolicy, RolloutClient, run
-from trackway.clients.routing import TrajectoryRouting
+from trackway.clients.direct import TrajectoryRouting
 from trackway.deploy.deployment import serve_api
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local.settings import UpSettings

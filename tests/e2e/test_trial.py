@@ -9,7 +9,7 @@ import httpx
 import pytest
 from mlflow import MlflowClient
 
-from trackway.clients.token import authorization, resolve_token
+from trackway.clients.http_client import authorization, resolve_token
 from trackway.console.trajectory import spans_page
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.deployment.record import Deployment

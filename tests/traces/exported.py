@@ -35,7 +35,7 @@ from trackway.tracing import (
     trajectory_span,
     turn_span,
 )
-from trackway.tracing.active import activated
+from trackway.tracing.span_handle import activated
 from trackway.trainer.run_state.trajectories import write_trajectories
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorBody, ErrorCode

@@ -36,7 +36,7 @@ import httpx
 from trackway.console.replies import SpanBar, SpansPage
 from trackway.tracing import attributes as names
 from trackway.tracing import conventions
-from trackway.tracing.export.mlflow import condition, credentials, mlflow_http
+from trackway.tracing.export.backends import condition, credentials, mlflow_http
 
 _MOST = 4
 """Tokenizers kept in memory."""

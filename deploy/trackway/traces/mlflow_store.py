@@ -19,7 +19,7 @@ from pydantic import JsonValue
 from trackway.system.process import UserError
 from trackway.traces.store import Steps, TraceFilter
 from trackway.traces.tree import SpanEvent, SpanLink, SpanNode, State, Status, TraceTree, assemble, facts_of, hex_id
-from trackway.tracing.export.mlflow import condition, credentials, mlflow_http
+from trackway.tracing.export.backends import condition, credentials, mlflow_http
 from trackway.tracing.local_mlflow import client as local_mlflow
 
 TIMEOUT_S = 30.0

@@ -15,7 +15,7 @@ from torch import Tensor
 from trackway.learner.algorithm import grpo_advantages
 from trackway.learner.filtering import REWARD_BASELINE
 from trackway.run_config.algorithm import AlgorithmConfig
-from trackway.serving.own_code import own_function
+from trackway.serving.user_code import own_function
 
 STD_EPS = 1e-6
 """Added to the standard deviation of a group's scores."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trackway.learner.algorithm import LOG_RATIO_BOUND, Aggregation, aggregate, ppo_loss, reinforce_loss
 from trackway.learner.config import LearnerConfig
-from trackway.serving.own_code import own_function
+from trackway.serving.user_code import own_function
 
 SEQUENCE_LOG_RATIO_BOUND = 10.0
 """GSPO's log ratio is clamped from above."""

@@ -17,7 +17,7 @@ from trackway.run_config.rollout_correction import RolloutCorrectionConfig
 from trackway.run_config.section import Section, Seed
 from trackway.run_config.unsupported_keys import LOGGERS, OTHER_LOGGERS, UnsupportedError, UnsupportedKey
 from trackway.tracing import TracingSettings
-from trackway.tracing.export.weave import full_project
+from trackway.tracing.export.backends import full_project
 from trackway.wire.base import Label, RunName
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import TraceBackend

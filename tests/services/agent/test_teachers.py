@@ -13,7 +13,7 @@ from tests.services.agent.test_tool_agent import ANSWER, FIRST, OBSERVATION
 from tests.serving import served
 from trackway.agent.settings import AgentSettings
 from trackway.clients import AgentClient, shared_http
-from trackway.clients.token import TOKEN
+from trackway.clients.http_client import TOKEN
 from trackway.wire.errors import ErrorCode
 from trackway.wire.service import Wait
 from trackway.wire.trajectory import StopReason, TeacherScores

@@ -31,9 +31,8 @@ from trackway.reward.app import create_app as create_reward
 from trackway.reward.functions import FunctionScorer
 from trackway.reward.settings import RewardSettings
 from trackway.run_config.compose import Tree, leaves
-from trackway.serving.own_code import FunctionServer
-from trackway.serving.tokens import AuthSettings, Token
-from trackway.serving.user_code import located
+from trackway.serving.auth import AuthSettings, Token
+from trackway.serving.user_code import FunctionServer, located
 from trackway.system import atomic_write
 from trackway.system.process import UserError
 from trackway.tools import function_tool

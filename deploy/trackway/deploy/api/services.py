@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import SecretStr
 
-from trackway.clients.token import using_token
+from trackway.clients.http_client import using_token
 from trackway.deploy.api.given import ROWS, Function, Functions, RowsGiven, overrides, row_files
 from trackway.deploy.api.run import Evaluated, Run
 from trackway.deploy.checks.run import check_run

@@ -26,7 +26,7 @@ from pydantic import JsonValue
 from trackway.chat.tool_formats import BUILT_IN
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.serve_config import SERVERS, Options, Replicas, engine_python, runs_already
-from trackway.reward.reward_model import REWARD_MODEL
+from trackway.reward.models import REWARD_MODEL
 from trackway.rollout.classifiers import is_classifier
 from trackway.rollout.engines.admission import OF_POLICY, OF_REWARD_MODEL, ModelFacts, too_long
 from trackway.rollout.settings import DEFAULT_MAX_LEN

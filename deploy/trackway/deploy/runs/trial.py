@@ -38,7 +38,7 @@ from trackway.rollout.app import create_app as create_rollout
 from trackway.rollout.settings import RolloutSettings
 from trackway.run_config import RunConfig
 from trackway.run_config.algorithm import OPTIMAL_BASELINES
-from trackway.serving.own_code import add_to_path
+from trackway.serving.user_code import add_to_path
 from trackway.system import visible
 from trackway.system.process import UserError
 from trackway.tools.app import create_app as create_tools
