@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from tests.time_limits import slowness
 from trackway.traces.compare import Diff, DiffPiece, diff
 
 
@@ -78,7 +79,7 @@ def test_no_character_is_lost(text: str) -> None:
 
 def test_long_texts_that_share_nothing_are_compared_in_bounded_time() -> None:
     left, right = (" ".join(f"{word}{index}" for index in range(20_000)) for word in "ab")
-    began = time.monotonic()
+    began = time.process_time()
     found = diff(left, right)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5 * slowness()
     assert found.sides == [[only(left)], [only(right)]]

@@ -91,7 +91,7 @@ async def test_rollouts_go_on_at_their_speed_and_the_spans_wait(
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
         started = time.perf_counter()
         RolloutTraceConfig.init("p", "e", "mlflow")
-        assert time.perf_counter() - started < 2.0
+        assert time.perf_counter() - started < 10.0  # one request that waited for it would take its 30 s
         client = RolloutTraceConfig.get_client()
         assert client is not None
         try:

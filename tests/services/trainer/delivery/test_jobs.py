@@ -78,9 +78,9 @@ def test_a_backend_that_is_away_does_not_hold_up_the_end():
     counted = Counted(1, away=True)
     thread = DeliveryThread(counted)
     started = time.monotonic()
-    thread.close(30)
+    thread.close(200)
 
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     assert counted.is_closed.wait(60) and counted.parts == 1
 
 

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.services.rollout.engine_runs import LONG, PROMPT, running, started
 from tests.services.rollout.rollout_models import EOS, VOCAB
+from tests.waiting import async_until
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -145,7 +146,7 @@ async def test_a_cancelled_caller_frees_its_slot(engine: TorchEngine) -> None:
     await asyncio.wait(tasks)
     done = await engine.generate(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True), "next")
     assert len(done.token_ids) == 3
-    assert engine.stats().running == 0
+    await async_until(lambda: engine.stats().running == 0)
     assert engine.stats().generated_tokens < 600
 
 
