@@ -197,14 +197,14 @@ async def test_a_program_that_fails_leaves_its_trajectory_out_and_says_why(servi
 async def test_programs_that_end_at_once_fail_by_their_last_words(serving: Serve) -> None:
     command = ["sh", "-c", "echo bye >&2; exit 3"]
     large = "a row larger than a pipe: " + "x" * 200_000
-    async with serving(ExternalSettings(command=command, max_running=16)) as services:
-        trajectories = await services.run(group("external", n=16, sample__extra_info__note=large))
+    async with serving(ExternalSettings(command=command, max_running=6)) as services:
+        trajectories = await services.run(group("external", n=6, sample__extra_info__note=large))
 
     said = "expected the agent's program 'sh' to exit with 0, got 3; it said last: bye"
     assert [own.error and (own.error.code, own.error.message) for own in trajectories] == [
         (ErrorCode.AGENT_FAILED, said)
-    ] * 16
-    assert [own.log for own in trajectories] == ["bye\n"] * 16
+    ] * 6
+    assert [own.log for own in trajectories] == ["bye\n"] * 6
 
 
 @pytest.mark.parametrize("anyio_backend", LOOPS)
@@ -248,8 +248,8 @@ async def test_a_program_is_ended_with_all_its_processes_at_the_time_limit(servi
     begun = tmp_path / "begun"
     code = (
         "import os, subprocess, sys, time;"
-        f"child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)', {str(begun)!r}]);"
-        f"open({str(begun)!r}, 'w').close(); time.sleep(60)"
+        f"child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', {str(begun)!r}]);"
+        f"open({str(begun)!r}, 'w').close(); time.sleep(600)"
     )
     async with serving(python(code)) as services:
         trajectory = await services.say(agent_name="external", limits__timeout_s=3.0)
@@ -289,7 +289,7 @@ async def test_a_child_that_left_the_process_group_is_ended_too(serving: Serve, 
 @pytest.mark.parametrize("hides", [False, True] if external_agents.can_hide_processes() else [False])
 async def test_a_program_ends_with_the_service_that_was_killed(tmp_path: Path, hides: bool) -> None:
     begun = tmp_path / "begun"
-    program = f"{leaves_its_group(begun)} time.sleep(60)"
+    program = f"{leaves_its_group(begun)} time.sleep(600)"
     guard = guarded(Program("", python(program).command, hides_processes=hides), 3)
     service = (
         "import os, subprocess, sys, time; held, holding = os.pipe(); os.dup2(held, 3);"
