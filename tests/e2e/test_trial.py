@@ -1,17 +1,17 @@
 """The promise: `try` and `evaluate` use the services that run already, those started here and attached ones."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
 import pytest
 from mlflow import MlflowClient
+from typer.testing import CliRunner
 
 from trackway.clients.http_client import authorization, resolve_token
 from trackway.console.trajectory import spans_page
 from trackway.deploy.bundled import TINY_MODEL
+from trackway.deploy.cli import app
 from trackway.deploy.deployment.record import Deployment
 from trackway.evaluation.store import EvaluationStore
 from trackway.trainer.run_state.folder import RunFolder
@@ -20,9 +20,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
 def trackway(*words: str) -> str:
-    command = [sys.executable, "-m", "trackway.deploy.cli", *words]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert ended.returncode == 0, ended.stderr
+    """What the command prints. It runs in this process, which has imported everything."""
+    ended = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert ended.exit_code == 0, ended.output
     return ended.stdout
 
 
