@@ -29,7 +29,7 @@ from trackway.wire.service import REPLICA
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 NAME = "simulated"
-TOKENS = 100
+TOKENS = 50
 ANSWERS = {"response_tokens": TOKENS, "response_spread": 0.0, "step_s": 0.03, "step_slope_s": 0.0}
 ARGS = {"engine": SIM, "engine_options": ANSWERS, "max_num_seqs": 8, "enable_sleep": True}
 AUTOSCALING = {
@@ -49,7 +49,7 @@ both_ways = pytest.mark.parametrize(
 
 
 def application() -> dict[str, Any]:
-    """The rollout application as shipped, under another name, its engine simulated: three seconds a generation."""
+    """The rollout application as shipped, under another name, its engine simulated: 1.5 seconds a generation."""
     shipped = serve_config.load(UpSettings().config)
     [rollout] = [app for app in shipped["applications"] if app["name"] == "rollout"]
     rollout |= {"name": NAME, "route_prefix": f"/{NAME}", "args": ARGS}
@@ -59,7 +59,7 @@ def application() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def simulated(deployment: Deployment) -> Iterator[Deployment]:
-    """The session's deployment and one service more."""
+    """The session's deployment and one service more. Tests leave it with two replicas, which most of them use."""
     api, before = ServeApi(deployment.dashboard_url, deployment.token), deployment.serve_config
     deployment.serve_config = {**before, "applications": [*applications(before), application()]}
     others = pids(deployment)
@@ -156,6 +156,13 @@ def test_scaling_up_and_down_under_load_loses_no_generation(simulated: Deploymen
     assert (working.lost, len(up), len(down), down <= up) == ([], 3, 1, True)
 
 
+def test_an_edited_config_over_serves_rest_api_scales_too(simulated: Deployment) -> None:
+    edited = serve_config.with_replicas(simulated.serve_config, NAME, Replicas(2, 2))
+    ServeApi(simulated.dashboard_url, simulated.token).deploy(edited)
+    until(lambda: replicas(simulated) == {"RUNNING": 2})
+    assert len(serve_api.scale(simulated, NAME, 2)) == 2  # it is what the deployment wants too
+
+
 def test_a_killed_replica_loses_no_generation(simulated: Deployment) -> None:
     pids = {replica.health.replica: replica.health.pid for replica in serve_api.scale(simulated, NAME, 2)}
     with load(simulated, at_once=12, direct=True, attempts=5) as working:
@@ -165,14 +172,6 @@ def test_a_killed_replica_loses_no_generation(simulated: Deployment) -> None:
         until(lambda: working.answered >= answered + 24)
         until(lambda: len(working.replicas) >= 3, state=working.state)  # the new one is called too
     assert working.lost == []
-    serve_api.scale(simulated, NAME, 1)
-
-
-def test_an_edited_config_over_serves_rest_api_scales_too(simulated: Deployment) -> None:
-    edited = serve_config.with_replicas(simulated.serve_config, NAME, Replicas(2, 2))
-    ServeApi(simulated.dashboard_url, simulated.token).deploy(edited)
-    until(lambda: replicas(simulated) == {"RUNNING": 2})
-    assert len(serve_api.scale(simulated, NAME, 1)) == 1
 
 
 @both_ways
@@ -189,7 +188,6 @@ def test_turns_of_a_session_meet_the_same_replica(simulated: Deployment, direct:
     met = run(sessions())
     assert [len(replicas) for replicas in met] == [1] * 16
     assert len(set.union(*met)) == 2
-    serve_api.scale(simulated, NAME, 1)
 
 
 def test_trajectories_stay_until_their_replica_dies_and_start_on_its_replacement(simulated: Deployment) -> None:
@@ -224,7 +222,6 @@ def test_trajectories_stay_until_their_replica_dies_and_start_on_its_replacement
     assert turns[0].count(killed) == turns[0].count(kept) == 4
     assert [now for now, before in zip(after, turns[0], strict=True) if before == kept] == [kept] * 4
     assert killed not in [*after, *later]
-    serve_api.scale(simulated, NAME, 1)
 
 
 def test_all_replicas_sleep_and_wake_up_at_one_call(simulated: Deployment) -> None:
@@ -240,7 +237,6 @@ def test_all_replicas_sleep_and_wake_up_at_one_call(simulated: Deployment) -> No
     serve_api.scale(simulated, NAME, 2)
     both = ["kv_cache", "weights"]
     assert run(nap()) == [[both, both], [both, both], [["kv_cache"]] * 2, [[], []]]
-    serve_api.scale(simulated, NAME, 1)
 
 
 @pytest.mark.extended
