@@ -104,7 +104,7 @@ def test_a_loop_with_kills_ends_in_the_weights_of_the_loop_without(deployment: D
         "1 sampling": [kill_service],
         "1 stepping": [kill_worker],
         "2 publishing": [kill_worker],
-        "3 computing": [kill_worker, kill_service],
+        "2 computing": [kill_worker, kill_service],
     }
 
     def interfere(place: str) -> None:

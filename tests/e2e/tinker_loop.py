@@ -11,7 +11,7 @@ from typing import Any
 import tinker
 from tinker import types
 
-STEPS = 4
+STEPS = 3
 PROMPTS = [types.ModelInput.from_ints([1, 17, 9, 40, 5]), types.ModelInput.from_ints([1, 8, 33, 12])]
 
 
