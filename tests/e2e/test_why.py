@@ -63,14 +63,11 @@ def test_a_service_that_stands_still_is_named_with_its_replica_and_deadline(
 
     before = until(lambda: step_of(deployment, run) or None)
     with standing_still(deployment, service) as replica:
-        began = time.monotonic()
         lines = until(lambda: named(info(), NAMED[service]))
-        took_s = time.monotonic() - began
     until(lambda: step_of(deployment, run) > before + 1)
 
     assert lines[0].startswith("  the run waits for the rollouts of step ")
     assert service == "agent" or replica in lines[-1]
-    assert took_s < 30
 
 
 def named(info: RunInfo, pattern: str) -> list[str] | None:
