@@ -10,13 +10,20 @@ from typing import Literal
 import httpx
 import pytest
 
-from tests.vllm.vllm_runs import LONG, PROMPT, SHORT, Weights, logprobs_of
+from tests.services.evaluation.rollouts import rollout
+from tests.vllm.vllm_runs import DEADLINE_S, LONG, PROMPT, SHORT, Weights, logprobs_of
 from tests.waiting import async_until
+from trackway.agent.settings import AgentSettings
+from trackway.agent.teachers import Teachers
+from trackway.clients import Deadline
 from trackway.clients.rollout import RolloutClient
 from trackway.clients.weights import WeightStore
 from trackway.rollout.app import create_app
 from trackway.rollout.engines.remote.engine import RemoteEngine
+from trackway.rollout.settings import RolloutSettings
+from trackway.wire.agent import Teacher
 from trackway.wire.rollout import GenerateRequest, PausedReply
+from trackway.wire.trajectory import TeacherScores
 
 Mode = Literal["keep", "wait", "abort"]
 
@@ -29,6 +36,13 @@ async def serving(
     settings = server.settings_of(
         base, folder / "log", engine_url=engine.http.base_url, weights_url=str(folder / "store"), update_mode=mode
     )
+    async with client_of(settings) as client:
+        yield client
+
+
+@asynccontextmanager
+async def client_of(settings: RolloutSettings) -> AsyncIterator[RolloutClient]:
+    """A client of the service with these settings, in this process."""
     app = create_app(settings)
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app=app)
@@ -50,6 +64,33 @@ async def test_the_service_answers_in_the_wires_words_and_follows_its_store(
         assert reply.choices[0].token_logprobs == pytest.approx(
             logprobs_of(weights.model, [*PROMPT, *reply.choices[0].token_ids], 3), abs=1e-4
         )
+
+
+async def test_a_teacher_on_the_server_scores_as_one_on_the_torch_engine(
+    server: ModuleType, engine: RemoteEngine, base: Path, tmp_path: Path
+) -> None:
+    long = rollout(0, 0, 1.0).model_copy(
+        update={
+            "prompt_ids": [*PROMPT, *([7, 9] * 20)],
+            "response_ids": [11, 4, 30, 5, 6, 41, 8, 12],
+            "response_mask": [1, 1, 1, 0, 0, 1, 0, 1],
+        }
+    )
+    rows, deadline = [long, rollout(0, 1, 1.0)], Deadline.after(DEADLINE_S)
+    on_torch = RolloutSettings(model_path=base, weights_url=str(tmp_path / "other-store"))
+    teacher = Teacher(name="math", model=on_torch.model_name, top_k=5)
+    scored: list[list[TeacherScores]] = []
+    async with serving(server, engine, base, tmp_path) as ours, client_of(on_torch) as theirs:
+        for client in (ours, theirs):
+            asked = Teachers(AgentSettings(model_path=str(base)), client)
+            scored.append(await asked.scores(teacher, rows, "group", deadline))
+
+    assert [(len(scores.logprobs), len(scores.top_ids)) for scores in scored[0]] == [(5, 5), (2, 2)]
+    for one, other in zip(*scored, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        assert one.top_ids == other.top_ids
+        tops = zip(one.top_logprobs, other.top_logprobs, strict=True)
+        assert all(values == pytest.approx(expected, abs=1e-4) for values, expected in tops)
 
 
 async def under_way(client: RolloutClient, mode: Mode) -> bool:
