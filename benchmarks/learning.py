@@ -3,6 +3,7 @@
     .venv/bin/python benchmarks/learning.py staleness    generation ahead of the learner, with and without correction
     .venv/bin/python benchmarks/learning.py estimators   every `algorithm.adv_estimator`
     .venv/bin/python benchmarks/learning.py losses       every `actor.policy_loss.loss_mode`
+    .venv/bin/python benchmarks/learning.py teachers     rewards, a teacher and both, validated after each step
     .venv/bin/python benchmarks/learning.py agents       scripts of examples/agents, as they are, in sessions
 
 `make test-learning` runs estimators and losses. Agents run in an environment of their own, `.venv-openai-agents`, which
@@ -69,6 +70,12 @@ def _clipped(low: float, high: float) -> list[str]:
     return [f"{CLIP}_low={low}", f"{CLIP}_high={high}"]
 
 
+def _prompts(count: int) -> list[str]:
+    """So many prompts in a step, and as many rollouts as in the demo's."""
+    sizes = {"data.train_batch_size": count, "actor_rollout_ref.actor.ppo_mini_batch_size": count}
+    return [f"{key}={value}" for key, value in (sizes | {"actor_rollout_ref.rollout.n": 96 // count}).items()]
+
+
 def _loss(mode: str, *words: str) -> list[str]:
     return [f"{LOSS}={mode}", f"{CORRECTION}.bypass_mode=false", *words]
 
@@ -99,12 +106,30 @@ _LOSSES: Settings = {
 }
 # Four updates from each batch: in the first one r is 1, where most of these losses have the same gradient.
 LOSSES: Settings = {name: [*words, "actor_rollout_ref.actor.ppo_mini_batch_size=3"] for name, words in _LOSSES.items()}
+TEACHER = Path("outputs/tiny-teacher")
+"""Written by `examples/tiny/build.py --teacher`."""
+_OPTIM = "actor_rollout_ref.actor.optim"
+_EACH_STEP = ("trainer.test_freq=1",)
+_FASTER = (f"{_OPTIM}.lr=1e-3", f"{_OPTIM}.lr_warmup_steps=1", *_EACH_STEP)
+_TAUGHT = (
+    "distillation.enabled=true",
+    f"distillation.teacher_models.teacher_model.model_path={TEACHER.resolve()}",
+    "distillation.distillation_loss.loss_mode=forward_kl_topk",
+    *_FASTER,
+)
+TEACHERS: Settings = {
+    "rewards": _EACH_STEP,
+    "rewards, faster": _FASTER,
+    "teacher": [*_TAUGHT, "distillation.distillation_loss.use_task_rewards=false", *_prompts(96)],
+    "both": [*_TAUGHT, "distillation.distillation_loss.distillation_loss_coef=0.5", *_prompts(24)],
+}
 AGENTS: Settings = {"openai_script": [], "openai_agents_sdk": []}
 """By the name of the example."""
 PARTS: Mapping[str, Settings] = {
     "staleness": STALENESS,
     "estimators": ESTIMATORS,
     "losses": LOSSES,
+    "teachers": TEACHERS,
     "agents": AGENTS,
 }
 

@@ -13,8 +13,8 @@ import pytest
 from tests.services.evaluation.rollouts import rollout
 from tests.vllm.vllm_runs import DEADLINE_S, LONG, PROMPT, SHORT, Weights, logprobs_of
 from tests.waiting import async_until
+from trackway.agent.models import Teachers
 from trackway.agent.settings import AgentSettings
-from trackway.agent.teachers import Teachers
 from trackway.clients import Deadline
 from trackway.clients.rollout import RolloutClient
 from trackway.clients.weights import WeightStore
