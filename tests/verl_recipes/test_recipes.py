@@ -26,7 +26,7 @@ _LEARNER = "services/trackway/learner"
 _TESTS = "tests/services/trainer"
 _SERVICES = "tests/deploy/config/test_services_for_run.py"
 _PROJECT = "tests/deploy/runs/test_project.py"
-_ASYNC = f"{_TESTS}/config/test_asynchronous.py"
+_ASYNC = "tests/services/run_config/test_asynchronous.py"
 _DATASET = f"{_TESTS}/data/test_dataset.py"
 _BUILD = f"{_TESTS}/loop/test_build.py"
 SEEN_BY: dict[str, str] = {
@@ -78,7 +78,7 @@ SEEN_BY: dict[str, str] = {
         ),
         (
             "reward.reward_manager.",
-            f"{_TESTS}/config/test_compose.py::test_the_reward_managers_that_score_as_in_verl_are_accepted",
+            "tests/services/run_config/test_compose.py::test_the_reward_managers_that_score_as_in_verl_are_accepted",
             ("name",),
         ),
         (
@@ -152,7 +152,7 @@ SEEN_BY: dict[str, str] = {
 """Honoured key -> the test that sees its effect, where it is not in test_from_config_keys.py."""
 
 ROOT = HERE.parents[1]
-PRODUCT = ("services/trackway/trainer", "deploy")
+PRODUCT = ("services/trackway/trainer", "services/trackway/learner", "services/trackway/run_config", "deploy")
 _ASYNCHRONOUS = "services/trackway/run_config/asynchronous.py"
 _MODELS = "services/trackway/run_config/models.py"
 _FSDP = ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
