@@ -37,7 +37,7 @@ from trackway.run_config import compose
 from trackway.system import free_port
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectories import write_trajectories
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.chat import FunctionCall, Message, ToolCall
 from trackway.wire.errors import ErrorBody, ErrorCode
 from trackway.wire.trainer import MetricsRow, RunInfo, RunState

@@ -12,7 +12,8 @@ from trackway.run_config import RunConfig
 from trackway.trainer.app import create_app
 from trackway.trainer.run_state.folder import Beat, Owner, RunFolder, this_machine
 from trackway.trainer.run_state.heartbeat import Heartbeat, LivenessMonitor, exit_if_lost
-from trackway.trainer.settings import ServiceUrls, TrainerSettings
+from trackway.trainer.service_urls import ServiceUrls
+from trackway.trainer.settings import TrainerSettings
 from trackway.trainer.supervisor.manager import RunManager
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow, RunInfo, RunState

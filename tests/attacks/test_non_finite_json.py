@@ -25,7 +25,7 @@ from trackway.run_config.compose import leaves
 from trackway.serving.routes import error_response
 from trackway.trainer.loop.schedule import Progress
 from trackway.trainer.run_state.folder import Beat
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.base import WireRequest
 from trackway.wire.chat import ChatModelSettings
 from trackway.wire.errors import ErrorCode, TrackwayError

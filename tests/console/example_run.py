@@ -14,7 +14,7 @@ from trackway.learner.filtering import filter_trajectories
 from trackway.run_config import compose, resolve
 from trackway.trainer.run_state.folder import Activity, RunFolder
 from trackway.trainer.run_state.trajectories import write_token_values, write_trajectories
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.chat import FunctionCall, Message, ToolCall
 from trackway.wire.errors import ErrorBody, ErrorCode
 from trackway.wire.trainer import MetricsRow, RunState

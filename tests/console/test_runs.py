@@ -9,7 +9,7 @@ from tests.console.example_run import rollout, write_evaluation, write_run
 from trackway.run_config import compose
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectories import write_trajectories
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.trainer import MetricsRow, RunState
 from trackway.wire.trajectory import Reward
 

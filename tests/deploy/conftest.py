@@ -28,7 +28,8 @@ from trackway.tools.app import create_app as tools_app
 from trackway.tools.settings import ToolsSettings
 from trackway.trainer.app import create_app as trainer_app
 from trackway.trainer.run_state.folder import Owner, RunFolder
-from trackway.trainer.settings import ServiceUrls, TrainerSettings
+from trackway.trainer.service_urls import ServiceUrls
+from trackway.trainer.settings import TrainerSettings
 from trackway.wire.trainer import RunState
 
 OPERATOR = "operator-0123456789abcdef"

@@ -23,7 +23,7 @@ from trackway.trainer.delivery.mlflow_run import MlflowRun
 from trackway.trainer.metrics import validation_metrics
 from trackway.trainer.run_state.folder import EVALUATION_FILE, RunFolder, outputs_folders
 from trackway.trainer.run_state.trajectories import read_trajectories, write_trajectories
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.traces.run import links_of, validation_feedback
 from trackway.wire.chat import ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError

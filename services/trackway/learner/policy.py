@@ -46,17 +46,10 @@ from trackway.learner.ranks.publication import export_shares
 from trackway.learner.ranks.sequence_parallel import require_divisible
 from trackway.learner.ranks.sharding import ALONE, Ranks, gathered, local, reshard, shard
 from trackway.learner.weight_proof import LONGEST, ScoredSequence, rounded
-from trackway.learner.weights.adapter import (
-    WEIGHTS,
-    Adapter,
-    AdapterConfig,
-    base_names,
-    folder_names,
-    layers_of,
-    write_config,
-)
+from trackway.learner.weights.adapter import Adapter, base_names
 from trackway.learner.weights.loading import ShareLoader, load_model
 from trackway.learner.weights.offload import CpuOffload
+from trackway.learner.weights.peft_folder import WEIGHTS, AdapterConfig, folder_names, layers_of, write_config
 from trackway.learner.weights.sharded_files import read_shards, saved_tensors
 from trackway.run_config.policy import ShardingConfig
 

@@ -14,7 +14,7 @@ from trackway.run_config import RunConfig
 from trackway.system import free_port
 from trackway.system.process import UserError
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 
 pytestmark = pytest.mark.slow  # a real MLflow
 

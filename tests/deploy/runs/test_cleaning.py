@@ -9,7 +9,7 @@ from trackway.deploy.cli import app
 from trackway.run_config import RunConfig
 from trackway.system.process import UserError
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.trainer import RunState
 
 

@@ -18,7 +18,7 @@ from trackway.deploy.runs.prepare import configured, prepare, project_file
 from trackway.run_config import compose
 from trackway.system.process import UserError
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.errors import TrackwayError
 from trackway.wire.trainer import RunState
 

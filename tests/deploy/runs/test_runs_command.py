@@ -15,7 +15,7 @@ from trackway.run_config import RunConfig
 from trackway.system.process import UserError
 from trackway.trainer.run_state.checkpoint import save_checkpoint
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.errors import TrackwayError
 from trackway.wire.service import Wait
 from trackway.wire.trainer import MetricsRow, RunInfo, RunState, TraceSummary

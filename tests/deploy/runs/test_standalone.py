@@ -20,7 +20,7 @@ from trackway.run_config import compose
 from trackway.system.process import UserError
 from trackway.trainer.data.row_files import write_rows
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.agent import RewardModel, Sample
 from trackway.wire.chat import Message
 from trackway.wire.errors import TrackwayError

@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 from trackway.deploy.deployment.record import Deployment
 from trackway.run_config import compose
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.trainer import RunState
 
 pytestmark = pytest.mark.slow  # five real services

@@ -30,7 +30,7 @@ from trackway.tracing import (
 )
 from trackway.tracing.span_handle import activated
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.agent import AgentInfo, AgentList, GroupRequest, GroupWaits
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.service import Health, Ready, Wait

@@ -8,7 +8,7 @@ from trackway.run_config import compose
 from trackway.trainer.data.row_files import write_rows
 from trackway.trainer.run_state.folder import RunFolder, this_machine
 from trackway.trainer.run_state.heartbeat import LivenessMonitor
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.supervisor.manager import RunManager
 from trackway.wire.agent import Sample
 from trackway.wire.trainer import ENDED, RunInfo, RunRequest

@@ -11,7 +11,8 @@ from trackway.run_config import RunConfig
 from trackway.tracing import TracingSettings
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.heartbeat import EXIT_FAILED
-from trackway.trainer.settings import ServiceUrls, handed_over
+from trackway.trainer.service_urls import ServiceUrls
+from trackway.trainer.settings import handed_over
 from trackway.wire.trainer import RunState
 
 NOWHERE = ServiceUrls(agent_url="http://here", tools_url="http://here", weights_url="w")

@@ -11,7 +11,7 @@ from trackway.run_config import compose
 from trackway.trainer import worker
 from trackway.trainer.loop.from_config import advise
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 
 
 @pytest.mark.parametrize(

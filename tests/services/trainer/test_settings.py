@@ -4,7 +4,8 @@ import pytest
 from pydantic import SecretStr
 
 from trackway.tracing import TracingSettings
-from trackway.trainer.settings import ServiceUrls, TrainerSettings, handed_over, taken_over
+from trackway.trainer.service_urls import ServiceUrls
+from trackway.trainer.settings import TrainerSettings, handed_over, taken_over
 
 
 @pytest.mark.parametrize("key", ["secret", None])

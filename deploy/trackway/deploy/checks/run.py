@@ -51,7 +51,7 @@ from trackway.trainer.data.own_code import SERVICES, loaded_code, not_loaded
 from trackway.trainer.delivery import missing_for_loggers
 from trackway.trainer.loop.forecast import Forecast, forecast
 from trackway.trainer.run_state.checkpoint import check_storage
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.supervisor.manager import check_adapter, runnable
 from trackway.trainer.traces.preflight import unusable, without_entity
 from trackway.wire.chat import ToolSchema

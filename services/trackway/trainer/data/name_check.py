@@ -12,7 +12,7 @@ from typing import TypeVar
 from trackway.clients import AgentClient, CallPolicy, RewardClient, ToolsClient
 from trackway.run_config import RunConfig
 from trackway.trainer.data.dataset import WITHOUT_TOOLS, Rows
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.agent import Sample
 from trackway.wire.chat import ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError

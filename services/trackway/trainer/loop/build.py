@@ -59,7 +59,8 @@ from trackway.trainer.loop.weight_publisher import CLAIM_WAIT_S, Publisher, requ
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.session_inbox import SessionInbox
 from trackway.trainer.run_state.trajectories import Generations
-from trackway.trainer.settings import ServiceUrls, taken_over
+from trackway.trainer.service_urls import ServiceUrls
+from trackway.trainer.settings import taken_over
 from trackway.trainer.traces.run import RunTraces
 from trackway.wire.errors import ErrorCode, TrackwayError
 

@@ -13,7 +13,7 @@ from trackway.clients.weights import WeightStore
 from trackway.learner.policy import model_folder
 from trackway.learner.weight_proof import tensor_digests
 from trackway.run_config.distillation import DistillationConfig
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.agent import Sample, Teacher
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.weights import WeightProof, policy_url

@@ -24,7 +24,7 @@ from trackway.clients.weights import WeightStore, WholeWeights, Writers
 from trackway.learner.learner import Learner
 from trackway.learner.weights.sharded_files import tensors_in
 from trackway.system import writing
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.weights import OfferedTensors, SharedMemory, TransportName, UpdateMode, WeightManifest, WeightOffer
 

@@ -4,13 +4,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from trackway.learner.weights.adapter import (
-    WEIGHTS,
-    AdapterConfig,
-    folder_names,
-    layers_of,
-    write_config,
-)
+from trackway.learner.weights.peft_folder import WEIGHTS, AdapterConfig, folder_names, layers_of, write_config
 from trackway.run_config.policy import ModelConfig
 from trackway.system import new_folder, writing
 from trackway.trainer.run_state.checkpoint import PREFIX, find_all, find_damage

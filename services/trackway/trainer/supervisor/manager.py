@@ -28,7 +28,8 @@ from trackway.trainer.delivery import check_loggers
 from trackway.trainer.run_state.checkpoint import check_storage
 from trackway.trainer.run_state.folder import Owner, RunFolder
 from trackway.trainer.run_state.heartbeat import LivenessMonitor
-from trackway.trainer.settings import ServiceUrls, handed_over
+from trackway.trainer.service_urls import ServiceUrls
+from trackway.trainer.settings import handed_over
 from trackway.trainer.supervisor.process import Supervised
 from trackway.trainer.supervisor.registry import RunRegistry
 from trackway.trainer.traces.preflight import check_backends

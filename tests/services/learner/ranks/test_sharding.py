@@ -36,7 +36,7 @@ from trackway.learner.ranks.launch import RankError
 from trackway.learner.ranks.publication import INDEX, RankWriters
 from trackway.learner.ranks.sharding import ALONE, Ranks, gathered, local, shard
 from trackway.learner.ranks.snapshot import Snapshot
-from trackway.learner.weights.adapter import WEIGHTS
+from trackway.learner.weights.peft_folder import WEIGHTS
 from trackway.learner.weights.sharded_files import read_whole
 from trackway.run_config import resolve
 from trackway.trainer.loop.weight_publisher import Publisher

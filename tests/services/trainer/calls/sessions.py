@@ -15,7 +15,7 @@ from trackway.trainer.calls.results import Result, Results, model_folder
 from trackway.trainer.delivery import FileSink
 from trackway.trainer.loop.from_config import learner_config
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.supervisor.manager import SESSION
 
 LORA = {"rank": 4, "seed": 3, "train_unembed": False}

@@ -13,7 +13,7 @@ from trackway.tools.app import create_app as create_tools
 from trackway.tools.builtin.calculator import CalculatorTool
 from trackway.trainer.data.dataset import RowLocation, Rows
 from trackway.trainer.data.name_check import Served, ask_services, check_names, unserved
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.agent import Sample
 from trackway.wire.chat import FunctionSchema, ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError

@@ -6,7 +6,7 @@ from trackway.run_config import RunConfig
 from trackway.tracing import TracingSettings
 from trackway.trainer.delivery import Leftovers
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.trainer import RunState
 
 

@@ -11,7 +11,7 @@ from trackway.run_config import compose, no_effect
 from trackway.trainer.delivery import ConsoleSink, Sink, Tracking, check_loggers, open_tracking
 from trackway.trainer.delivery.opening import PACKAGES
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.undelivered import sentences
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow

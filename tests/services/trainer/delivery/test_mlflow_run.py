@@ -36,7 +36,8 @@ from trackway.trainer.delivery.jobs import Later, only_sender
 from trackway.trainer.delivery.leftovers import left_by
 from trackway.trainer.delivery.mlflow_run import MlflowState, write_state
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.settings import ServiceUrls, TrainerSettings
+from trackway.trainer.service_urls import ServiceUrls
+from trackway.trainer.settings import TrainerSettings
 from trackway.trainer.undelivered import sentences
 from trackway.wire.service import OwnCode
 from trackway.wire.trainer import BackendSummary, MetricsRow, RunState

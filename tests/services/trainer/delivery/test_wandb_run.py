@@ -13,7 +13,7 @@ from trackway.run_config import RunConfig, compose
 from trackway.trainer.delivery import QueuedSink, open_tracking
 from trackway.trainer.delivery.opening import WandbRun
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.service import OwnCode
 from trackway.wire.trainer import MetricsRow
 

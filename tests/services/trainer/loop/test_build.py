@@ -20,7 +20,7 @@ from trackway.trainer.loop.build import build
 from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy, Rollouts, sampled_of
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectories import read_trajectories
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.agent import Sample
 from trackway.wire.trajectory import Reward, Trajectory
 

@@ -13,7 +13,7 @@ from trackway.trainer.delivery import Tracking, open_tracking
 from trackway.trainer.delivery.feedback_queue import QueuedFeedback
 from trackway.trainer.loop.build_traces import open_traces, run_target, weave_url
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.traces.run import RunTraces
 from trackway.wire.trajectory import TraceBackend
 

@@ -27,7 +27,7 @@ from trackway.trainer.loop.training import Training
 from trackway.trainer.run_state.checkpoint import find_latest
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.heartbeat import EXIT_FAILED
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.agent import GroupRequest
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import MemoryPart, SleepReplies, SleepReply

@@ -46,7 +46,7 @@ from trackway.trainer.run_state.checkpoint import find_damage, find_latest
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.session_inbox import SessionInbox
 from trackway.trainer.run_state.trajectories import Generations, read_trajectories
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.traces.run import DailyTraceBytes, RunTraces, SpanAccounts, StepTrace, TraceBudget
 from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError

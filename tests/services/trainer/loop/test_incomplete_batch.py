@@ -13,7 +13,7 @@ from trackway.trainer.data.row_files import write_rows
 from trackway.trainer.loop.build import build
 from trackway.trainer.loop.fit import fit
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.agent import GroupRequest, Sample
 from trackway.wire.trainer import RunState
 

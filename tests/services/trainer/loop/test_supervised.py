@@ -13,7 +13,7 @@ from trackway.trainer.loop.build import build_supervised
 from trackway.trainer.loop.fit import fit
 from trackway.trainer.loop.supervised import SupervisedTraining
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.errors import TrackwayError
 from trackway.wire.trainer import RunState
 

@@ -33,7 +33,7 @@ from trackway.trainer.loop.scheduler import GroupScheduler, Pacing
 from trackway.trainer.loop.training import Training, Validation
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.traces.run import (
     STEP_SHARE,
     Assessment,

@@ -10,7 +10,7 @@ from trackway.clients.weights import WeightStore
 from trackway.learner.learner import Learner
 from trackway.trainer.loop import weight_publisher
 from trackway.trainer.loop.weight_publisher import StoreSender, require_takers, sender_of
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SleepReplies, SleepReply, WeightsReply
 from trackway.wire.weights import TransportName

@@ -15,7 +15,7 @@ from trackway.run_config import RunConfig, compose
 from trackway.trainer.data.row_files import write_rows
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectories import read_trajectories
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.agent import GroupRequest
 from trackway.wire.trainer import RunState
 

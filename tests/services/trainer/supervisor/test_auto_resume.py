@@ -17,7 +17,7 @@ from trackway.clients import TrainerClient
 from trackway.system.process import free_port
 from trackway.trainer.run_state.folder import RunFolder, this_machine
 from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.supervisor.manager import RunManager, resume_interrupted
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import RunInfo, RunRequest, RunState

@@ -18,7 +18,7 @@ from trackway.clients.weights import WeightStore
 from trackway.trainer.run_state.folder import Owner, RunFolder, this_machine
 from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S
 from trackway.trainer.run_state.trajectories import read_trajectories
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.supervisor.manager import RunManager, resume_interrupted
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.service import Ready
