@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
 def trackway(*words: str) -> str:
-    """What the command prints. It runs in this process, which has imported everything."""
+    """Return the command's output. It runs in this process, whose imports are done."""
     ended = CliRunner().invoke(app, words, catch_exceptions=False)
     assert ended.exit_code == 0, ended.output
     return ended.stdout

@@ -1,4 +1,4 @@
-"""This process: its log records, secrets, CPU threads, ports and context values, and what its user is told.
+"""Helpers for the running process: log format, secrets, CPU threads, free ports, context values and user errors.
 
 Log records escape control characters themselves, so that input with a newline cannot forge a log line. This covers
 every logger and handler of the process, including Ray's and uvicorn's.

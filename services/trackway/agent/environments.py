@@ -96,8 +96,8 @@ class Environment(ABC):
                 await asyncio.sleep(pause_s)
 
     async def answer(self, tool: str, arguments: dict[str, JsonValue], deadline: Deadline) -> Step:
-        """`step` within its deadline, which also ends the episode: a late answer would be taken for that of the next
-        call."""
+        """Run `step` within its deadline. A missed deadline ends the episode, since the late answer would otherwise be
+        read as the answer to the next call."""
         if self.done:
             return Step("The episode has ended; this call was not run.", done=True)
         with self.within(deadline, f"to answer {tool}"):

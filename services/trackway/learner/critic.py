@@ -38,8 +38,8 @@ WEIGHT, BIAS = "score.weight", "score.bias"
 def exchange_head(model: PreTrainedModel, folder: Path) -> None:
     """Gives the model of a folder a head of one number, [N, H] -> [N, 1], in place of its vocabulary head.
 
-    Without a head in the folder, as in that of a policy, it is zero: values start at 0, whatever the model, and the
-    first advantages are those of the rewards to go. Raises ValueError for a head of another size.
+    If the folder has no head, as a policy's folder, the head is zero: values start at 0, and the first advantages equal
+    the rewards to go. Raises ValueError for a head of another size.
     """
     vocabulary_head = head_of(model).get_parameter("weight")
     head = nn.Linear(vocabulary_head.shape[1], 1, dtype=vocabulary_head.dtype)

@@ -75,7 +75,7 @@ def _import_setuptools() -> None:
     except AssertionError:
         os.environ["SETUPTOOLS_USE_DISTUTILS"] = "stdlib"
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that of the standard library is deprecated
+            warnings.simplefilter("ignore")  # the standard library's distutils is deprecated
             importlib.import_module("setuptools")
 
 

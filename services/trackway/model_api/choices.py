@@ -241,7 +241,7 @@ async def _whole(generator: Generates, job: Job) -> Delta:
     return joined([delta async for delta in _deltas(generator, job)])
 
 
-async def _as_they_come(
+async def _in_order_of_arrival(
     generator: Generates, jobs: Sequence[Job], keep_alive_s: float
 ) -> AsyncGenerator[tuple[int, Delta] | None]:
     """The deltas of all choices with their indexes, and None after each `keep_alive_s` seconds without one.
@@ -380,7 +380,7 @@ async def respond(
         if record is not None:
             record(deltas)
         return Response(body, media_type="application/json")
-    events = builder.events(_as_they_come(generator, jobs, keep_alive_s), record)
+    events = builder.events(_in_order_of_arrival(generator, jobs, keep_alive_s), record)
     return EventStream(await while_connected(request, _first(events), context), events, builder.failed)
 
 

@@ -268,7 +268,7 @@ class RewardModelScorer:
         policy = CallPolicy(
             read_s=model.timeout_s, total_s=model.timeout_s, attempts=model.attempts, max_in_flight=model.max_in_flight
         )
-        own = model.base_url is None  # tokens and replicas' own ports are those of our services alone
+        own = model.base_url is None  # only our own services take tokens and have direct ports
         self._client = ServiceClient(
             RewardModelAccess(model, service.base_url).url,
             policy=policy,

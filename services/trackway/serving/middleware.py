@@ -1,4 +1,4 @@
-"""ASGI middleware around each request: trace context, last-resort error response, deadline, idempotency. And batches.
+"""ASGI middleware around each request: trace context, last-resort error response, deadline, idempotency, batches.
 
 FastAPI's own telemetry is not used, because our span per hop already carries the content.
 

@@ -384,7 +384,7 @@ def module_of_file(path: Path, setting: str) -> ModuleType:
     """
     if not path.is_file():
         raise FileNotFoundError(f"{setting}: expected a Python file, got {str(path)!r}; correct the path")
-    # A unique name: the file's name may be that of an installed module.
+    # A unique name, since an installed module may have the file's name.
     name = f"trackway_own_{path.stem}_{abs(hash(path.resolve())):x}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

@@ -3,6 +3,6 @@
 app, settings  the service: start, watch, stop and resume runs
 worker         a run's own process
 
-The rooms, lowest first: `metrics`, `data`, `run_state`, `delivery`, `traces`,
-`loop`, `supervisor`. The service never imports the loop; both meet in `run_state`.
+The rooms, lowest first: `metrics`, `data`, `run_state`, `delivery`, `traces`, `loop`, `supervisor`. The service never
+imports the loop; both meet in `run_state`.
 """

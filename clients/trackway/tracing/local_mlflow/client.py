@@ -59,7 +59,7 @@ def _in_folder(folder: Path) -> Path:
         raise ValueError(f"MLFLOW_TRACKING_URI: expected a folder, got the file {folder}; write sqlite:///{folder}")
     if any(folder.glob("*/meta.yaml")):
         raise ValueError(
-            f"{folder} holds runs in MLflow's old file format, which takes no spans; move them over with "
+            f"{folder} contains runs in MLflow's old file format, which cannot store spans; migrate them with "
             f"`mlflow migrate-filestore --source {folder} --target sqlite:///{folder}.db` "
             f"and set MLFLOW_TRACKING_URI=sqlite:///{folder}.db"
         )

@@ -54,10 +54,10 @@ def evaluate(
 ) -> None:
     """Roll out each row of a dataset and report pass@k, scores, lengths and tool use.
 
-    A run is evaluated with its own settings and val_files, a run of SFT with those of --config and of the command line
-    since it has no reward. Without running services it starts what it needs in this
-    process, in seconds and without Ray. Ctrl-C keeps what has ended; --resume continues. The result is a run in the
-    outputs folder, so the console shows its rollouts. Exit status 1 if a rollout failed.
+    A run is evaluated with its own settings and val_files. An SFT run has no reward, so its settings come from --config
+    and the command line. Without running services it starts what it needs in this process, in seconds and without Ray.
+    Ctrl-C keeps what has ended; --resume continues. The result is a run in the outputs folder, so the console shows its
+    rollouts. Exit status 1 if a rollout failed.
 
     A URL is any server with OpenAI's chat completions, https://host/v1. It needs no rollout service.
 

@@ -138,14 +138,14 @@ class CallInProgress:
 
     request: Request
     stream: bool
-    """Send it as events."""
+    """True to send it as events."""
     answer: CallAnswer
     repeats: CallAnswer | None = None
     """The answer to the call that it is a retry of."""
     reserved: int = 0
     """Tokens of the session's budget."""
     recorded: bool = False
-    """True if the graph has something of it."""
+    """True if a part of it is in the graph."""
 
     @classmethod
     def begin(cls, request: Request, *, stream: bool) -> "CallInProgress":

@@ -360,8 +360,8 @@ class SessionInstances:
     ) -> tuple[str, ToolResult]:
         """Run a call. Returns its instance's id and result. `create_kwargs` apply at the first call.
 
-        If the caller leaves, a running call continues within its limits, since cancelling it would lose the tool's
-        state, and the next call waits for it. A call that has not started is cancelled.
+        If the caller disconnects, a running call continues within its limits, because cancelling it would lose the
+        tool's state. The next call waits for it. A call that has not started is cancelled.
         INSTANCE_NOT_FOUND or INSTANCE_LOST, once, when the state is gone. The next call creates it again.
         """
         begun = asyncio.Event()

@@ -87,8 +87,8 @@ class _Chunk(NamedTuple):
 class IpcSender:
     """Offers a copy of the weights in the learner's GPU memory to engines on the same GPU.
 
-    The copy is in the published type and stays allocated: memory that an engine has not mapped in the end would never
-    be freed. `allocate` makes a buffer of so many bytes, and `share` exports it.
+    The copy is in the published type and stays allocated: memory that no engine maps would never be
+    freed. `allocate` makes a buffer of so many bytes, and `share` exports it.
     """
 
     def __init__(

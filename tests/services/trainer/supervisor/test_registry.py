@@ -41,7 +41,7 @@ def outputs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def runs(services: ServiceUrls, agent, outputs: Path) -> AsyncIterator[RunManager]:
-    """Of a service that has little patience with a learner."""
+    """A manager that stops runs after 0.1 s."""
     runs = RunManager(outputs, services, stop_deadline_s=0.1)
     yield runs
     agent.released.set()

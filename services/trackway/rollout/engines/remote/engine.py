@@ -346,7 +346,7 @@ class RemoteEngine(ABC):
 
     @property
     def guides(self) -> bool:
-        """Return whether a server that this engine starts gets the tokenizer, which grammars need. Else True."""
+        """Return whether the server takes grammars. If this engine starts it, the model needs a tokenizer."""
         return self.settings.engine_url is not None or _has_tokenizer(self.settings.model_path)
 
     def _longest(self, wanted: int) -> int:
