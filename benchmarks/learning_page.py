@@ -2,6 +2,8 @@
 
     .venv/bin/python benchmarks/learning_page.py --outputs outputs/learning
 
+The part `teachers` becomes one figure, of docs/guides/distillation.md.
+
 A curve shows the training reward by step: the mean and the range over the seeds whose runs finished. The number beside
 it is the held-out accuracy after the last step. A setting without a record keeps its curve, so this may run before all
 runs have finished, or after those of one setting.
@@ -15,6 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, NotRequired, TypedDict
 
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "concepts" / "algorithms.md"
 CURVES = DOCS / "pictures" / "learning"
@@ -26,6 +33,8 @@ COLUMN = "on the demo"
 SETTINGS = {"norm_adv_by_std_in_grpo=false": "dr_grpo", "bypass_mode": "bypass_pg_is"}
 """Name in a row -> its setting, where that is not the same."""
 GOAL = 0.8
+TEACHERS, TAUGHT = "teachers", 0.9
+"""The part of the benchmark that becomes a figure, and its dotted line."""
 
 WIDTH, HEIGHT, TEXT, EDGE = 96, 32, 40, 2
 """In pixels: width and height of a curve, width of its number, margin."""
@@ -126,9 +135,27 @@ def _cell(part: str, setting: str, runs: Sequence[Run], folder: Path, before: st
     return f"![{text}](../pictures/{folder.name}/{name})"
 
 
+def write_figure(runs: Sequence[Run], file: Path) -> None:
+    """Write an SVG of the held-out accuracy by step: a curve for each setting, the mean and the range of its seeds."""
+    # the same bytes on every machine, text as text
+    with pyplot.rc_context({"svg.hashsalt": "teachers", "svg.fonttype": "none", "font.size": 9}):
+        figure, axes = pyplot.subplots(figsize=(6.4, 3.2), layout="constrained")
+        for setting in dict.fromkeys(run["setting"] for run in runs):
+            curve = points([run["accuracies"] for run in runs if run["setting"] == setting and not run["error"]])
+            steps = [point.step for point in curve]
+            [line] = axes.plot(steps, [point.mean for point in curve], label=setting)
+            lows, highs = [point.low for point in curve], [point.high for point in curve]
+            axes.fill_between(steps, lows, highs, color=line.get_color(), alpha=0.15, linewidth=0)
+        axes.axhline(TAUGHT, color="#8b949e", linestyle=":")
+        axes.set(xlabel="step", ylabel="held-out accuracy")
+        axes.legend(loc="lower right", frameon=False)
+        figure.savefig(file, metadata={"Date": None})
+        pyplot.close(figure)
+
+
 def recorded(outputs: Path) -> Iterator[tuple[str, list[Run]]]:
     """The runs of each part that the folder has."""
-    for part in SECTIONS.values():
+    for part in (*SECTIONS.values(), TEACHERS):
         file = outputs / f"{part}.json"
         if file.exists():
             yield part, json.loads(file.read_text())
@@ -141,8 +168,10 @@ def main() -> None:
     outputs = parser.parse_args().outputs
     records = dict(recorded(outputs))
     if not records:
-        names = " or ".join(f"{part}.json" for part in SECTIONS.values())
-        parser.error(f"--outputs: expected {names} in {outputs}, got neither; run benchmarks/learning.py first")
+        names = " or ".join(f"{part}.json" for part in (*SECTIONS.values(), TEACHERS))
+        parser.error(f"--outputs: expected {names} in {outputs}, got none; run benchmarks/learning.py first")
+    if TEACHERS in records:
+        write_figure(records[TEACHERS], CURVES / f"{TEACHERS}.svg")
     PAGE.write_text(filled(PAGE.read_text(), records, CURVES))
 
 

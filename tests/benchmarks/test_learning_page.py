@@ -3,7 +3,19 @@
 from pathlib import Path
 
 import pytest
-from benchmarks.learning_page import COLUMN, CURVES, PAGE, SECTIONS, Point, Run, drawn, filled, points, told
+from benchmarks.learning_page import (
+    COLUMN,
+    CURVES,
+    PAGE,
+    SECTIONS,
+    Point,
+    Run,
+    drawn,
+    filled,
+    points,
+    told,
+    write_figure,
+)
 
 
 def by_step(*values: float) -> dict[str, float]:
@@ -94,6 +106,15 @@ def test_the_rows_that_have_records_are_filled_and_no_others(tmp_path: Path):
     again = filled(page, {"losses": [run("dppo_tv", 0, 0.0, 0.5)]}, folder).splitlines()[-5]
     curves = [f"![{told}](../pictures/learning/losses-{name}.svg)" for told, name in TWO]
     assert again == f"| `dppo_tv`, `dppo_kl` | A | {' '.join(curves)} |"
+
+
+def test_the_figure_of_the_teachers_has_a_curve_for_each_setting_and_the_same_bytes_again(tmp_path: Path):
+    first, again = tmp_path / "first.svg", tmp_path / "again.svg"
+    for file in (first, again):
+        write_figure([*RUNS, BROKEN], file)
+
+    assert first.read_bytes() == again.read_bytes()
+    assert all(f">{setting}</text>" in first.read_text() for setting in ("grpo", "dr_grpo", "gae"))
 
 
 def test_the_page_has_both_tables():

@@ -4,6 +4,7 @@ As for a run with a reward model, a sixth application serves one, which scores t
 all has tokens, so that every test here is one of them too; services that a test adds have none.
 """
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.local.up import bring_up, take_down
 from trackway.deploy.runs.session import RunSession
 from trackway.run_config import compose
+from trackway.system import free_port
 from trackway.trainer.data import make_tiny
 from trackway.wire.trainer import RunInfo
 
@@ -30,12 +32,19 @@ Train = Callable[..., RunInfo]
 
 
 @pytest.fixture(scope="session")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+def teacher_port() -> int:
+    """The port of the agent service's teacher `elsewhere`."""
+    return free_port()
+
+
+@pytest.fixture(scope="session")
+def deployment(tmp_path_factory: pytest.TempPathFactory, teacher_port: int) -> Iterator[Deployment]:
     folder = tmp_path_factory.mktemp("deployment")
     outputs, tokens = folder / "outputs", tokens_file(folder)
     settings = UpSettings(outputs=outputs, tokens_file=tokens, port=0, dashboard_port=0, ray_port=0, mlflow_port=0)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(TOKEN, OPERATOR)
+        environment.setenv("TRACKWAY_TEACHERS", json.dumps({"elsewhere": f"http://127.0.0.1:{teacher_port}"}))
         environment.setenv(
             "PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep
         )  # for benchmarks.sim_engine

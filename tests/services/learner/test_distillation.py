@@ -143,6 +143,29 @@ def test_task_rewards_are_trained_beside_the_teacher():
     assert float(both.loss) == pytest.approx(float(plain.loss) + 0.25 * float(alone.loss), abs=1e-12)
 
 
+def test_rollout_correction_weighs_a_teachers_policy_gradient_and_drops_the_tokens_that_it_rejects():
+    batch = batch_of(3)
+    logits = torch.tensor(batch.logits, dtype=F64, requires_grad=True)
+    logp = torch.log_softmax(logits, -1).gather(-1, torch.tensor(batch.targets).unsqueeze(-1)).squeeze(-1)
+    micro = training_batch(batch, torch.log_softmax(torch.tensor(batch.teacher, dtype=F64), -1))
+    weights = torch.linspace(0.1, 1.9, logp.numel(), dtype=F64).view_as(logp)
+    kept = micro.response_mask & (weights > 0.5)
+    micro = replace(micro, old_logprobs=logp.detach(), rollout_is_weights=weights, response_mask=kept)
+    assert micro.teacher_logprobs is not None
+    difference = logp - micro.teacher_logprobs
+    expected = {
+        "k1": weights * difference.detach() * logp,
+        "k2": difference.square() / 2,
+    }
+
+    for mode, of_token in expected.items():
+        settings = {"loss_mode": mode, "use_policy_gradient": mode == "k1"}
+        loss = loss_of(config_of(settings, bypass_mode=False, rollout_is="token"), micro, logits).loss
+        (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        (closed,) = torch.autograd.grad((of_token * kept).sum() / kept.sum(), logits, retain_graph=True)
+        torch.testing.assert_close(gradient, closed, rtol=0, atol=1e-11)
+
+
 def test_a_batch_that_no_teacher_scored_is_refused():
     batch = batch_of(3)
     logits = torch.tensor(batch.logits, dtype=F64)

@@ -129,12 +129,12 @@ def _published(key: str, given: str, student: str, tokenizer: PreTrainedTokenize
 async def _require_same_tokens(name: str, url: str, student: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise TrackwayError unless the service at the URL encodes a text as the student does."""
     key = f"distillation.teacher_models.{name}.model_path"
-    body = {"prompt": _PROBE, "max_tokens": 1, "return_token_ids": True}
+    body = {"prompt": _PROBE, "add_special_tokens": False, "max_tokens": 1, "return_token_ids": True}
     try:
-        async with httpx.AsyncClient(timeout=_QUESTION.total_s) as http:
-            reply = await http.post(f"{url.rstrip('/')}/v1/completions", json=body)
-            reply.raise_for_status()
-            theirs = reply.json()["choices"][0]["prompt_token_ids"]
+        async with httpx.AsyncClient(base_url=f"{url.rstrip('/')}/v1", timeout=_QUESTION.total_s) as http:
+            models = (await http.get("/models")).raise_for_status().json()["data"]
+            reply = await http.post("/completions", json={"model": models[0]["id"], **body})
+            theirs = reply.raise_for_status().json()["choices"][0]["prompt_token_ids"]
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
         message = f"{key}: expected a rollout service at {url}, got {error!r}; start it, or correct its URL"
         raise TrackwayError(ErrorCode.UNAVAILABLE, message) from error

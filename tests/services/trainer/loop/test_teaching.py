@@ -5,12 +5,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from fastapi import FastAPI
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.serving import served
 from trackway.clients.weights import WeightStore
 from trackway.deploy.bundled import TINY_MODEL
+from trackway.rollout.app import create_app
+from trackway.rollout.settings import RolloutSettings
 from trackway.run_config.distillation import DistillationConfig
 from trackway.trainer.loop.teaching import _PROBE, Teaching, _published, _require_same_tokens
 from trackway.wire.agent import Sample, Teacher
@@ -70,13 +71,19 @@ def test_a_model_is_published_once_as_a_policy_named_by_its_weights(student: Stu
     assert name.startswith("teacher-") and latest is not None and latest.version == 1
 
 
-def test_another_vocabulary_is_refused_with_both_names(student: Student, tmp_path: Path):
-    folder = shutil.copytree(TINY_MODEL, tmp_path / "other")
+def with_other_vocabulary(folder: Path) -> Path:
+    """The tiny model in `folder`, with the ids of two pieces exchanged."""
+    shutil.copytree(TINY_MODEL, folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
-    first, second = [piece for piece in vocabulary if len(piece) == 1][:2]
+    first, second = [piece for piece in vocabulary if len(piece) == 1 and piece in _PROBE][:2]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+def test_another_vocabulary_is_refused_with_both_names(student: Student, tmp_path: Path):
+    folder = with_other_vocabulary(tmp_path / "other")
 
     with pytest.raises(TrackwayError, match=f"the vocabulary of {TINY_MODEL}, got {folder} with another"):
         _published(KEY, str(folder), *student, f"{tmp_path}/store")
@@ -102,25 +109,13 @@ def test_what_is_no_model_is_refused(student: Student, tmp_path: Path):
     assert refused.value.code is ErrorCode.INVALID_REQUEST
 
 
-def encoding(ids: list[int]) -> FastAPI:
-    """A service whose tokenizer makes these ids of any text."""
-    app = FastAPI()
-
-    @app.post("/v1/completions")
-    async def completions() -> dict[str, object]:
-        return {"choices": [{"prompt_token_ids": ids}]}
-
-    return app
-
-
 @pytest.mark.anyio
-async def test_a_service_of_its_own_needs_the_students_vocabulary(student: Student):
-    ids = student[1](_PROBE, add_special_tokens=False)["input_ids"]
-    async with served(encoding(ids)) as url:
+async def test_a_service_of_its_own_needs_the_students_vocabulary(student: Student, tmp_path: Path):
+    other = AutoTokenizer.from_pretrained(with_other_vocabulary(tmp_path / "other"))
+    async with served(create_app(RolloutSettings(model_path=TINY_MODEL, weights_url=None, device="cpu"))) as url:
         await _require_same_tokens("math", f"{url}/", *student)
-    async with served(encoding(ids[:-1])) as other:
-        with pytest.raises(TrackwayError, match=f"the vocabulary of {TINY_MODEL}, got {other} with another"):
-            await _require_same_tokens("math", other, *student)
-    with pytest.raises(TrackwayError, match=f"expected a rollout service at {other}, got ConnectError") as gone:
-        await _require_same_tokens("math", other, *student)
+        with pytest.raises(TrackwayError, match=f"the vocabulary of {TINY_MODEL}, got {url} with another"):
+            await _require_same_tokens("math", url, student[0], other)
+    with pytest.raises(TrackwayError, match=f"expected a rollout service at {url}, got ConnectError") as gone:
+        await _require_same_tokens("math", url, *student)
     assert gone.value.code is ErrorCode.UNAVAILABLE

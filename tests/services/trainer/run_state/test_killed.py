@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -18,6 +18,7 @@ from trackway.trainer.run_state.trajectories import read_trajectories
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.agent import GroupRequest
 from trackway.wire.trainer import RunState
+from trackway.wire.trajectory import TeacherScores, Trajectory
 
 pytestmark = pytest.mark.slow
 
@@ -82,11 +83,11 @@ class Run(NamedTuple):
 
 @pytest.fixture(scope="module")
 def run_of(tiny_model: Path, sample, serving, new_agent, tmp_path_factory) -> Callable[..., Run]:
-    def run(*moments: str, overrides: Sequence[str] = (), late_s: float = 0.0) -> Run:
+    def run(*moments: str, overrides: Sequence[str] = (), **agents: Any) -> Run:
         place = tmp_path_factory.mktemp("killed")
         write_rows(place / "train.parquet", [sample(index) for index in range(10)])
         write_rows(place / "val.parquet", [sample(index) for index in range(2)])
-        folder, agent = RunFolder(place / "outputs" / "run"), new_agent(late_s=late_s)
+        folder, agent = RunFolder(place / "outputs" / "run"), new_agent(**agents)
         with serving(agent.app()) as url:
             urls = ServiceUrls(agent_url=url, tools_url="http://127.0.0.1:9", weights_url=str(place / "weights"))
             folder.create(config(tiny_model, place, overrides), urls)
@@ -178,6 +179,28 @@ def test_an_overlapped_run_killed_at_any_moment_trains_every_prompt_once(
             assert counts.pop("submitted") == sum(counts.values())
             assert counts["used"] == 2 * 2 * step
             assert row["training/off_policy/trajectory_staleness/max"] <= BEHIND
+
+
+def test_a_killed_run_with_a_teacher_ends_in_the_same_weights(run_of: Callable[..., Run], tiny_model: Path):
+    overrides = [
+        "distillation.enabled=true",
+        f"distillation.teacher_models.teacher_model.model_path={tiny_model}",
+    ]
+    moments = ("in an update", "in a publication", "between checkpoint and row")
+    killed, undisturbed = (run_of(*at, overrides=overrides, change=scored) for at in (moments, ()))
+
+    assert killed.folder.info().state is RunState.FINISHED
+    assert killed.rows == undisturbed.rows and killed.trained == undisturbed.trained
+    assert all(row["distillation/loss"] > 0 for _, row in killed.rows[1:])
+    for name in ("model.safetensors", "optim.safetensors", "extra_state.safetensors"):
+        assert killed.learned(name) == undisturbed.learned(name), name
+
+
+def scored(trajectory: Trajectory) -> Trajectory:
+    """The trajectory with the scores of a teacher."""
+    logprobs = [-1.0 - token / 8 for token in trajectory.response_ids]
+    own = [value for value, is_own in zip(logprobs, trajectory.response_mask, strict=True) if is_own]
+    return trajectory.model_copy(update={"teacher": TeacherScores(teacher="teacher_model", logprobs=own)})
 
 
 def test_tensorboard_shows_every_row_of_a_killed_run_once(killed: Run):
