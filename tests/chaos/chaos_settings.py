@@ -16,6 +16,7 @@ class RunKind(Enum):
 
     PLAIN = ()
     OVERLAPPED = ("async_training.staleness_threshold=1",)
+    OVER_SAMPLED = ("trackway.over_sample_rate=0.2",)
     RANKS = ("trackway.learner_ranks=2",)
     SESSIONS = ("trackway.rollouts_from=sessions", "data.train_files=[]", "data.val_files=[]")
 
@@ -58,7 +59,10 @@ ON_DEMAND = [ChaosSettings(seed, faults=6, steps=40) for seed in range(10)]
 """Together they send every signal to every target of their kind."""
 OF_KINDS = [
     ChaosSettings(seed, faults=4, steps=steps, kind=kind)
-    for kind, first, steps in ((RunKind.OVERLAPPED, 40, 16), (RunKind.RANKS, 5, 16), (RunKind.SESSIONS, 40, 40))
+    for kind, first, steps in (
+        *((RunKind.OVERLAPPED, 40, 16), (RunKind.OVER_SAMPLED, 40, 16)),
+        *((RunKind.RANKS, 5, 16), (RunKind.SESSIONS, 40, 40)),
+    )
     for seed in range(first, first + 5)
 ]
 """Five seeds of each other kind, which do the same. Runs on sessions go on while a process recovers: more steps."""
