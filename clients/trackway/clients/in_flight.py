@@ -137,7 +137,7 @@ class RolloutLimiter:
             self._budget = max(1.0, self._budget / RAISED)
 
     def _room(self, budget: float, lengths: list[float], starting: int, max_len: int) -> float:
-        """How many more rollouts may start. Negative if too many are in flight.
+        """Return how many more rollouts may start. Negative if too many are in flight.
 
         budget: tokens that the forecast may fill. lengths: of the rollouts in flight, in tokens. starting: rollouts
         before their first turn.

@@ -166,7 +166,7 @@ class RolloutClient(ServiceClient):
         return await self.call("GET", "/policies", reply=PolicyList)
 
     async def sleeping(self, deadline: Deadline | None = None) -> SleepReplies:
-        """Which replicas can release memory, and which parts they have released."""
+        """Return which replicas can release memory, and which parts they have released."""
         return await self._each("GET", "/is_sleeping", deadline)
 
     async def sleep(self, mode: SleepMode = "wait", deadline: Deadline | None = None) -> SleepReplies:

@@ -154,7 +154,7 @@ class SampledRequest(OpenAIRequest):
 
     @property
     def most_likely(self) -> int:
-        """How many of the most likely tokens to return at each position."""
+        """Return how many of the most likely tokens to return at each position."""
         return 0
 
     @property
@@ -201,7 +201,7 @@ class CompletionRequest(SampledRequest):
 
     @property
     def most_likely(self) -> int:
-        """How many of the most likely tokens to return at each position."""
+        """Return how many of the most likely tokens to return at each position."""
         return self.logprobs or 0
 
     @property
@@ -341,7 +341,7 @@ class ChatRequest(SampledRequest):
 
     @property
     def most_likely(self) -> int:
-        """How many of the most likely tokens to return at each position."""
+        """Return how many of the most likely tokens to return at each position."""
         return self.top_logprobs
 
     @property

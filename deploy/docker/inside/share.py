@@ -13,7 +13,7 @@ LARGE = 1_000_000
 
 
 def share(environment: Path, other: Path) -> tuple[int, int]:
-    """How many files are links now, and the bytes of those that they replaced."""
+    """Return how many files are links now, and the bytes of those that they replaced."""
     count = saved = 0
     for path in environment.rglob("*"):
         twin = other / path.relative_to(environment)

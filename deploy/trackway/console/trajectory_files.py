@@ -83,7 +83,7 @@ class ParquetReader:
         self._connection: duckdb.DuckDBPyConnection | None = None
 
     def rows_within(self, file: File, size: int, column: str = "") -> tuple[int, int]:
-        """How many rows have about `size` bytes, at least one, in a column or in all; and the rows of the file."""
+        """Return how many rows (at least one) have about `size` bytes in a column or in all, and the file's rows."""
         [(total, count)] = self.query(
             "SELECT coalesce(sum(total_uncompressed_size) FILTER ($column IN ('', path_in_schema)), 0), "
             "coalesce(sum(row_group_num_rows) FILTER (column_id = 0), 0) FROM parquet_metadata($file)",

@@ -67,7 +67,7 @@ def _last_content(value: JsonValue, role: str | None = None) -> str | None:
 
 
 def has_texts(tree: TraceTree) -> bool:
-    """Whether any generation has its text."""
+    """Return whether any generation has its text."""
     return any(response_text(chat) is not None for chat in tree.of_kind("chat"))
 
 

@@ -130,7 +130,7 @@ class Episode:
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """How the model's tokens are sampled."""
+        """Return how the model's tokens are sampled."""
         return self.request.sampling_params
 
     @property

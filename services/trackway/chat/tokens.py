@@ -192,7 +192,7 @@ class ChatTokens:
 
     @property
     def tool_format(self) -> ToolFormat:
-        """How the model writes tool calls."""
+        """Return how the model writes tool calls."""
         return self.fast.tool_format
 
     @cached_property

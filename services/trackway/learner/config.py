@@ -191,13 +191,13 @@ class LearnerConfig:
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether the kernels of this process are deterministic."""
+        """Return whether the kernels of this process are deterministic."""
         sections = (self.actor.fsdp_config, self.ref.fsdp_config, self.critic.fsdp)
         return any(section.full_determinism for section in sections)
 
     @property
     def publishes_adapter(self) -> bool:
-        """Whether engines get the adapter alone, not whole weights."""
+        """Return whether engines get the adapter alone, not whole weights."""
         return self.lora is not None and not self.model.lora.merge
 
     @property
@@ -257,12 +257,12 @@ class LearnerConfig:
 
     @property
     def trains_entropy(self) -> bool:
-        """Whether the loss has an entropy bonus."""
+        """Return whether the loss has an entropy bonus."""
         return self.actor.entropy_coeff != 0.0
 
     @property
     def compiles_entropy(self) -> bool:
-        """Whether the entropy is computed by a compiled function."""
+        """Return whether the entropy is computed by a compiled function."""
         return self.actor.use_torch_compile or self.actor.fsdp_config.use_torch_compile
 
     @property
@@ -331,7 +331,7 @@ class LearnerConfig:
 
     @property
     def recompute_old_logprobs(self) -> bool:
-        """Whether the old logprobs come from a pass of the trainer instead of the sampler; hides a mismatch of both."""
+        """Return whether the old logprobs come from a pass of the trainer, which hides a mismatch with the sampler."""
         return self.proximal_logprobs == "recompute" and not self.algorithm.rollout_correction.bypass_mode
 
     @property

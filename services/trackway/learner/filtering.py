@@ -87,13 +87,13 @@ class FilteredBatch:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many trajectories get each value of the feedback `fate`. `baseline` only if there is one."""
+        """Return how many trajectories get each value of the feedback `fate`. `baseline` only if there is one."""
         counts = Counter(status.feedback for status in self.statuses)
         values = dict.fromkeys(_FEEDBACK.values())
         return {value: counts[value] for value in values if value != TrainStatus.BASELINE or counts[value]}
 
     def metrics(self) -> Metrics:
-        """How many trajectories were dropped, by reason, and verl's share of the failed ones."""
+        """Return how many trajectories were dropped, by reason, and verl's share of the failed ones."""
         untrainable = {reason: self.statuses.count(reason) for reason in _UNTRAINABLE}
         sampled = len(self.statuses) - self.statuses.count(TrainStatus.BASELINE)
         return {

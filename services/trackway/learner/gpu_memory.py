@@ -190,7 +190,7 @@ class EngineMemory:
         return max(0, self.taken(total) - self.weights - CONTEXT_BYTES) // self.token
 
     def words(self, total: int | None) -> str:
-        """What the engine takes of a GPU of `total` bytes, or None for an unknown GPU."""
+        """Return what the engine takes of a GPU of `total` bytes, or None for an unknown GPU."""
         if total is None and self.share is not None:
             return f"{self.share:.0%} of its GPU while it generates: weights {gib(self.weights)}, the rest for KV cache"
         return (

@@ -58,7 +58,7 @@ def mean_metrics(rows: Sequence[Metrics]) -> Metrics:
 
 
 def drift_metrics(logp: Tensor, rollout_logp: Tensor) -> Metrics:
-    """How far the trainer's logprobs are from the sampler's, over N model tokens under equal weights.
+    """Return how far the trainer's logprobs are from the sampler's, over N model tokens under equal weights.
 
     In float32 the largest |dlogp| is below 1e-4. Above 1 the mask, the ids or the temperature are wrong.
     """

@@ -248,7 +248,7 @@ def control_routes(policies: Policies) -> ServiceRouter:
 
     @router.get("/is_sleeping")
     async def is_sleeping(model: str | None = None) -> SleepReply:
-        """Which parts of the memory are released, and whether the engine can release any."""
+        """Return which parts of the memory are released, and whether the engine can release any."""
         return policies.held(model).sleeping()
 
     return router

@@ -738,7 +738,7 @@ class RunConfig(Section):
 
     @property
     def idle_gpus(self) -> str:
-        """Which GPUs of the keys no rank of the learner has, in words. An empty string where each has a rank."""
+        """Return which GPUs of the keys no rank of the learner has, in words. An empty string where each has a rank."""
         ranks, of_node = self.placement.ranks, self.trainer.n_gpus_per_node or 0
         gpus = of_node * (self.trainer.nnodes or 1)
         if gpus <= ranks or not self.learner_needs_gpus:

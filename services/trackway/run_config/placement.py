@@ -28,7 +28,7 @@ class Placement(NamedTuple):
         return rank // self.per_node
 
     def local_rank(self, rank: int) -> int:
-        """Which of its node's ranks a rank is, and so its GPU."""
+        """Return which of its node's ranks a rank is, and so its GPU."""
         return rank % self.per_node
 
     def bundle(self, with_gpus: bool) -> dict[str, float]:

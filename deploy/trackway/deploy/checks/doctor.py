@@ -100,7 +100,7 @@ def _gpu(settings: UpSettings) -> Iterator[Finding]:
 
 
 def _gpu_memory(model: str, ranks: int) -> Iterator[Finding]:
-    """Whether the GPUs hold what the ranks of a learner need at least, with the default keys."""
+    """Return whether the GPUs hold what the ranks of a learner need at least, with the default keys."""
     if missing_packages("trainer"):
         return
     from trackway.deploy.checks.gpu_memory import gib, gpu_memory
@@ -121,7 +121,7 @@ def _gpu_memory(model: str, ranks: int) -> Iterator[Finding]:
 
 
 def _template(model: str) -> Finding:
-    """Whether the model can be offered tools. Its tokenizer is read, not its weights."""
+    """Return whether the model can be offered tools. Its tokenizer is read, not its weights."""
     name = "chat template"
     if missing_packages("trainer"):
         return Finding(name=name, ok=True, found="not read: needs trackway[trainer]")

@@ -209,7 +209,7 @@ class Subject:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether files, model and GPUs are on other machines."""
+        """Return whether files, model and GPUs are on other machines."""
         return self.deployment is not None and self.deployment.attached
 
 

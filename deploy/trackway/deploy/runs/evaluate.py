@@ -177,7 +177,7 @@ class EvaluationRun:
 
     @property
     def _can_trace(self) -> bool:
-        """Whether the services reach a trace backend; of running ones it is not known."""
+        """Return whether the services reach a trace backend; of running ones it is not known."""
         if self.subject.services is None:
             return True
         args = serve_config.args_of(self.subject.services.serve_config, "agent")

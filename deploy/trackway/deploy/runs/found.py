@@ -37,7 +37,7 @@ class FoundRun:
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether it is an evaluation of this machine."""
+        """Return whether it is an evaluation of this machine."""
         return RunFolder(self.outputs.resolve() / self.info.run).is_evaluation
 
     @property
@@ -103,7 +103,7 @@ def rewards(rows: Sequence[MetricsRow]) -> list[float]:
 
 
 def idle_time(rows: Sequence[MetricsRow]) -> str:
-    """How long each side of the run waited for the other, as a sentence. Empty without steps and without rollouts."""
+    """Return how long each side of the run waited for the other, as a sentence. Empty without steps or rollouts."""
     steps, learner = _total(rows, "timing_s/step"), _total(rows, "timing_s/gen")
     rollouts = _total(rows, "fully_async/rollouter/version_time") - _total(rows, "fully_async/rollouter/active_time")
     if not steps or not learner:

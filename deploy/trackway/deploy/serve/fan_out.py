@@ -141,7 +141,7 @@ def sleep_routes(broadcast: Broadcast) -> ServiceRouter:
 
     @router.get("/is_sleeping")
     async def is_sleeping(request: Request) -> SleepReplies:
-        """Which replicas can release memory, and what they have released."""
+        """Return which replicas can release memory, and what they have released."""
         return await _steer(broadcast, request, "GET", "/is_sleeping")
 
     @router.post("/sleep", dependencies=operator)

@@ -22,7 +22,7 @@ _ALL = "cpu"
 
 
 def missing_extra(error: ModuleNotFoundError) -> str | None:
-    """How to install what the command of this process lacks, in one line.
+    """Return how to install what the command of this process lacks, in one line.
 
     None when the module is one of ours, or was imported by other code than ours: no extra would help.
     """

@@ -109,7 +109,7 @@ class Sessions:
         return entry.session
 
     def access(self, session: Session) -> SessionAccess:
-        """How the agent calls the model."""
+        """Return how the agent calls the model."""
         path, direct_url = f"/sessions/{session.id}/v1", self.direct_url()
         return SessionAccess(
             session_id=session.id,

@@ -464,7 +464,7 @@ def receive_command() -> tuple[str, Sequence[object]]:
 
 
 def _outcomes(failure: Exception | None) -> list[str]:
-    """How a command failed in each rank, "" where it did not. A collective at the end of each command."""
+    """Return how a command failed in each rank, "" where it did not. A collective at the end of each command."""
     return gather(TEXT, "" if failure is None else f"{type(failure).__name__}: {failure}")
 
 

@@ -139,12 +139,12 @@ class BaseTraining:
 
     @property
     def complete(self) -> bool:
-        """Whether the last step is done."""
+        """Return whether the last step is done."""
         return self.step >= self.plan.total_steps
 
     @property
     def finished(self) -> bool:
-        """Whether no further step may begin."""
+        """Return whether no further step may begin."""
         return self.complete or self.stop.is_set()
 
     @property
@@ -168,7 +168,7 @@ class BaseTraining:
 
     @property
     def validated(self) -> bool:
-        """Whether no validation was interrupted by a stop."""
+        """Return whether no validation was interrupted by a stop."""
         return not self.progress.unvalidated and self.progress.validation is None
 
     @contextmanager

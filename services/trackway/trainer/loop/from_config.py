@@ -109,7 +109,7 @@ def plan(config: RunConfig, steps_per_epoch: int) -> Schedule:
 
 
 def pacing(config: RunConfig) -> Pacing:
-    """How far generation runs ahead of the learner."""
+    """Return how far generation runs ahead of the learner."""
     asynchronous, own = config.async_training, config.trackway
     depth, ahead = asynchronous.staleness_threshold, math.ceil(config.versions_ahead)
     return Pacing(

@@ -291,7 +291,7 @@ class GroupScheduler:
             raise self._too_few(size, "every row was taken", "lower data.train_batch_size")
 
     def _left_out_of_the_oldest(self, count: int) -> int:
-        """How many of the oldest `count` prompts since the last update were left out. Later steps take the others."""
+        """Return how many of the oldest `count` prompts since the last update were left out, for later steps."""
         prompts = [(group, True) for group in self.state.left_out]
         prompts += [(outstanding.group, False) for outstanding in self._outstanding]
         prompts.sort(key=lambda prompt: prompt[0].order)

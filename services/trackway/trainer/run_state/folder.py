@@ -211,7 +211,7 @@ class RunFolder:
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether `trackway evaluate` made the folder."""
+        """Return whether `trackway evaluate` made the folder."""
         return (self.path / EVALUATION_FILE).is_file()
 
     @property

@@ -79,7 +79,7 @@ class SessionInbox:
 
     @property
     def is_open(self) -> bool:
-        """Whether the run takes sessions."""
+        """Return whether the run takes sessions."""
         with suppress(TrackwayError):
             return bool(self.opened())
         return False

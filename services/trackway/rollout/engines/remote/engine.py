@@ -350,7 +350,7 @@ class RemoteEngine(ABC):
         return self.settings.engine_url is not None or _has_tokenizer(self.settings.model_path)
 
     def _longest(self, wanted: int) -> int:
-        """How much of a context length the server gives to a prompt and its response."""
+        """Return how much of a context length the server gives to a prompt and its response."""
         return wanted
 
     @property
