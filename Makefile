@@ -32,7 +32,7 @@ TORCH_FROM := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-li
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --quiet $(TORCH_FROM) --constraint constraints.txt
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo ui bench test durations test-fast gpu-check gpu-check-bundle test-vllm test-vllm-core test-sglang test-sglang-core test-extended test-pods test-agents test-model test-chaos test-learning test-install test-stores test-kubernetes test-mutants test-all check check-manifests docs docs-serve format lock audit sbom image picture clean
+.PHONY: help demo ui bench test durations test-fast gpu-check gpu-check-bundle test-vllm test-vllm-core test-sglang test-sglang-core test-extended test-pods test-agents test-model test-chaos test-learning test-endurance test-install test-stores test-kubernetes test-mutants test-all check check-manifests docs docs-serve format lock audit sbom image picture clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -92,6 +92,9 @@ test-chaos: $(VENV)/.dev ## Kill, stop and terminate processes and nodes during 
 test-learning: $(VENV)/.dev ## Train the demo's task with every estimator and loss, three seeds each: which learn it? (hours; on demand).
 	$(BIN)/python benchmarks/learning.py estimators $(ARGS)
 	$(BIN)/python benchmarks/learning.py losses $(ARGS)
+
+test-endurance: $(VENV)/.dev ## Train 3,000 of the demo's steps and plot their seconds and each process's memory (an hour; on demand); ARGS='--steps 300'.
+	$(BIN)/python benchmarks/endurance.py $(ARGS)
 
 test-install: $(VENV)/.dev ## Install the wheel with each extra alone, on each Python found, and start what it is for (minutes; on demand).
 	$(PYTEST) -m 'install or not install' tests/install $(ARGS)

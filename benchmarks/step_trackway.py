@@ -48,17 +48,18 @@ class Meter:
 
     def now(self) -> dict[str, float]:
         """CPU seconds so far."""
-        for process in self._living():
+        for process, name in self.living():
             with contextlib.suppress(psutil.Error), process.oneshot():
                 times = process.cpu_times()
                 self._seen[process] = times.user + times.system
-                self.niceness[self._names[process]] = process.nice()
+                self.niceness[name] = process.nice()
         total: dict[str, float] = defaultdict(float)
         for process, spent in self._seen.items():
             total[self._names[process]] += spent
         return dict(total)
 
-    def _living(self) -> Iterator[psutil.Process]:
+    def living(self) -> Iterator[tuple[psutil.Process, str]]:
+        """Yield each process with its name."""
         for root_name, root in self._roots:
             for process in [root, *root.children(recursive=True)]:
                 name = self._names.get(process)
@@ -67,7 +68,7 @@ class Meter:
                         line = " ".join(process.cmdline())
                         self._names[process] = root_name if root_name != "ray" else process_name(line)
                 if process in self._names:
-                    yield process
+                    yield process, self._names[process]
 
 
 class Watch(threading.Thread):
