@@ -92,12 +92,12 @@ def held_back(url: str, answers: threading.Event) -> FastAPI:
     """A rollout service that hands on what the one at the URL answers, scores only after the event."""
     app = FastAPI()
 
-    @app.post("/{path:path}")
+    @app.api_route("/{path:path}", methods=["GET", "POST"])
     async def forward(path: str, request: Request) -> Response:
         assert not path.startswith("generate") or await asyncio.to_thread(answers.wait, WITHIN_S)
-        headers = {"authorization": f"Bearer {OPERATOR}", "content-type": request.headers["content-type"]}
+        headers = {"authorization": f"Bearer {OPERATOR}", "content-type": "application/json"}
         async with httpx.AsyncClient(timeout=WITHIN_S) as http:
-            reply = await http.post(f"{url}/{path}", content=await request.body(), headers=headers)
+            reply = await http.request(request.method, f"{url}/{path}", content=await request.body(), headers=headers)
         return Response(reply.content, reply.status_code, media_type=reply.headers["content-type"])
 
     return app
