@@ -475,7 +475,54 @@ class PolicyInfo(WireReply):
     """Requests in progress there, for a policy other than the default one."""
 
 
+class Architecture(WireReply):
+    """Values of a model's `config.json` that its weights depend on. None if it has other names for them."""
+
+    model_type: str
+    hidden_size: int | None = None
+    intermediate_size: int | None = None
+    num_hidden_layers: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    vocab_size: int | None = None
+
+    @classmethod
+    def parsed(cls, config: str) -> Self | None:
+        """Return the values of a `config.json`, whose multimodal models have them in `text_config`. None if invalid."""
+        try:
+            raw = json.loads(config)
+            return cls.model_validate({**raw, **raw.get("text_config", {})})
+        except (ValueError, TypeError, AttributeError):
+            return None
+
+    def different(self, other: Self) -> str:
+        """Return a value that differs, as `vocab_size 512 instead of 256`. Empty if weights of the other fit."""
+        theirs = other.model_dump()
+        for name, own in self.model_dump().items():
+            if None not in (own, theirs[name]) and own != theirs[name]:
+                return f"{name} {theirs[name]} instead of {own}"
+        return ""
+
+
+class PolicyLimits(WireReply):
+    """What a replica can hold. A run whose policy it cannot hold is refused before its start."""
+
+    max_policies: int
+    """Policies at once, the default one among them."""
+    bound: str
+    """The setting that bounds their number, with its value."""
+    remedy: str
+    """How to raise the bound."""
+    max_adapters: int | None = None
+    """Adapters at once on a server with one base for all policies, which takes no other weights. None elsewhere."""
+    max_lora_rank: int | None = None
+    """Largest rank of an adapter. None for any rank, as adapters are merged."""
+    architecture: Architecture | None = None
+    """The model's. None if its `config.json` cannot be read."""
+
+
 class PolicyList(WireReply):
     """Every policy that a request can name."""
 
     policies: list[PolicyInfo]
+    limits: PolicyLimits | None = None

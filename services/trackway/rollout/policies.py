@@ -11,23 +11,25 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
-import psutil
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from trackway.clients.weights import WeightStore
+from trackway.rollout.engines import lacking_memory
 from trackway.rollout.engines.protocol import Piece
 from trackway.rollout.service import RolloutService
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import (
     BASE_POLICY,
+    Architecture,
     EngineLoad,
     GenerateReply,
     GenerateRequest,
     ModelCard,
     ModelList,
     PolicyInfo,
+    PolicyLimits,
     PolicyList,
 )
 from trackway.wire.service import Ready
@@ -144,7 +146,7 @@ class Policies(Collector):
 
     async def policies(self) -> PolicyList:
         """Every policy that can be asked for, and what this replica has loaded of it."""
-        return PolicyList(policies=[self._info(name) for name in await self._names()])
+        return PolicyList(policies=[self._info(name) for name in await self._names()], limits=self._limits())
 
     async def load(self, caller: str) -> EngineLoad:
         """The load of the default policy's engine, and the number of named callers that have asked lately."""
@@ -203,16 +205,10 @@ class Policies(Collector):
 
     async def _make_room(self, name: str) -> None:
         """Unload idle policies until another has a place. Raises UNAVAILABLE when the others are in use."""
-        bound = self._settings.max_policies
-        if bound == 1:
-            message = f"expected a service for several policies, got max_policies=1 for {name!r}; raise max_policies"
+        if (limits := self._limits()).max_policies == 1:
+            message = f"expected a service for several policies, got {limits.bound} for {name!r}; {limits.remedy}"
             raise _unknown(message)
-        if self._settings.engine in ("vllm", "sglang") and not self._settings.engine_shared:
-            raise _unknown(
-                f"expected a server for several policies, got one of {self._settings.engine} for the default one alone "
-                f"for {name!r}; set engine_shared=true and max_lora_rank, for runs that publish adapters"
-            )
-        while lacking := self._lacking():
+        while lacking := self._lacking(name):
             idle = {held: loaded for held, loaded in self._loaded.items() if not loaded.users}
             if not idle:
                 in_use = ", ".join([self._settings.model_name, *self._loaded])
@@ -221,15 +217,30 @@ class Policies(Collector):
             await self._unload(min(idle, key=lambda held: idle[held].used))
             self._evictions += 1
 
-    def _lacking(self) -> str:
-        """Return why another policy cannot be loaded: no place, or too little main memory. Empty if it can."""
-        if len(self._loaded) + 1 >= self._settings.max_policies:
-            return f"max_policies={self._settings.max_policies}"
-        if self._settings.engine != "torch" or self._settings.device == "cuda":
-            return ""
-        needed = sum(file.stat().st_size for file in self._settings.model_path.glob("*.safetensors"))
-        available = psutil.virtual_memory().available
-        return "" if needed <= available else f"{available / 1e9:.1f} GB of free memory for {needed / 1e9:.1f} GB"
+    def _limits(self) -> PolicyLimits:
+        own, model = self._settings, self._settings.model_path / "config.json"
+        most, bound, remedy = own.max_policies, f"max_policies={own.max_policies}", "raise max_policies"
+        if own.engine in ("vllm", "sglang") and not own.engine_shared:
+            most, bound = 1, f"engine={own.engine} without engine_shared"
+            remedy = "set engine_shared=true and max_lora_rank, for runs that publish adapters"
+        return PolicyLimits(
+            max_policies=most,
+            bound=bound,
+            remedy=remedy,
+            max_adapters=own.max_loras if own.engine_shared else None,
+            max_lora_rank=own.max_lora_rank or None,
+            architecture=Architecture.parsed(model.read_text()) if model.is_file() else None,
+        )
+
+    def _lacking(self, name: str) -> str:
+        """Return why another policy cannot be loaded: no place, or too little memory. Empty if it can."""
+        limits = self._limits()
+        if len(self._loaded) + 1 >= limits.max_policies:
+            return limits.bound
+        adapters = sum(held != BASE_POLICY for held in self._loaded) + (self.default.weights().version > 0)
+        if name != BASE_POLICY and limits.max_adapters is not None and adapters >= limits.max_adapters:
+            return f"max_loras={limits.max_adapters}"
+        return lacking_memory(self._settings)
 
     async def _unload(self, name: str) -> None:
         loaded = self._loaded.pop(name)

@@ -227,6 +227,60 @@ async def test_a_pause_holds_the_named_policy_alone(
     assert (paused.json()["paused"], refused.status_code) == (True, 503)
 
 
+async def test_a_sleep_and_a_wake_up_act_on_the_named_policy_alone(
+    running: Running, settings: RolloutSettings, url: str, other_path: Path
+) -> None:
+    publish(url, "run", 1, other_path)
+    async with running(create_app(settings.model_copy(update={"enable_sleep": True}))) as client:
+        before = await tokens(client, None), await tokens(client, "run", 1)
+        asleep = (await client.post("/sleep", params={"model": "run"})).json()
+        default = (await client.get("/is_sleeping")).json()
+        refused = await answered(client, "run")
+        meanwhile = await tokens(client, None)
+        await client.post("/wake_up", params={"model": "run"})
+        after = await tokens(client, None), await tokens(client, "run", 1)
+    assert (asleep["asleep"], default["asleep"]) == (["kv_cache", "weights"], [])
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "paused")
+    assert (meanwhile, after) == (before[0], before)
+
+
+async def test_the_update_mode_of_a_run_is_that_of_its_policy_alone(
+    running: Running, settings: RolloutSettings, url: str, other_path: Path, model_path: Path
+) -> None:
+    publish(url, "run", 1, other_path)
+    params = {"max_tokens": 1000, "seed": 5, "ignore_eos": True}
+    changes = {"watch_interval_s": 0.02}
+    async with running(create_app(settings.model_copy(update=changes))) as client:
+
+        def begin(model: str | None) -> asyncio.Task[httpx.Response]:
+            body = {"model": model, "token_ids": PROMPT, "sampling_params": params}
+            return asyncio.create_task(client.post("/generate", json=body))
+
+        await tokens(client, "run", 1)
+        alone = (await begin(None)).json()["choices"][0]["token_ids"]
+        updates = [begin(None), begin("run")]
+
+        async def begun() -> bool:
+            admitted = 'trackway_policy_requests{policy="run"} 1.0' in (await client.get("/metrics")).text
+            if not admitted or (await client.get("/load")).json()["running"] == 0:
+                return False
+            frozen = (await client.post("/pause", params={"mode": "keep", "model": "run"})).json()
+            await client.post("/resume", params={"model": "run"})
+            return frozen["running"] == 1
+
+        await async_until(begun, within_s=20)
+        store = WeightStore(policy_url(url, "run"))
+        store.publish(2, "run", model_path, ANY_PROOF, update_mode="abort")
+        default, run = [(await update).json()["choices"][0] for update in updates]
+    assert (default["token_ids"], [span["version"] for span in default["weight_versions"]]) == (alone, [0])
+    first, second = run["weight_versions"]
+    assert (first["version"], second["version"], second.get("kv_version")) == (
+        1,
+        2,
+        None,
+    )  # its cache is computed again
+
+
 async def test_weights_that_do_not_load_are_told_and_leave_the_others(
     running: Running, settings: RolloutSettings, url: str, other_path: Path
 ) -> None:

@@ -37,6 +37,19 @@ def beside(engine: Engine, settings: RolloutSettings) -> RolloutSettings:
     return settings.model_copy(update={"engine_url": engine.http.base_url})
 
 
+def lacking_memory(settings: RolloutSettings) -> str:
+    """Return why another policy's engine has no room beside those of this process. Empty if it has.
+
+    A server is bounded by its own settings, and what an engine of your own needs is not known.
+    """
+    if settings.engine != "torch":
+        return ""
+    from trackway.rollout.engines.torch.weights import free_memory, needed_memory
+
+    kind, free, needed = *free_memory(settings), needed_memory(settings)
+    return "" if needed <= free else f"{free / 1e9:.1f} GB of free {kind} for {needed / 1e9:.1f} GB"
+
+
 def warn_of_experiments(settings: RolloutSettings) -> None:
     """Log what these settings use that never ran."""
     if settings.engine not in _ENGINES or not _on_gpu(settings):

@@ -205,6 +205,11 @@ class DecoderWeights:
         return sum(tensor.numel() for tensor in self.tensors())
 
 
+def cache_shape(config: DecoderConfig, slots: int, max_len: int) -> tuple[int, ...]:
+    """The shape of a KV cache at its start."""
+    return (config.num_layers, 2, slots, config.num_kv_heads, min(256, max_len), config.head_dim)
+
+
 class KVCache:
     """Keys and values, [layer, 2, slot, kv_head, position, head_dim]; positions grow by doubling up to a limit.
 
@@ -213,8 +218,7 @@ class KVCache:
 
     def __init__(self, config: DecoderConfig, slots: int, max_len: int, device: torch.device, dtype: torch.dtype):
         self._limit = max_len
-        shape = (config.num_layers, 2, slots, config.num_kv_heads, min(256, max_len), config.head_dim)
-        self.data = torch.zeros(shape, device=device, dtype=dtype)
+        self.data = torch.zeros(cache_shape(config, slots, max_len), device=device, dtype=dtype)
 
     @property
     def slots(self) -> int:

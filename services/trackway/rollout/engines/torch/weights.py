@@ -10,6 +10,7 @@ that the weights were read from, which may have been pruned from the store.
 import contextlib
 import gc
 import hashlib
+import math
 import os
 import tempfile
 import weakref
@@ -18,15 +19,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
+import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from trackway.rollout.engines.torch.decoder import Decoder, DecoderWeights, LayerWeights
+from trackway.rollout.engines.torch.decoder import Decoder, DecoderWeights, LayerWeights, cache_shape
 from trackway.rollout.engines.torch.model_config import DecoderConfig
 from trackway.rollout.engines.weight_folder import merge_adapter, not_finite
+from trackway.rollout.engines.weight_folder import tensors as tensors_of
 from trackway.rollout.engines.weight_proof import HeldDigests, Judgement, compare_digests, judge
-from trackway.rollout.settings import RolloutSettings
+from trackway.rollout.settings import DEFAULT_MAX_LEN, RolloutSettings
 from trackway.system import writing
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.weights import TensorDigest, WeightProof
@@ -253,6 +256,24 @@ def dtype_of(settings: RolloutSettings, device: torch.device) -> torch.dtype:
     """The type in the settings. `auto` is bfloat16 on CUDA, else float32, the faster one on a CPU without AMX."""
     name = settings.dtype if settings.dtype != "auto" else ("bfloat16" if device.type == "cuda" else "float32")
     return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+def needed_memory(settings: RolloutSettings) -> int:
+    """Bytes that an engine's weights and KV cache take at its start. The cache grows with the longest sequence."""
+    device = device_of(settings)
+    config, longest = DecoderConfig.read(settings.model_path), settings.max_model_len or DEFAULT_MAX_LEN
+    values = sum(math.prod(tensor.shape) for tensor in tensors_of(settings.model_path).values())
+    values += math.prod(cache_shape(config, settings.max_num_seqs, min(longest, config.max_positions)))
+    return values * dtype_of(settings, device).itemsize
+
+
+def free_memory(settings: RolloutSettings) -> tuple[str, int]:
+    """The kind of memory that engines of these settings use, and its free bytes."""
+    device = device_of(settings)
+    if device.type == "cpu":
+        return "memory", psutil.virtual_memory().available
+    torch.cuda.empty_cache()  # what unloaded policies left in PyTorch's cache is free
+    return "GPU memory", torch.cuda.mem_get_info(device)[0]
 
 
 def _compare(decoder: Decoder, weights: DecoderWeights, before: DecoderWeights, proof: WeightProof) -> HeldDigests:
