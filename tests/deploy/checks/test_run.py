@@ -31,6 +31,7 @@ from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.agent import RewardModel, Sample
 from trackway.wire.chat import Message
 from trackway.wire.errors import TrackwayError
+from trackway.wire.trainer import RunState
 
 pytestmark = pytest.mark.slow
 
@@ -436,6 +437,31 @@ def test_services_that_run_must_read_as_long_as_the_runs_model_and_lack_no_key(w
     assert (listed.status, refused.status) == (0, 2)
     assert "algorithm.use_pf_ppo: expected False, got True" in listed.text.partition("missing here")[2]
     assert refused.text == "algorithm.use_pf_ppo: expected False, got True; PF-PPO is not implemented; leave it out"
+
+
+def test_a_run_that_the_rollout_service_cannot_hold_is_told_so_by_a_plan(
+    words, running: Deployment, elsewhere, tmp_path: Path
+) -> None:
+    other = shutil.copytree(TINY_MODEL, tmp_path / "other")
+    file = other / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 1}))
+    mine = words({}, f"{R}.trace.backend=null")
+    active = [elsewhere.hold(f"active-{number}", RunConfig(), RunState.RUNNING) for number in range(4)]
+    for folder in active[1:]:
+        folder.update(policy=folder.name)
+
+    beside = command(training, "train", *mine, "--dry-run")
+    active[3].move(RunState.FAILED)
+    last = command(training, "train", *mine, f"actor_rollout_ref.model.path={other}", "--dry-run")
+    for folder in active[:3]:
+        folder.move(RunState.FAILED)
+
+    place = "place for one more policy beside active-"
+    assert (
+        "got max_policies=4; raise max_policies, or wait until a run ends" in beside.text.partition("missing here")[2]
+    )
+    assert place in beside.text and place not in last.text
+    assert "num_hidden_layers 1 instead of 2 in" in last.text.partition("missing here")[2]
 
 
 def test_gpus_of_a_run_on_services_of_a_machine_without_any_are_missing_unless_it_trains_on_the_cpu(

@@ -16,7 +16,7 @@ from pydantic import JsonValue, ValidationError
 
 from trackway.chat.tokenizer import template_support
 from trackway.chat.tool_formats import tool_format
-from trackway.clients import ServiceClient, run
+from trackway.clients import ServiceClient, TrainerClient, run
 from trackway.deploy.checks.findings import Findings
 from trackway.deploy.checks.gpu_memory import GpuMemory, gpu_memory
 from trackway.deploy.checks.model import tokenizer_here
@@ -53,10 +53,12 @@ from trackway.trainer.loop.forecast import Forecast, forecast
 from trackway.trainer.run_state.checkpoint import check_storage
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.supervisor.manager import check_adapter, runnable
+from trackway.trainer.supervisor.sharing import ask_engines, check_place, check_weights
 from trackway.trainer.traces.preflight import unusable, without_entity
 from trackway.wire.chat import ToolSchema
-from trackway.wire.errors import TrackwayError
+from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.service import Health
+from trackway.wire.trainer import ENDED
 from trackway.wire.trajectory import TraceBackend
 
 if TYPE_CHECKING:
@@ -372,7 +374,22 @@ class RunCheck:
         if self._subject.config.actor_rollout_ref.rollout.trace.backend:
             for service, usable in run(_trace_backends(deployment)).items():
                 self._backends(usable, f"the {service} service")
+        self._policy(deployment)
         return served
+
+    def _policy(self, deployment: Deployment) -> None:
+        """Check that the rollout service can hold what the run publishes, beside the runs that are active."""
+        config, limits = self._subject.config, run(ask_engines(deployment.url("rollout"))).limits
+        try:
+            if not self._subject.elsewhere:
+                check_weights(config, limits)
+            infos = run(TrainerClient(deployment.url("trainer"), policy=CHECK_POLICY).runs())
+            name = config.trainer.experiment_name
+            others = [info for info in infos if info.state not in ENDED and info.run != name]
+            check_place(limits, name if any(info.policy is None for info in others) else None, others)
+        except TrackwayError as error:
+            if error.code in (ErrorCode.INVALID_REQUEST, ErrorCode.CONFLICT):  # the trainer checks this again
+                self.findings.missing_here.append(error.message)
 
     def tokenizer(self) -> "PreTrainedTokenizerBase | None":
         """The model's tokenizer, or None when this machine does not have it."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import httpx
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trackway.clients import AgentClient, CallPolicy, RolloutClient
 from trackway.clients.weights import WeightStore
@@ -16,13 +16,12 @@ from trackway.run_config.distillation import DistillationConfig
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.agent import Sample, Teacher
 from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.rollout import Architecture
 from trackway.wire.weights import WeightProof, policy_url
 
 _QUESTION = CallPolicy.question(30.0, attempts=3)
 _PROBE = 'Natalia sold 48/2 = 24 clips; <tool_call>{"x": -1.5}</tool_call> größer, 数学 \n'
 """Text that tokenizers of different vocabularies encode differently."""
-_SAME = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-"""Values of a model's `config.json` that a policy of a rollout service shares with its model."""
 
 
 class Teaching:
@@ -104,17 +103,18 @@ def _published(key: str, given: str, student: str, tokenizer: PreTrainedTokenize
     try:
         folder = model_folder(given)
         theirs = AutoTokenizer.from_pretrained(folder)
-        shapes = [AutoConfig.from_pretrained(path).get_text_config() for path in (folder, model_folder(student))]
+        own, other = (
+            Architecture.parsed((path / "config.json").read_text()) for path in (model_folder(student), folder)
+        )
     except (OSError, ValueError) as error:
         message = f"{key}: expected a model, a policy or a URL, got {given!r}: {error}"
         raise TrackwayError(ErrorCode.INVALID_REQUEST, message) from error
     if theirs.get_vocab() != tokenizer.get_vocab():
         raise _other_vocabulary(key, given, student)
-    different = [value for value in _SAME if getattr(shapes[0], value, None) != getattr(shapes[1], value, None)]
-    if different:
+    if own and other and (different := own.different(other)):
         message = (
-            f"{key}: expected the student's architecture, got another {different[0]} in {given}; serve it by "
-            "a rollout service of its own, and name that in the agent service's teachers"
+            f"{key}: expected the student's architecture, got {different} in {given}; serve it by a rollout service of "
+            "its own, and name that in the agent service's teachers"
         )
         raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
     digests = tensor_digests(folder)

@@ -11,15 +11,13 @@ with `resume_interrupted`.
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
 
 from pydantic import JsonValue, SecretStr
 
-from trackway.clients import CallPolicy, RolloutClient, ServiceClient
+from trackway.clients import CallPolicy, ServiceClient
 from trackway.run_config import RunConfig, resolve
 from trackway.run_config.compose import changed
 from trackway.tracing import TracingSettings
@@ -32,15 +30,21 @@ from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.settings import handed_over
 from trackway.trainer.supervisor.process import Supervised
 from trackway.trainer.supervisor.registry import RunRegistry
+from trackway.trainer.supervisor.sharing import (
+    SharedEngines,
+    ask_engines,
+    check_beside,
+    check_place,
+    check_weights,
+    policy_of,
+)
 from trackway.trainer.traces.preflight import check_backends
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.rollout import BASE_POLICY
 from trackway.wire.service import OwnCode
 from trackway.wire.trainer import ENDED, RunInfo, RunRequest, RunState
 
 logger = logging.getLogger("trackway.trainer")
 
-_QUESTION = CallPolicy.question(5.0)
 EXIT_WAIT_S = 10.0
 """Longest wait for the exit of a process whose run has ended or has a new owner, which it learns at its next beat."""
 
@@ -53,12 +57,6 @@ SESSION: Mapping[str, JsonValue] = MappingProxyType(
     }
 )
 """Configuration of a run that is driven by calls, where it differs from the default."""
-
-
-class _SharedEngines(NamedTuple):
-    sleep: bool = False
-    """True if a replica can give its memory to a learner."""
-    default_policy: str = ""
 
 
 class RunManager:
@@ -96,12 +94,14 @@ class RunManager:
         await asyncio.to_thread(check_storage, config)
         await self._check_tracking(config)
         code = await self._loaded_code(config)
-        engine_threads, shared = await self._engine_threads(), await self._shared_engines()
+        engine_threads, engines = await self._engine_threads(), await self._engines(config)
         folder = self.registry.folder(config.trainer.experiment_name)
         async with self._lock:
             with self.registry.outputs_lock.held():
-                others = self._others(folder.name, config, shared)
-                services = self.services.with_policy(self._policy(folder.name, others, shared))
+                others = self._others(folder.name, config, engines)
+                policy = policy_of(folder.name, others, engines.default_policy)
+                check_place(engines.limits, policy, others)
+                services = self.services.with_policy(policy)
                 folder.create(config, services)
                 folder.update(code=code, engine_threads=engine_threads, policy=services.policy)
                 await self._supervise(folder, config, services)
@@ -115,11 +115,11 @@ class RunManager:
         """
         config = resolve({**SESSION, **values, "trainer.experiment_name": name})
         await self._check_tracking(config)
-        engine_threads, shared = await self._engine_threads(), await self._shared_engines()
+        engine_threads, engines = await self._engine_threads(), await self._engines()
         folder = self.registry.folder(name)
         async with self._lock:
             with self.registry.outputs_lock.held():
-                self._others(name, config, shared)
+                check_place(engines.limits, name, self._others(name, config, engines))
                 folder.create(config, self.services)
                 folder.calls.mkdir(exist_ok=True)
                 folder.update(engine_threads=engine_threads, policy=name)
@@ -166,11 +166,14 @@ class RunManager:
         config = changed(folder.config(), changes)
         await self._check_tracking(config)
         code = await self._loaded_code(config)
-        engine_threads, shared = await self._engine_threads(), await self._shared_engines()
+        engine_threads, engines = (
+            await self._engine_threads(),
+            await self._engines(None if folder.is_called else config),
+        )
         async with self._lock:
             await self._gone(folder)
             with self.registry.outputs_lock.held():
-                others = self._others(name, config, shared)
+                others = self._others(name, config, engines)
                 before = folder.info()
                 if by_itself and not before.interrupted:
                     message = f"expected an interrupted run to resume, got run {name!r}, which is {before.state}"
@@ -186,7 +189,8 @@ class RunManager:
                 if changes:
                     folder.write_config(config)
                 restarts = before.restarts + 1 if by_itself else 0
-                policy = before.policy or self._policy(name, others, shared)
+                policy = before.policy or policy_of(name, others, engines.default_policy)
+                check_place(engines.limits, policy, others)
                 services = self.services if folder.is_called else self.services.with_policy(policy)
                 folder.move(
                     RunState.STARTING,
@@ -270,15 +274,14 @@ class RunManager:
         health = await health_of(["rollout"], self.services.traced, self._token)
         return health["rollout"].threads if "rollout" in health else None
 
-    async def _shared_engines(self) -> _SharedEngines:
-        """Ask the rollout service. Without an answer the defaults are returned."""
-        if self._max_runs == 1 or self.services.rollout_url is None:
-            return _SharedEngines()
-        client = RolloutClient(self.services.rollout_url, policy=_QUESTION, token=self._token)
-        with suppress(TrackwayError):
-            sleep = any(replica.can_sleep for replica in (await client.sleeping()).replicas)
-            return _SharedEngines(sleep, (await client.weights()).model)
-        return _SharedEngines()
+    async def _engines(self, config: RunConfig | None = None) -> SharedEngines:
+        """Ask the rollout service. INVALID_REQUEST if it cannot load what a run of this configuration publishes."""
+        engines = await ask_engines(self.services.rollout_url, self._token)
+        if config is not None and config.is_supervised:  # it publishes nothing
+            return engines._replace(limits=None)
+        if config is not None:
+            await asyncio.to_thread(check_weights, config, engines.limits)
+        return engines
 
     async def _supervise(
         self,
@@ -345,7 +348,7 @@ class RunManager:
             if info.state in ENDED and info.interrupted and not self.registry.folder(info.run).is_called:
                 self._fail(self.registry.folder(info.run), f"run {name!r} was started instead; resume this run by hand")
 
-    def _others(self, name: str, config: RunConfig, engines: _SharedEngines) -> list[RunInfo]:
+    def _others(self, name: str, config: RunConfig, engines: SharedEngines) -> list[RunInfo]:
         """The active runs. Raises CONFLICT unless this one can run beside them."""
         others = [info for info in self.registry.list() if info.state not in ENDED]
         active = next((info for info in others if info.run == name), None)
@@ -355,37 +358,9 @@ class RunManager:
             at_once = "one run is active at a time" if most == 1 else f"{most} runs are active at a time"
             message = f"run {first.run!r} is {self.registry.standing(first)} and {at_once} (max_runs); "
             raise TrackwayError(ErrorCode.CONFLICT, message + "stop it, or wait until it ends", run=first.run)
-        if others:
-            configs = {info.run: self.registry.folder(info.run).config() for info in others}
-            for run, its in {"this run": config, **configs}.items():
-                alone = "enable_sleep of the rollout service" if engines.sleep else _unshared(its)
-                if alone:
-                    raise TrackwayError(
-                        ErrorCode.CONFLICT,
-                        f"expected runs that can share the services, got {', '.join(configs)}, and {alone} for "
-                        f"{run}; wait until one ends, or leave that setting out",
-                        run=others[0].run,
-                    )
+        configs = {info.run: self.registry.folder(info.run).config() for info in others}
+        check_beside(config, others, configs, engines.sleep)
         return others
-
-    def _policy(self, name: str, others: Sequence[RunInfo], engines: _SharedEngines) -> str | None:
-        """The policy of a new run: None for the default one, or its own name while another run trains that one.
-
-        Raises CONFLICT for a name that the rollout service has for another policy.
-        """
-        if all(info.policy is not None for info in others):
-            return None
-        if name in (BASE_POLICY, engines.default_policy):
-            message = f"expected a run with another name beside {others[0].run}, got {name!r}, a policy of the rollout "
-            raise TrackwayError(ErrorCode.CONFLICT, f"{message}service; rename it (trainer.experiment_name)", run=name)
-        return name
-
-
-def _unshared(config: RunConfig) -> str:
-    """The key by which a run needs the engines, or the tools and the reward service, for itself. Empty without one."""
-    if config.trackway.functions_file is not None:  # its reward scores every data source
-        return "trackway.functions_file"
-    return "trackway.weights_transport" if config.trackway.weights_transport != "store" else ""
 
 
 def check_adapter(config: RunConfig) -> None:

@@ -96,9 +96,8 @@ def test_another_architecture_is_refused_with_the_way_to_serve_it(student: Stude
         json.dumps(config | {"num_hidden_layers": 1, "layer_types": ["full_attention"]})
     )
 
-    with pytest.raises(
-        TrackwayError, match=r"got another num_hidden_layers in .*name that in the agent service's teach"
-    ):
+    said = r"got num_hidden_layers 1 instead of 2 in .*name that in the agent service's teach"
+    with pytest.raises(TrackwayError, match=said):
         _published(KEY, str(folder), *student, f"{tmp_path}/store")
 
 
