@@ -385,6 +385,20 @@ def test_the_versions_of_own_code_are_tags_and_those_of_a_resumed_run_replace_th
     }
 
 
+def test_the_policy_of_a_run_beside_others_is_a_tag(
+    folder: RunFolder, config: RunConfig, client: MlflowClient, mlflow_server: str
+):
+    alone = open_tracking(folder, config, mlflow_server)
+    log(folder, alone, row(0))
+    alone.close("KILLED", 30.0)
+    assert "trackway.policy" not in the_run(client, config).data.tags
+
+    folder.update(policy="second")
+    beside = open_tracking(folder, config, mlflow_server)
+    end(folder, beside, "FINISHED")
+    assert the_run(client, config).data.tags["trackway.policy"] == "second"
+
+
 def test_a_metric_that_mlflow_refuses_is_counted_and_the_others_arrive(
     folder: RunFolder, config: RunConfig, client: MlflowClient, mlflow_server: str
 ):
