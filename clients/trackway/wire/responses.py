@@ -181,6 +181,7 @@ class ResponsesRequest(OpenAIRequest):
         "conversation": [],
         "moderation": [],
         "prompt": [],
+        "prompt_logprobs": [],
         "truncation": ["disabled"],
     }
 

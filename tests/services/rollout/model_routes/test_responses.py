@@ -224,6 +224,7 @@ def test_ids_are_sent_only_when_asked_for(scripted: OpenAI, says: ScriptedEngine
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "got item_reference; send the item itself"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "content"),
         ({"temprature": 1}, "temprature", "Extra inputs are not permitted"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs", "ask /v1/chat/completions of the rollout service"),
         ({"model": "gpt"}, "model", "expected a policy that is served here (tiny, base), got 'gpt'"),
     ],
 )
