@@ -12,9 +12,11 @@ import psutil
 import pytest
 from fastapi import FastAPI
 
+from tests.services.rollout.idle_engine import IdleEngine
 from tests.waiting import async_until
 from tests.weight_proofs import ANY_PROOF
 from trackway.clients.weights import WeightStore
+from trackway.rollout import app
 from trackway.rollout.app import create_app
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.rollout import GeneratePiece
@@ -206,6 +208,44 @@ async def test_a_service_for_one_policy_names_the_setting(
     assert answer.status_code == 404
     assert answer.json()["error"]["message"] == (
         "expected a service for several policies, got max_policies=1 for 'run'; raise max_policies"
+    )
+
+
+SERVER = {"engine": "vllm", "engine_url": "http://127.0.0.1:9", "max_lora_rank": 8}
+
+
+async def test_a_server_that_is_not_shared_names_the_setting(
+    running: Running, settings: RolloutSettings, url: str, other_path: Path
+) -> None:
+    publish(url, "run", 1, other_path)
+    async with running(create_app(settings.model_copy(update=SERVER), IdleEngine())) as client:
+        answer = await answered(client, "run")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == (
+        "expected a service for several policies, got engine=vllm without engine_shared for 'run'; set "
+        "engine_shared=true and max_lora_rank, for runs that publish adapters"
+    )
+
+
+async def test_a_shared_server_holds_as_many_adapters_as_it_has_places(
+    running: Running, settings: RolloutSettings, url: str, folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, name in enumerate((None, "a", "b")):
+        publish(url, name, 1, folders("qwen3-gqa", number))
+    monkeypatch.setattr(app, "open_engine", lambda settings: IdleEngine())
+    shared = {**SERVER, "engine_shared": True, "max_loras": 2}
+    async with running(create_app(settings.model_copy(update=shared), IdleEngine())) as client:
+        for model in ("a", "base", "b"):
+            assert (await answered(client, model)).status_code == 200
+        held = await loaded(client)
+        limits = (await client.get("/policies")).json()["limits"]
+    async with running(create_app(settings.model_copy(update={**shared, "max_loras": 1}), IdleEngine())) as client:
+        refused = await answered(client, "a")
+    assert held == ["policy", "base", "b"]  # the default one has an adapter, and the base none
+    assert (limits["max_policies"], limits["max_adapters"], limits["max_lora_rank"]) == (4, 2, 8)
+    assert (refused.status_code, refused.json()["error"]["message"]) == (
+        503,
+        "expected a place for policy 'a', got policy in use and max_loras=1; retry later",
     )
 
 
