@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.test_external_agent import worker_of
 from tests.e2e.test_trial import trackway
 from tests.waiting import until
 from trackway.clients import RolloutClient, run
@@ -15,10 +16,15 @@ from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.serve_api import replicas_at
 from trackway.deploy.runs.session import RunSession
+from trackway.trainer.run_state.checkpoint import MANIFEST, PREFIX, Manifest
+from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectories import read_trajectories
 from trackway.wire.trainer import RunInfo, RunState
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+KEYS = ("trainer.save_freq=1", "algorithm.rollout_correction.bypass_mode=false")
+"""The preset's `bypass_mode` trains on the engine's logprobs, which what else is in a batch rounds."""
 
 Rollout = tuple[int, int | str, int, bool]
 
@@ -37,6 +43,13 @@ def rollouts_of(info: RunInfo) -> dict[Rollout, tuple[list[int], float | None]]:
     }
 
 
+def learned_by(info: RunInfo) -> dict[str, str]:
+    """The digest of each file of the learner's state in the last checkpoint: weights, moments, random state."""
+    root = Path(info.folder) / "checkpoints" / f"{PREFIX}{info.step}"
+    files = Manifest.model_validate_json((root / MANIFEST).read_text()).files
+    return {file.name: file.sha256 for file in files if file.name.startswith("actor/")}
+
+
 def ids_and_versions(tried: str) -> tuple[list[int], set[int]]:
     """The tokens of the first rollout of a trial, and the weight versions that made them."""
     first = json.loads(tried)["trajectories"][0]
@@ -46,7 +59,7 @@ def ids_and_versions(tried: str) -> tuple[list[int], set[int]]:
 def test_two_runs_and_a_checkpoint_get_what_each_gets_alone_though_the_engines_are_killed(
     deployment: Deployment, started
 ) -> None:
-    session, keys = RunSession(deployment), ("trainer.save_freq=1",)
+    session = RunSession(deployment)
     outputs = ["--outputs", str(deployment.outputs)]
     rows = str(deployment.outputs / "data" / "train.parquet")
     preset = [f"actor_rollout_ref.model.path={TINY_MODEL}", "--config-name", "tiny_demo", "--json", *outputs]
@@ -57,10 +70,10 @@ def test_two_runs_and_a_checkpoint_get_what_each_gets_alone_though_the_engines_a
     def tried(policy: str) -> tuple[list[int], set[int]]:
         return ids_and_versions(trackway("try", rows, *preset, "--policy", policy))
 
-    alone = session.follow(started("alone", 2, *keys).run, lambda info: None)
+    alone = session.follow(started("alone", 2, *KEYS).run, lambda info: None)
     trackway("policies", "load", "alone:2", *outputs)
     checkpoint = tried("alone:2")
-    names = [started(name, 2, *keys).run for name in ("together", "beside")]
+    names = [started(name, 2, *KEYS).run for name in ("together", "beside")]
     rollout = RolloutClient(deployment.url("rollout"))
     until(lambda: any(policy.name == "beside" and policy.loaded for policy in run(rollout.policies()).policies))
     [killed] = replicas_at(deployment.url("rollout"))
@@ -74,6 +87,7 @@ def test_two_runs_and_a_checkpoint_get_what_each_gets_alone_though_the_engines_a
     ]
     assert len(expected) == 8 + 32 + 8
     assert [rollouts_of(info) for info in runs] == [expected, expected]
+    assert learned_by(alone) and [learned_by(info) for info in runs] == [learned_by(alone)] * 2
     assert beside_both == checkpoint and checkpoint[1] == {2}
     [replica] = replicas_at(deployment.url("rollout"))
     assert replica.health.pid != killed.health.pid
@@ -89,3 +103,24 @@ def test_two_runs_and_a_checkpoint_get_what_each_gets_alone_though_the_engines_a
     assert (evaluated["name"], evaluated["policy"], evaluated["summary"]["failed"]) == ("eval-alone-2", "alone:2", 0)
     assert trials["beside"] == (checkpoint[0], {3})
     assert checkpoint[0] and trials["base"][1] == {0}
+
+
+def test_two_adapters_of_one_base_learn_what_each_learns_alone_though_a_worker_is_killed(
+    deployment: Deployment, started
+) -> None:
+    session = RunSession(deployment)
+    adapter = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=5e-3", *KEYS)
+
+    alone = session.follow(started("adapter", 3, *adapter).run, lambda info: None)
+    names = [started(name, 3, *adapter).run for name in ("adapter-first", "adapter-second")]
+    killed = RunFolder(deployment.outputs / names[1])
+    until(lambda: killed.info().step == 1)
+    os.kill(worker_of(deployment, names[1]), signal.SIGKILL)
+    runs = [session.follow(name, lambda info: None) for name in names]
+
+    assert [(info.state, info.policy, info.restarts) for info in runs] == [
+        (RunState.FINISHED, None, 0),
+        (RunState.FINISHED, "adapter-second", 1),
+    ]
+    assert [rollouts_of(info) for info in runs] == [rollouts_of(alone)] * 2
+    assert learned_by(alone) and [learned_by(info) for info in runs] == [learned_by(alone)] * 2
