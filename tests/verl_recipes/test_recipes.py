@@ -268,7 +268,7 @@ def test_an_example_of_verls_is_planned_with_what_trackway_lacks_listed_and_not_
 
     told = command(*words, "--dry-run")
 
-    assert told.exit_code == 0, told.exception or told.output
+    assert told.exit_code == 2, told.exception or told.output
     listed = " ".join(told.stdout.split()).partition("missing here")[2]
     assert [said for said in lacks if listed.count(f"- {said}; ") != 1] == []
     keys = ", ".join(said.partition(":")[0] for said in lacks)

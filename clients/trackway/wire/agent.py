@@ -26,7 +26,8 @@ class RewardModel(WireReply):
     """verl's `reward_model` column: the rule and its ground truth."""
 
     style: str = "rule"
-    ground_truth: str
+    ground_truth: str = Field(coerce_numbers_to_str=True)
+    """Text. A number becomes its text."""
 
 
 class Sample(WireReply):

@@ -311,7 +311,7 @@ class TrackwayConfig(Section):
     """Python modules that the agent, tools and reward services import: their agent loops with `@register`, functions
     with `@function_tool` and scorers with `@scorer` are served. Null leaves it to the deployment."""
     code_path: str | None = None
-    """Folder in which `modules` are found. null takes the folder of `trackway.yaml`, or only PYTHONPATH without one."""
+    """Folder in which `modules` are found. null takes the folder of the YAML file, or only PYTHONPATH without one."""
     functions_file: str | None = None
     """The file of a process that serves functions as tools and as the scorer. `trackway.train` in Python writes it."""
     seed: Seed = 42

@@ -186,10 +186,27 @@ def test_what_only_this_machine_lacks_is_listed_and_refused_by_a_preflight(words
 
 
 def test_what_only_this_machine_lacks_is_listed_and_not_refused_by_a_plan(words) -> None:
-    [overrides, said], *_ = MISSING
+    overrides, said = [f"{R}.trace.backend=weave"], "needs W&B's API key"
     planned = command(main_ppo, *words({}, *overrides), "--dry-run")
 
     assert planned.status == 0
+    assert said in planned.text.partition("missing here")[2]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        *(found for found in MISSING if "/no" in found[0][0]),
+        (["data.val_files=/nowhere.parquet"], "data.val_files: expected a dataset file at /nowhere.parquet, got none"),
+        (["actor_rollout_ref.model.path=modle"], "or an id on the Hugging Face Hub, got modle; correct the path"),
+        (["custom_reward_function.path=/nowhere.py"], "path: expected a Python file, got '/nowhere.py'; correct the"),
+        (["trackway.code_path=/nowhere"], "trackway.code_path: expected a folder, got /nowhere; correct the path"),
+    ],
+)
+def test_a_path_that_leads_nowhere_ends_a_plan_with_status_2(words, overrides: list[str], said: str) -> None:
+    planned = command(main_ppo, *words({}, *overrides), "--dry-run")
+
+    assert planned.status == 2
     assert said in planned.text.partition("missing here")[2]
 
 
@@ -271,7 +288,7 @@ def test_the_plan_of_verls_script_for_eight_gpus_is_right_on_a_machine_that_has_
 
     told = command(main_ppo, *words, "--outputs", str(tmp_path / "outputs"), "--dry-run")
 
-    assert told.status == 0, told.text
+    assert told.status == 2, told.text
     missing, _, replaced = told.text.partition("missing here")[2].partition("missing here, not required")
     for said in ("WANDB_API_KEY", "data/gsm8k/train.parquet", "data/gsm8k/test.parquet"):
         assert said in missing
@@ -327,7 +344,7 @@ def test_a_plan_and_a_preflight_are_json_for_programs(words) -> None:
     )
 
     report = json.loads(told.text)
-    assert (told.status, report["starts_here"], len(report["wrong"]), len(report["missing_here"])) == (2, False, 1, 1)
+    assert (told.status, report["starts_here"], len(report["wrong"]), len(report["not_found"])) == (2, False, 1, 1)
     assert report["plan"]["prompts"] == 12
     assert "the length of prompts: the tokenizer of /nope is not on this machine" in report["not_checked"][0]
 

@@ -48,7 +48,7 @@ def test_a_plan_counts_rows_and_steps_and_asks_no_service(tmp_path: Path):
         ("data.max_length=20", "wrong", "data.train_files: expected rows of at most data.max_length=20 tokens, got 40"),
         ("data.messages_key=talk", "wrong", "train.jsonl:1: expected the column talk (data.messages_key), got messag"),
         ("data.train_batch_size=41", "wrong", "expected at least data.train_batch_size=41 rows, got 40; lower it"),
-        ("data.val_files=/nowhere.jsonl", "missing_here", "data.val_files: expected a dataset file at /nowhere.jsonl"),
+        ("data.val_files=/nowhere.jsonl", "not_found", "data.val_files: expected a dataset file at /nowhere.jsonl"),
     ],
 )
 def test_rows_that_cannot_be_trained_are_found_before_anything_starts(tmp_path: Path, word: str, part: str, said: str):

@@ -314,7 +314,7 @@ def test_the_tools_of_a_file_are_the_tool_servers() -> None:
     settings = ToolsSettings(**args(made(0, f"{R}.multi_turn.tool_config_path={file}"), "tools"))
 
     assert (settings.tool_config_path, settings.built_in(own_tools=False), settings.drain_s) == (file, [], 60.0)
-    [missing] = made(0, f"{R}.multi_turn.tool_config_path=nowhere.yaml").missing
+    [missing] = made(0, f"{R}.multi_turn.tool_config_path=nowhere.yaml").not_found
     assert missing == f"{R}.multi_turn.tool_config_path: expected a file, got nowhere.yaml; correct the path"
 
 

@@ -54,8 +54,8 @@ def test_the_working_folders_file_is_taken_only_when_no_configuration_is_named(
 
     assert project_file(None) == Path("trackway.yaml")
     assert project_file(None, "tiny_demo") is None
-    assert project_file(Path("other.yaml")) is None
-    assert project_file(Path("elsewhere/trackway.yaml")) == Path("elsewhere/trackway.yaml")
+    assert project_file(Path("elsewhere/other.yaml")) == Path("elsewhere/other.yaml")
+    assert project_file(project) is None
 
 
 def test_paths_of_the_file_are_relative_to_it_and_those_of_the_command_line_to_the_working_folder(
@@ -81,17 +81,23 @@ def test_a_code_path_of_the_file_is_kept(project: Path) -> None:
     assert config.trackway.code_path == f"{Path.cwd()}/src"
 
 
-def test_another_file_has_a_folder_of_its_own_only_if_it_names_modules(project: Path, tmp_path: Path) -> None:
-    (project / "other.yaml").write_text(yaml.safe_dump({**CONFIG, "trackway": {"seed": 1}}))
-    (project / "big.yaml").write_text(yaml.safe_dump(CONFIG))
+def test_a_file_of_another_name_is_a_projects_file_too(project: Path) -> None:
+    (project / "big.yaml").write_text(yaml.safe_dump({**CONFIG, "trackway": {"seed": 1}}))
 
-    config = configured([], project / "other.yaml", "default")
-    own = configured([], project / "big.yaml", "default")
+    config = configured([], project / "big.yaml", "default")
+
+    assert config.data.train_files == [f"{project}/data/rows.jsonl"]
+    assert config.custom_reward_function.path == f"{project}/rewards.py"
+    assert config.trackway.code_path == str(project)
+
+
+def test_a_file_of_a_folder_is_hydras_whose_paths_are_relative_to_the_working_folder(
+    project: Path, tmp_path: Path
+) -> None:
+    config = configured([], project, "trackway")
 
     assert config.data.train_files == [f"{tmp_path}/data/rows.jsonl"]
     assert config.trackway.code_path is None
-    assert own.data.train_files == [f"{project}/data/rows.jsonl"]
-    assert own.trackway.code_path == str(project)
 
 
 def test_rows_that_are_read_here_keep_their_paths_when_services_run_elsewhere(project: Path, tmp_path: Path) -> None:
@@ -104,6 +110,7 @@ def test_rows_that_are_read_here_keep_their_paths_when_services_run_elsewhere(pr
 
     assert (typed.data.train_files, typed.data.val_files) == ([f"{project}/rows.jsonl"], [f"{tmp_path}/mine.jsonl"])
     assert (others.data.train_files, others.data.val_files) == ([f"{project}/rows.jsonl"], [])
+    assert others.trackway.code_path is None
 
 
 def test_services_elsewhere_get_no_path_of_this_machine(project: Path, tmp_path: Path) -> None:
@@ -172,7 +179,7 @@ def test_a_built_in_tool_format_reaches_agent_and_rollout() -> None:
 def test_a_project_folder_that_does_not_exist_is_missing_here(project: Path) -> None:
     config = configured(["trackway.code_path=gone"], project / "trackway.yaml", "default")
 
-    missing = services_for(config, 0, serve_config.load(UpSettings.read().config)).missing
+    missing = services_for(config, 0, serve_config.load(UpSettings.read().config)).not_found
 
     assert f"trackway.code_path: expected a folder, got {Path.cwd()}/gone; correct the path" in missing
 

@@ -132,7 +132,7 @@ def _template(model: str) -> Finding:
     findings = Findings()
     tokenizer = tokenizer_here(model, False, findings)
     lacks = template_support(tokenizer).lacks if tokenizer is not None else ""
-    problems = [*findings.missing_here, *findings.wrong, *([lacks] if lacks else [])]
+    problems = [*findings.not_found, *findings.missing_here, *findings.wrong, *([lacks] if lacks else [])]
     if problems:
         found, _, remedy = problems[0].rpartition("; ")
         return Finding(name=name, ok=False, found=found or remedy, remedy=remedy if found else "", demo=True)

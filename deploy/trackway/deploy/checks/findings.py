@@ -19,8 +19,10 @@ class Findings(BaseModel):
     """Problems on any machine: invalid values, unknown names, contradictions, invalid rows."""
     unsupported: list[UnsupportedKey] = Field(default_factory=list)
     """Keys of verl that ask for what Trackway does not have. The plan leaves them out, and the run cannot start."""
+    not_found: list[str] = Field(default_factory=list)
+    """Paths of rows, the model and own code that do not exist on this machine. The run cannot start here."""
     missing_here: list[str] = Field(default_factory=list)
-    """A model, file, GPU, package, API key or service that this machine lacks. The run cannot start here."""
+    """A GPU, package, API key, service or checkpoint that this machine lacks. The run cannot start here."""
     replaced_here: list[str] = Field(default_factory=list)
     """Requests that this machine cannot meet and that the run can do without."""
     not_checked: list[str] = Field(default_factory=list)
@@ -29,17 +31,26 @@ class Findings(BaseModel):
     @property
     def starts_here(self) -> bool:
         """Return whether no check found a problem that prevents the run from starting on this machine."""
-        return not (self.wrong or self.unsupported or self.missing_here)
+        return not (self.is_wrong or self.unsupported or self.missing_here)
+
+    @property
+    def is_wrong(self) -> bool:
+        """Return whether a plan ends with an error: a value is wrong on any machine, or a path leads nowhere."""
+        return bool(self.wrong or self.not_found)
+
+    @property
+    def _problems(self) -> int:
+        return len(self.wrong) + len(self.not_found) + len(self.missing_here)
 
     @contextmanager
     def part(self, report: Report, name: str, doing: str) -> Iterator[None]:
         """Report a part as `doing`, and at the end as `ready`, `with problems` or `not checked`, as the block added."""
-        problems, unchecked = len(self.wrong + self.missing_here), len(self.not_checked)
+        problems, unchecked = self._problems, len(self.not_checked)
         report(name, doing)
         try:
             yield
         finally:
-            added = len(self.wrong + self.missing_here) > problems
+            added = self._problems > problems
             skipped = len(self.not_checked) > unchecked
             report(name, "with problems" if added else "not checked" if skipped else "ready")
 
@@ -69,7 +80,7 @@ class Findings(BaseModel):
 
     @property
     def _missing(self) -> list[str]:
-        return [*(key.sentence for key in self.unsupported), *self.missing_here]
+        return [*(key.sentence for key in self.unsupported), *self.not_found, *self.missing_here]
 
     @property
     def _refusal(self) -> str:

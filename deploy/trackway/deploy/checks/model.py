@@ -20,14 +20,14 @@ def tokenizer_here(path: str, fetch: bool, findings: Findings) -> "PreTrainedTok
     if folder.is_dir():
         lacking = [kind for kind in ("config.json", "*.safetensors") if not any(folder.glob(kind))]
         if lacking:
-            findings.missing_here.append(
+            findings.not_found.append(
                 f"{_KEY}: expected a Hugging Face model in {path}, got a folder without {' and '.join(lacking)}; "
                 "correct the path"
             )
         return _loaded(path, True, findings)
     cached = _is_cached(path)
     if cached is None:  # neither a folder nor a Hub id
-        findings.missing_here.append(
+        findings.not_found.append(
             f"{_KEY}: expected a model's folder or an id on the Hugging Face Hub, got {path}; correct the path"
         )
     elif not cached and not fetch:
@@ -40,12 +40,13 @@ def tokenizer_here(path: str, fetch: bool, findings: Findings) -> "PreTrainedTok
 
 
 def _is_cached(path: str) -> bool | None:
-    """Return whether the Hub's cache has the model, or None when `path` is not a valid id."""
+    """Return whether the Hub's cache has the model, or None when `path` is not a valid id, which has an owner."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.utils import HFValidationError
 
     try:
-        return isinstance(try_to_load_from_cache(path, "config.json"), str)
+        is_cached = isinstance(try_to_load_from_cache(path, "config.json"), str)
+        return is_cached if is_cached or "/" in path else None
     except HFValidationError:
         return None
 

@@ -81,7 +81,7 @@ class RowsHere:
                         encoded(rows, ChatTokens(tokenizer, data.apply_chat_template_kwargs), data)
                 except (TrackwayError, ValueError) as error:
                     absent = isinstance(error, TrackwayError) and error.code is ErrorCode.NOT_FOUND
-                    (self._findings.missing_here if absent else self._findings.wrong).append(f"{key}: {error}")
+                    (self._findings.not_found if absent else self._findings.wrong).append(f"{key}: {error}")
 
     def measure(self, tokenizer: "PreTrainedTokenizerBase | None", served: Served) -> None:
         """Count each prompt's tokens with the agent's chat template, and drop overlong prompts."""
@@ -107,7 +107,7 @@ class RowsHere:
                 read.append(load_rows([file], columns=self._config.data.columns))
             except TrackwayError as error:
                 absent = error.code is ErrorCode.NOT_FOUND
-                (self._findings.missing_here if absent else self._findings.wrong).append(f"{key}: {error.message}")
+                (self._findings.not_found if absent else self._findings.wrong).append(f"{key}: {error.message}")
             except OSError as error:
                 self._findings.missing_here.append(f"{key}: expected a file that can be read, got {file}: {error}")
         if len(read) < len(self._files(key)):

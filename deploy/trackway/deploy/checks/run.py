@@ -104,7 +104,8 @@ def _loaded(what: str, findings: Findings, load: Callable[[], T]) -> T | None:
     try:
         return load()
     except Exception as error:  # user code and files may fail in any way
-        problems, reason = findings.missing_here if _is_missing(error) else findings.wrong, f": {_reason(error)}"
+        missing = findings.not_found if isinstance(error, FileNotFoundError) else findings.missing_here
+        problems, reason = missing if _is_missing(error) else findings.wrong, f": {_reason(error)}"
         same = next((text for text in problems if text.endswith(reason)), None)
         if same is None:
             problems.append(f"{what}{reason}")
@@ -331,6 +332,7 @@ class RunCheck:
 
     def _start(self, services: RunServices) -> None:
         self.findings.missing_here += services.missing
+        self.findings.not_found += services.not_found
         self.findings.replaced_here += services.replaced
         settings = self._subject.settings
         checks = [lambda: check_engine_python(serve_config.args_of(services.serve_config, "rollout"))]
@@ -464,6 +466,7 @@ def check_parts(subject: Subject, report: Report = lambda name, state: None) -> 
     check.values()
     if subject.services is not None:
         check.findings.missing_here += subject.services.missing
+        check.findings.not_found += subject.services.not_found
         if config.reward.reward_model.enable:
             check.findings.missing_here.append(
                 "reward.reward_model.enable: expected running services with the reward model, got none, and a trial "

@@ -13,7 +13,7 @@ DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run",
-        help="Print the plan and start nothing; exit status 2 if the configuration is invalid on any machine.",
+        help="Print the plan and start nothing; exit status 2 if a value is invalid or a path leads nowhere.",
     ),
 ]
 Preflight = Annotated[

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def print_plan(subject: "Subject", checked: "Checked", preflight: bool, as_json: bool) -> None:
     """Print the plan and its problems. Exits with status 2 if a problem prevents the run from starting.
 
-    Without `preflight`, only problems on any machine count.
+    Without `preflight`, only problems on any machine and paths that lead nowhere count.
     """
     from trackway.deploy.runs.report import plan_as_json, plan_report
     from trackway.deploy.terminal.tables import wide
@@ -30,7 +30,7 @@ def print_plan(subject: "Subject", checked: "Checked", preflight: bool, as_json:
         print_json(plan_as_json(checked))
     else:
         wide(stdout).print(plan_report(checked, subject.config, subject.services), checked.findings.report())
-    if checked.findings.wrong or (preflight and not checked.findings.starts_here):
+    if checked.findings.is_wrong or (preflight and not checked.findings.starts_here):
         raise typer.Exit(2)
 
 

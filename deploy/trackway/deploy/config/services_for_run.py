@@ -89,6 +89,8 @@ class RunServices:
     """True if the tool files named by the run exist on this machine."""
     missing: list[str] = field(default_factory=list)
     """Requirements of the run that this machine lacks. The run cannot start here."""
+    not_found: list[str] = field(default_factory=list)
+    """Paths of the run's own parts that do not exist here. The run cannot start here."""
 
     @property
     def replaced(self) -> list[str]:
@@ -366,10 +368,10 @@ def _set_own_parts(config: RunConfig, services: RunServices) -> None:
     tools = {name: getattr(rollout.multi_turn, name) for name in ("tool_config_path", "function_tool_path")}
     for name, file in tools.items():
         if file is not None and not Path(file).is_file():
-            services.missing.append(f"{_ROLLOUT}.multi_turn.{name}: expected a file, got {file}; correct the path")
+            services.not_found.append(f"{_ROLLOUT}.multi_turn.{name}: expected a file, got {file}; correct the path")
             services.has_tool_files = False
     if own.code_path is not None and not Path(own.code_path).is_dir():
-        services.missing.append(f"trackway.code_path: expected a folder, got {own.code_path}; correct the path")
+        services.not_found.append(f"trackway.code_path: expected a folder, got {own.code_path}; correct the path")
     parser, template = rollout.multi_turn.format, config.data.apply_chat_template_kwargs or None
     loops = {"agent_loop_config_path": rollout.agent.agent_loop_config_path}
     scorer = None if function.path is None else function.model_dump(mode="json")

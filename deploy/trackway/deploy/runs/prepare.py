@@ -1,16 +1,14 @@
 """From a command line to a run and its services: `prepare` reads, decides and starts nothing.
 
-In a folder with `trackway.yaml`, a project, that file is the configuration. Its relative paths are relative to the
-file, and its folder is on the Python path of the services that import `trackway.modules`, unless the configuration sets
-`trackway.code_path`. A path given on the command line is relative to the working folder, as everywhere.
+In a folder with `trackway.yaml`, a project, that file is the configuration. `--config` names another file. Its relative
+paths are relative to the file, and its folder is on the Python path of the services that import `trackway.modules`,
+unless the configuration sets `trackway.code_path`. A path given on the command line is relative to the working folder.
 """
 
 from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from trackway.deploy.checks.run import Subject
 from trackway.deploy.config import serve_config
@@ -129,22 +127,10 @@ def _kept(folder: RunFolder, config: RunConfig, changes: Collection[str]) -> str
 
 
 def project_file(config: Path | None, config_name: str = _DEFAULT) -> Path | None:
-    """The project's file that a command takes: the named one, or the working folder's `trackway.yaml`.
-
-    A file of another name is a project's if it sets `trackway.modules`.
-    """
+    """The project's file that a command takes: the named one, or the working folder's `trackway.yaml`."""
     if config is not None:
-        return config if config.name == PROJECT or _names_modules(config) else None
+        return None if config.is_dir() else config
     return Path(PROJECT) if config_name == _DEFAULT and Path(PROJECT).is_file() else None
-
-
-def _names_modules(file: Path) -> bool:
-    try:
-        tree = yaml.safe_load(file.read_text()) if file.is_file() else None
-    except (OSError, ValueError, yaml.YAMLError):
-        return False  # reading the configuration names the fault
-    own = tree.get("trackway") if isinstance(tree, dict) else None
-    return isinstance(own, dict) and bool(own.get("modules"))
 
 
 def configured(
@@ -165,7 +151,8 @@ def configured(
     file = project_file(config, config_name)
     composed = compose([*overrides], file or config, config_name, unsupported)
     folder = Path.cwd() if file is None else file.absolute().parent
-    if file is not None and composed.trackway.code_path is None:
+    attached = deployment is not None and deployment.attached
+    if file is not None and composed.trackway.code_path is None and not attached:
         composed = composed.with_values({"trackway.code_path": str(folder)})
     own = typed(overrides)
     if not trial:
@@ -238,8 +225,8 @@ def to_start(subject: Subject) -> tuple[UpSettings, dict[str, Any]]:
     Raises UserError for what this machine lacks.
     """
     assert subject.services is not None
-    if subject.services.missing:
-        raise UserError("; ".join(subject.services.missing))
+    if problems := [*subject.services.missing, *subject.services.not_found]:
+        raise UserError("; ".join(problems))
     config = with_models(subject.services.serve_config)
     return subject.settings.model_copy(update={"model_path": model_of(subject.config)}), config
 

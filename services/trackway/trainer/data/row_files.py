@@ -244,7 +244,9 @@ def _to_row(record: Record, columns: Mapping[str, str]) -> Sample:
         row = from_record(record.data)
     except ValidationError as error:
         problem = error.errors()[0]
-        raise _invalid(record, ".".join(map(str, problem["loc"])), problem["msg"]) from error
+        told = problem["type"] == "missing" or ", got " in problem["msg"]
+        got = "" if told else f", got {type(problem['input']).__name__}"
+        raise _invalid(record, ".".join(map(str, problem["loc"])), problem["msg"] + got) from error
     except (TypeError, ValueError) as error:
         raise _invalid(record, "extra_info.index", str(error)) from error
     return row

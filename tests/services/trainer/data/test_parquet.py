@@ -203,7 +203,7 @@ def test_columns_of_other_names_are_met_with_the_name_that_is_meant(
     [
         (
             {"prompt": "What is 1+1?"},
-            """got prompt: Input should be a valid list; write prompt as [{"role": "user", "cont""",
+            """got prompt: Input should be a valid list, got str; write prompt as [{"role": "user", "cont""",
         ),
         ({"reward_model": "1"}, """; write reward_model as {"style": "rule", "ground_truth": "<text>"}"""),
         (
@@ -217,9 +217,13 @@ def test_columns_of_other_names_are_met_with_the_name_that_is_meant(
             {"extra_info": {"tools_kwargs": {"calculator": {"create_kwargs": [1]}}}},
             "got extra_info: tools_kwargs.calculator.create_kwargs: expected an object, got list; write",
         ),
-        ({"extra_info": "zz"}, "got extra_info: Input should be a valid dictionary; write"),
-        ({"reward_model": {"ground_truth": 4}}, "got reward_model.ground_truth: Input should be a valid string; write"),
-        ({"prompt": [{"role": "user", "content": 4}]}, "got prompt.0.content: Input should be a valid string; write"),
+        ({"extra_info": "zz"}, "got extra_info: Input should be a valid dictionary, got str; write"),
+        (
+            {"reward_model": {"ground_truth": ["4"]}},
+            "rows.jsonl:1: expected verl's row schema, got reward_model.ground_truth: Input should be a valid string, "
+            'got list; write reward_model as {"style": "rule", "ground_truth": "<text>"}',
+        ),
+        ({"prompt": [{"role": "user", "content": 4}]}, "prompt.0.content: Input should be a valid string, got int; w"),
     ],
 )
 def test_a_column_of_another_shape_is_met_with_the_shape_that_is_meant(
@@ -231,6 +235,19 @@ def test_a_column_of_another_shape_is_met_with_the_shape_that_is_meant(
         read_rows(tmp_path / "rows.jsonl")
 
     assert message in caught.value.message
+
+
+@pytest.mark.parametrize(("written", "text"), [(42, "42"), (3.5, "3.5"), ("007", "007")])
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_a_truth_may_be_a_number(tmp_path: Path, suffix: str, written: object, text: str) -> None:
+    path = tmp_path / f"rows.{suffix}"
+    record = _record(reward_model={"style": "rule", "ground_truth": written})  # pyright: ignore[reportArgumentType]
+    if suffix == "jsonl":
+        path.write_text(json.dumps(record))
+    else:
+        pq.write_table(pa.Table.from_pylist([record]), path)
+
+    assert [row.reward_model.ground_truth for row in read_rows(path)] == [text]
 
 
 @pytest.mark.parametrize(
