@@ -101,7 +101,7 @@ def test_a_scorer_that_exits_fails_its_score_alone(reward: ServiceProcess) -> No
     fine = reward.http.post("/score", json=SCORED)
 
     told = {
-        how: (500, "internal", f"scorer 'exiting' failed: {what}; see the traceback in the reward service's log")
+        how: (500, "internal", f"scorer 'exiting' failed: {what}; the reward service logged the traceback")
         for how, what in ways.items()
     }
     assert failed == told

@@ -5,8 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+from math import comb, fsum
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from fastapi.testclient import TestClient
 from mlflow import MlflowClient
@@ -27,6 +29,7 @@ from trackway.console.app import create_app
 from trackway.deploy.deployment import serve_api
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs.session import RunSession
+from trackway.evaluation.summary import summary
 from trackway.trainer.run_state.trajectories import read_trajectories
 from trackway.wire.trainer import RunInfo, RunState
 from trackway.wire.trajectory import Trajectory
@@ -90,6 +93,30 @@ def test_a_run_leaves_a_whole_trace_for_each_traced_trajectory(deployment: Deplo
     assert {link.trace_id for link in spans["optimizer_step 0"].links} == first
     asked = {link.span_id for name in first for span in by_run[name].data.spans for link in span.links or []}
     assert asked == {spans["rollout"].span_id}  # each trajectory leads back to the step that asked for it
+
+
+def test_an_evaluation_of_its_stored_rollouts_is_a_plain_computation_of_them(whole_run: RunInfo) -> None:
+    """Scores as the file has them, 4 rollouts of 4 rows a step, without any code of the product."""
+    passed: dict[int, list[bool]] = {}
+    for file in sorted((Path(whole_run.folder) / "trajectories").glob("step_*.parquet")):
+        for record in pq.read_table(file, columns=["sample_index", "score"]).to_pylist():
+            passed.setdefault(record["sample_index"], []).append(record["score"] > 0)
+    counts = [(len(rollouts), sum(rollouts)) for rollouts in passed.values()]
+    n = max(size for size, _ in counts)
+    assert sum(size for size, _ in counts) == 32 and 0 < sum(correct for _, correct in counts) < 32
+
+    made = [trajectory for trajectory in trajectories_of(whole_run) if not trajectory.tags.validation]
+    found = summary(made)
+
+    assert [*found.pass_at] == sorted({1, 2, 4, n})
+    for k in found.pass_at:
+        reached = [(size, correct) for size, correct in counts if size >= k]
+        at_least_one = [1 - comb(size - correct, k) / comb(size, k) for size, correct in reached]
+        all_of_them = [comb(correct, k) / comb(size, k) for size, correct in reached]
+        with_replacement = [1 - (1 - correct / size) ** k for size, correct in reached]
+        assert found.pass_at[k].value == fsum(at_least_one) / len(reached)
+        assert found.pass_all[k].value == fsum(all_of_them) / len(reached)
+        assert found.best_at[k].value == pytest.approx(fsum(with_replacement) / len(reached), abs=1e-12)
 
 
 def assert_learner_values(deployment: Deployment, info: RunInfo, made: list[Trajectory]) -> None:

@@ -307,11 +307,15 @@ def run(work: Coroutine[object, object, T]) -> T:
         finally:
             await close_shared_http()
 
+    return _run_beside(main()) if _is_in_a_loop() else asyncio.run(main())
+
+
+def _is_in_a_loop() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(main())
-    return _run_beside(main())
+        return False
+    return True
 
 
 _START_S = 5.0

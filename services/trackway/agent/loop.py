@@ -166,6 +166,8 @@ class AgentLoop(ABC):
         """
         start = len(episode.response_ids)
         turn = episode.turn
+        if not episode.context:
+            raise ValueError("expected a prompt before the first turn, got none; call `await self.begin(episode, ...)`")
         with (
             Stopwatch(episode.timings, "generate_sequences"),
             waits_for(f"the rollout service, turn {turn}", episode.deadline),
@@ -416,7 +418,5 @@ def _named(error: Exception, episode: Episode) -> TrackwayError:
         )
         return TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message)
     logger.error("trajectory %s failed", episode.id, exc_info=error)
-    message = (
-        f"agent loop {episode.agent_name!r} failed: {located(error)}; see the traceback in the agent service's log"
-    )
+    message = f"agent loop {episode.agent_name!r} failed: {located(error)}; the agent service logged the traceback"
     return TrackwayError(ErrorCode.INTERNAL, message)

@@ -1,12 +1,14 @@
 """An evaluation on disk: while it runs its own files, and at the end a run's folder that only validated.
 
 evaluation.json    what is evaluated, and at the end the summary
+tasks.jsonl        at the end the numbers of each row
 config.json        the resolved configuration
 tools.json         the tools that the rollouts are offered
 rollouts.jsonl     trajectories that have ended, one per line, until all have
 trajectories/      val_step_0.parquet, as every run has; with state.json and metrics.jsonl
 """
 
+import json
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -15,12 +17,12 @@ from typing import Self
 
 from pydantic import ValidationError
 
-from trackway.evaluation.summary import Evaluation, Paired, by_data_source, by_task, paired, summary
+from trackway.evaluation.summary import Evaluation, Paired, by_data_source, paired, summary, task_rows
 from trackway.run_config import RunConfig
 from trackway.system import append_line, atomic_write, writing
 from trackway.trainer.delivery.jobs import Later
 from trackway.trainer.delivery.mlflow_run import MlflowRun
-from trackway.trainer.metrics import validation_metrics
+from trackway.trainer.metrics import estimate_metrics, tasks_of, validation_metrics
 from trackway.trainer.run_state.folder import EVALUATION_FILE, RunFolder, outputs_folders
 from trackway.trainer.run_state.trajectories import read_trajectories, write_trajectories
 from trackway.trainer.service_urls import ServiceUrls
@@ -37,6 +39,7 @@ class EvaluationStore:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._folder = RunFolder(path)
+        self.tasks = path / "tasks.jsonl"
         self._lines = path / "rollouts.jsonl"
         self._table = path / "trajectories" / "val_step_0.parquet"
 
@@ -103,20 +106,22 @@ class EvaluationStore:
     def done(self) -> set[int | str]:
         """Rows whose rollouts have all ended without an infrastructure error."""
         n = self.evaluation().n
-        ended = [trajectory for trajectory in self.trajectories() if trajectory.error is None]
-        return {index for index, members in by_task(ended).items() if len(members) == n}
+        return {index for index, task in tasks_of(self.trajectories()).items() if task.n == n}
 
     def finish(self) -> Evaluation:
         """Write the files of a run that ended, then the summary. Raises StorageError."""
         trajectories = self.trajectories()
         evaluation = _summed_up(self.evaluation(), trajectories)
         write_trajectories(self._table, trajectories)
+        rows = (f"{json.dumps(row, ensure_ascii=False)}\n" for row in task_rows(trajectories, evaluation.pass_above))
+        atomic_write(self.tasks, "".join(rows), what="the numbers of each row")
         for file in ("state.json", "metrics.jsonl"):  # of an end that was cut off
             (self.path / file).unlink(missing_ok=True)
         self._folder.create(self.config(), ServiceUrls(agent_url="", tools_url="", weights_url=""))
         self._folder.move(RunState.RUNNING)
         if evaluation.summary is not None and evaluation.summary.rollouts:
-            metrics = validation_metrics(trajectories, evaluation.n) | evaluation.summary.metrics()
+            metrics = validation_metrics(trajectories, evaluation.n)
+            metrics |= estimate_metrics("evaluation", evaluation.summary.estimates)
             self._folder.append_row(MetricsRow(step=0, data=metrics))
             self._folder.update(metrics=metrics)
         self._folder.move(RunState.FINISHED, message=f"evaluation of {evaluation.model}")

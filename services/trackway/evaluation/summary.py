@@ -1,31 +1,14 @@
 """Summaries of an evaluation's rollouts, over all rows and for each data source, and the comparison of two."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, JsonValue
 
-from trackway.trainer.metrics import Mean, accuracy, best_of, draws, majority_at, mean_of, pass_all, pass_at
+from trackway.trainer.metrics import Estimate, Task, by_task, draws, rates, tasks_of
 from trackway.wire.chat import ChatModelSettings
 from trackway.wire.trajectory import StopReason, Trajectory
-
-
-class Estimate(BaseModel):
-    """An average over tasks with its error."""
-
-    value: float
-    std_err: float | None = None
-    """Standard error over tasks. Null for one task."""
-    interval: tuple[float, float] | None = None
-    """95 % interval."""
-    tasks: int
-
-    @classmethod
-    def over(cls, values: Sequence[float]) -> "Estimate":
-        """The estimate of one value for each task."""
-        mean: Mean = mean_of(values)
-        return cls(value=mean.value, std_err=mean.error, interval=mean.interval, tasks=len(values))
 
 
 class RolloutSummary(BaseModel):
@@ -62,15 +45,12 @@ class RolloutSummary(BaseModel):
     tokens: int = 0
     """Tokens of all prompts and responses."""
 
-    def metrics(self) -> dict[str, float]:
-        """The numbers as metrics of a run, `evaluation/pass@4` with `evaluation/pass@4/std_err`."""
-        rates = {"pass@": self.pass_at, "pass_all@": self.pass_all, "majority@": self.majority_at}
-        estimates = {f"{name}{k}": value for name, found in rates.items() for k, value in found.items()}
-        if self.score is not None:
-            estimates["score"] = self.score
-        metrics = {f"evaluation/{name}": estimate.value for name, estimate in estimates.items()}
-        errors = {name: value.std_err for name, value in estimates.items() if value.std_err is not None}
-        return metrics | {f"evaluation/{name}/std_err": error for name, error in errors.items()}
+    @property
+    def estimates(self) -> dict[str, Estimate]:
+        """The score and the rates by name, `pass@4`."""
+        named = {"pass": self.pass_at, "pass_all": self.pass_all, "best": self.best_at, "majority": self.majority_at}
+        found = {f"{name}@{k}": estimate for name, by_k in named.items() for k, estimate in by_k.items()}
+        return found if self.score is None else {"score": self.score, **found}
 
 
 class Evaluation(BaseModel):
@@ -96,15 +76,8 @@ class Evaluation(BaseModel):
     data_sources: dict[str, RolloutSummary] = Field(default_factory=dict)
 
 
+_MEANS = ("response_tokens", "turns", "tool_calls", "failed_calls", "cut")
 _CUT = {StopReason.MAX_TURNS, StopReason.MAX_RESPONSE, StopReason.MAX_PROMPT}
-
-
-def by_task(trajectories: Iterable[Trajectory]) -> dict[int | str, list[Trajectory]]:
-    """The trajectories of each row, by its index."""
-    tasks: dict[int | str, list[Trajectory]] = {}
-    for trajectory in trajectories:
-        tasks.setdefault(trajectory.tags.sample_index, []).append(trajectory)
-    return tasks
 
 
 def summary(trajectories: Sequence[Trajectory], pass_above: float = 0.0) -> RolloutSummary:
@@ -115,18 +88,19 @@ def summary(trajectories: Sequence[Trajectory], pass_above: float = 0.0) -> Roll
     counts = {"tasks": len(by_task(trajectories)), "rollouts": len(ended), "failed": len(failures), "errors": errors}
     if not ended:
         return RolloutSummary(**counts)
-    tasks = [_Task(members, pass_above) for members in by_task(ended).values()]
-    answers = any(answer is not None for task in tasks for answer in task.answers)
+    tasks = [*tasks_of(ended, pass_above).values()]
+    ks = draws(max(task.n for task in tasks))
+    majority = rates(tasks, "majority", ks)
     calls = [call for trajectory in ended for turn in _turns(trajectory) for call in turn.calls]
     return RolloutSummary(
         **counts,
-        score=Estimate.over([math.fsum(task.scores) / task.n for task in tasks]),
-        pass_at=_at_each(tasks, lambda task, k: pass_at(task.n, task.correct, k)),
-        pass_all=_at_each(tasks, lambda task, k: pass_all(task.n, task.correct, k)),
-        best_at=_at_each(tasks, lambda task, k: best_of(k, task.scores)[0]),
-        majority_at=_at_each(tasks, lambda task, k: majority_at(task.answers, task.passed, k)) if answers else {},
+        score=Estimate.over([task.score for task in tasks]),
+        pass_at=rates(tasks, "pass", ks),
+        pass_all=rates(tasks, "pass_all", ks),
+        best_at=rates(tasks, "best", ks),
+        majority_at=majority,
         no_answer=_share(ended, lambda rollout: rollout.reward is None or rollout.reward.answer is None)
-        if answers
+        if majority
         else None,
         response_tokens=_share(ended, lambda rollout: rollout.counts.generated_tokens),
         turns=_share(ended, lambda rollout: len(_turns(rollout))),
@@ -137,32 +111,28 @@ def summary(trajectories: Sequence[Trajectory], pass_above: float = 0.0) -> Roll
     )
 
 
+def task_rows(trajectories: Iterable[Trajectory], pass_above: float = 0.0) -> Iterator[dict[str, JsonValue]]:
+    """The numbers of each row: `n` rollouts that ended, `c` of them passed, rates, means and tokens."""
+    for index, members in by_task(trajectories).items():
+        found = summary(members, pass_above)
+        plain = found.model_dump(mode="json", include={"failed", *_MEANS, "no_answer", "tokens"}, exclude_none=True)
+        rate = found.pass_at.get(1)
+        yield {
+            "sample_index": index,
+            "data_source": members[0].data_source,
+            "n": found.rollouts,
+            "c": 0 if rate is None else round(rate.value * found.rollouts),
+            **{name: estimate.value for name, estimate in found.estimates.items()},
+            **plain,
+        }
+
+
 def by_data_source(trajectories: Sequence[Trajectory], pass_above: float = 0.0) -> dict[str, RolloutSummary]:
     """A summary for each data source, in the order of the rows."""
     sources: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         sources.setdefault(trajectory.data_source, []).append(trajectory)
     return {source: summary(members, pass_above) for source, members in sources.items()}
-
-
-class _Task:
-    """The rollouts of a row that ended."""
-
-    def __init__(self, members: Sequence[Trajectory], pass_above: float) -> None:
-        self.n = len(members)
-        self.scores = [accuracy(trajectory) for trajectory in members]
-        self.passed = [score > pass_above for score in self.scores]
-        self.correct = sum(self.passed)
-        self.answers = [trajectory.reward.answer if trajectory.reward else None for trajectory in members]
-
-
-def _at_each(tasks: Sequence[_Task], value: Callable[[_Task, int], float | None]) -> dict[int, Estimate]:
-    estimates: dict[int, Estimate] = {}
-    for k in draws(max(task.n for task in tasks)):
-        values = [found for task in tasks if task.n >= k and (found := value(task, k)) is not None]
-        if values:
-            estimates[k] = Estimate.over(values)
-    return estimates
 
 
 def _turns(trajectory: Trajectory) -> list:
@@ -191,37 +161,20 @@ def paired(first: Sequence[Trajectory], second: Sequence[Trajectory], pass_above
 
     Source: Miller 2024, "Adding error bars to evals" (arXiv:2411.00640), section 4.2.
     """
-    ours, theirs = by_task(first), by_task(second)
-    scores, passes = list[float](), list[float]()
-    for index in ours.keys() & theirs.keys():
-        pair = [_ended(tasks[index]) for tasks in (ours, theirs)]
-        if not all(pair) or len({_prompt(rollouts) for rollouts in pair}) > 1:
-            continue
-        mine, other = (_scores(rollouts) for rollouts in pair)
-        scores.append(sum(mine) / len(mine) - sum(other) / len(other))
-        passes.append(_passed(mine, pass_above) - _passed(other, pass_above))
+    ours, theirs = tasks_of(first, pass_above), tasks_of(second, pass_above)
+    pairs = [(ours[index], theirs[index]) for index in ours.keys() & theirs.keys()]
+    pairs = [(mine, other) for mine, other in pairs if _prompt(mine) == _prompt(other)]
+    scores = [mine.score - other.score for mine, other in pairs]
     if not scores:
         return None
     return Paired(
         score=Estimate.over(scores),
-        pass_at_1=Estimate.over(passes),
+        pass_at_1=Estimate.over([sum(mine.passed) / mine.n - sum(other.passed) / other.n for mine, other in pairs]),
         better=sum(difference > 0 for difference in scores),
         worse=sum(difference < 0 for difference in scores),
-        left_out=len(ours.keys() | theirs.keys()) - len(scores),
+        left_out=len({trajectory.tags.sample_index for trajectory in (*first, *second)}) - len(scores),
     )
 
 
-def _ended(rollouts: Sequence[Trajectory]) -> list[Trajectory]:
-    return [trajectory for trajectory in rollouts if trajectory.error is None]
-
-
-def _prompt(rollouts: Sequence[Trajectory]) -> str:
-    return str([(message.role, message.content) for message in rollouts[0].prompt_messages])
-
-
-def _scores(rollouts: Sequence[Trajectory]) -> list[float]:
-    return [accuracy(trajectory) for trajectory in rollouts]
-
-
-def _passed(scores: Sequence[float], pass_above: float) -> float:
-    return pass_at(len(scores), sum(score > pass_above for score in scores), 1)
+def _prompt(task: Task) -> list[tuple[str, str]]:
+    return [(message.role, str(message.content)) for message in task.rollouts[0].prompt_messages]

@@ -209,7 +209,7 @@ class RewardService:
                 raise TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message) from error
             # The traceback is logged here, since it does not cross the process.
             logger.exception("scorer %r failed", name)
-            message = f"scorer {name!r} failed: {located(error)}; see the traceback in the reward service's log"
+            message = f"scorer {name!r} failed: {located(error)}; the reward service logged the traceback"
             raise TrackwayError(ErrorCode.INTERNAL, message) from error
 
 

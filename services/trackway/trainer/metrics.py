@@ -7,11 +7,13 @@ those that failed after their calls, for example at scoring. Metrics of a valida
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Self
+
+from pydantic import BaseModel
 
 from trackway.learner.measuring import Metrics, spread
 from trackway.wire.trajectory import ACTIVITIES, Incident, ToolCallRecord, Trajectory
@@ -198,26 +200,31 @@ _MOST_VOTES = 64
 """Most rollouts of a task for which the votes of fewer than all are counted."""
 
 
-class Mean(NamedTuple):
-    """An average over tasks."""
+class Estimate(BaseModel):
+    """An average over tasks with its error."""
 
     value: float
-    error: float | None
-    """Standard error. None for one task."""
+    std_err: float | None = None
+    """Standard error s / sqrt(tasks) (Miller 2024, arXiv:2411.00640). Null for one task."""
+    interval: tuple[float, float] | None = None
+    """95 % interval of the normal distribution. Null for one task."""
+    tasks: int
 
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """The 95 % interval of the normal distribution, or None for one task."""
-        return None if self.error is None else (self.value - _Z * self.error, self.value + _Z * self.error)
+    @classmethod
+    def over(cls, values: Sequence[float]) -> Self:
+        """The estimate of one value for each task."""
+        mean, tasks = math.fsum(values) / len(values), len(values)
+        if tasks == 1:
+            return cls(value=mean, tasks=1)
+        error = math.sqrt(math.fsum(_squared(value - mean) for value in values) / (tasks - 1) / tasks)
+        return cls(value=mean, std_err=error, interval=(mean - _Z * error, mean + _Z * error), tasks=tasks)
 
 
-def mean_of(values: Sequence[float]) -> Mean:
-    """The mean of one value for each task, and its standard error s / sqrt(tasks) (Miller 2024, arXiv:2411.00640)."""
-    mean = math.fsum(values) / len(values)
-    if len(values) == 1:
-        return Mean(mean, None)
-    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return Mean(mean, math.sqrt(variance / len(values)))
+def estimate_metrics(prefix: str, estimates: Mapping[str, Estimate]) -> Metrics:
+    """The estimates as metrics, `<prefix>/pass@4` with `<prefix>/pass@4/std_err`."""
+    errors = {f"{name}/std_err": found.std_err for name, found in estimates.items() if found.std_err is not None}
+    values = {name: found.value for name, found in estimates.items()}
+    return {f"{prefix}/{name}": value for name, value in (values | errors).items()}
 
 
 def draws(n: int) -> list[int]:
@@ -274,6 +281,56 @@ def _shares_won(own: int, others: tuple[int, ...], silent: int, k: int) -> Fract
     return won
 
 
+class Task:
+    """The rollouts of a row that ended. One passes with a score over `pass_above`."""
+
+    def __init__(self, rollouts: Sequence[Trajectory], pass_above: float = 0.0) -> None:
+        self.rollouts = rollouts
+        self.n = len(rollouts)
+        self.scores = [accuracy(trajectory) for trajectory in rollouts]
+        self.passed = [score > pass_above for score in self.scores]
+        self.answers = [trajectory.reward.answer if trajectory.reward else None for trajectory in rollouts]
+
+    @property
+    def score(self) -> float:
+        """The mean score."""
+        return math.fsum(self.scores) / self.n
+
+    def rate(self, name: str, k: int) -> float | None:
+        """pass@k, pass^k as `pass_all`, verl's best@k, or majority@k. None for a majority that is not counted."""
+        match name:
+            case "pass":
+                return pass_at(self.n, sum(self.passed), k)
+            case "pass_all":
+                return pass_all(self.n, sum(self.passed), k)
+            case "best":
+                return best_of(k, self.scores)[0]
+            case _:
+                return majority_at(self.answers, self.passed, k)
+
+
+def tasks_of(trajectories: Iterable[Trajectory], pass_above: float = 0.0) -> dict[int | str, Task]:
+    """The rows of which a rollout ended, by index."""
+    ended = (trajectory for trajectory in trajectories if trajectory.error is None)
+    return {index: Task(members, pass_above) for index, members in by_task(ended).items()}
+
+
+def by_task(trajectories: Iterable[Trajectory]) -> dict[int | str, list[Trajectory]]:
+    """The trajectories of each row, by its index."""
+    tasks: dict[int | str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        tasks.setdefault(trajectory.tags.sample_index, []).append(trajectory)
+    return tasks
+
+
+def rates(tasks: Collection[Task], name: str, ks: Iterable[int]) -> dict[int, Estimate]:
+    """A rate of `Task.rate` for each k, over the tasks that have k rollouts. No majority without any answer."""
+    if name == "majority" and not any(answer is not None for task in tasks for answer in task.answers):
+        return {}
+    found = {k: [rate for task in tasks if task.n >= k and (rate := task.rate(name, k)) is not None] for k in ks}
+    return {k: Estimate.over(values) for k, values in found.items() if values}
+
+
 CORE = "acc"
 """The variable in `val-core`. The reward is repeated there because dashboards of older releases expect it."""
 
@@ -292,7 +349,7 @@ def validation_metrics(trajectories: Sequence[Trajectory], n: int) -> Metrics:
                 core = variable == CORE and name.startswith(("mean@", f"best@{n}/"))
                 metrics[f"val-{'core' if core else 'aux'}/{source}/{variable}/{name}"] = value
         metrics[f"val-core/{source}/reward/mean@{n}"] = metrics[f"val-aux/{source}/reward/mean@{n}"]
-        metrics |= {f"val-aux/{source}/{CORE}/pass@{k}": rate for k, rate in _pass_rates(members, n).items()}
+        metrics |= _estimates(f"val-aux/{source}/{CORE}", tasks_of(members).values(), n)
     metrics |= spread("val-aux/num_turns", [trajectory.num_turns for trajectory in successful])
     metrics["val-aux/failed_trajectories"] = float(len(trajectories) - len(successful))
     return metrics | tool_metrics(trajectories, "val-aux/tools")
@@ -304,14 +361,12 @@ def accuracy(trajectory: Trajectory) -> float:
     return components.get(CORE, components.get("score", score(trajectory)))
 
 
-def _pass_rates(members: Sequence[Trajectory], n: int) -> dict[int, float]:
-    """pass@k over the rows that have k rollouts; one passes with a score over 0."""
-    scores: dict[int | str, list[float]] = defaultdict(list)
-    for trajectory in members:
-        scores[trajectory.tags.sample_index].append(accuracy(trajectory))
-    counts = [(len(group), sum(value > 0 for value in group)) for group in scores.values()]
-    rates = {k: [pass_at(size, passed, k) for size, passed in counts if size >= k] for k in draws(n)[1:]}
-    return {k: _mean(values) for k, values in rates.items() if values}
+def _estimates(prefix: str, tasks: Collection[Task], n: int) -> Metrics:
+    """pass@k, pass^k and majority@k of a data source as an evaluation reports them, and the error of the mean score."""
+    names, ks = ("pass", "pass_all", "majority"), draws(n)[1:]
+    found = {f"{name}@{k}": rate for name in names for k, rate in rates(tasks, name, ks).items()}
+    error = Estimate.over([task.score for task in tasks]).std_err
+    return estimate_metrics(prefix, found) | ({} if error is None else {f"{prefix}/mean@{n}/std_err": error})
 
 
 def _variables(members: Sequence[Trajectory]) -> Mapping[str, list[list[float]]]:

@@ -1,6 +1,7 @@
 """`trackway evaluate` from a project's folder, with the tiny model in this process."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -79,6 +80,10 @@ def test_an_evaluation_is_a_run_that_only_validated_and_is_the_same_again(projec
     info = RunFolder(OUTPUTS / "first").info()
     assert (info.state, info.run) == (RunState.FINISHED, "first")
     assert info.metrics["val-core/sums/acc/mean@2"] == pytest.approx(first.summary.pass_at[1].value)
+    rows = [json.loads(line) for line in (OUTPUTS / "first" / "tasks.jsonl").read_text().splitlines()]
+    assert [row["sample_index"] for row in rows] == [found.tags.sample_index for found in one[::2]]
+    assert sum(row["pass@2"] for row in rows) / 5 == pytest.approx(first.summary.pass_at[2].value)
+    assert sum(row["tokens"] for row in rows) == first.summary.tokens
 
 
 def test_a_runs_checkpoint_and_the_model_it_started_from_are_evaluated_with_its_settings(project: Path):
@@ -327,6 +332,9 @@ def test_the_command_prints_one_document_and_compares(project: Path):
     assert document["evaluation"]["name"] == "eval-tiny"
     assert document["compared"]["score"]["tasks"] == 3
     assert shown.returncode == 0 and "in score against eval-tiny" in shown.stdout
+    tokens = json.loads(first.stdout)["evaluation"]["summary"]["tokens"]
+    assert re.search(rf"^tokens in all +{tokens:,}$", shown.stdout, re.MULTILINE)
+    assert f"each row: {project}/outputs/first/tasks.jsonl" in shown.stdout.replace("\n", "")
 
 
 def test_ctrl_c_names_the_command_that_continues(project: Path):

@@ -53,7 +53,7 @@ def tried(*overrides: str, row: int = 1, n: int = 1) -> Tried:
 
 def problems(rows: str = "rows.jsonl") -> tuple[list[str], list[str]]:
     findings, _ = trial_of(rows=Path(rows)).check(lambda name, state: None)
-    return findings.wrong, findings.missing_here
+    return findings.wrong, [*findings.not_found, *findings.missing_here]
 
 
 def trackway(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -130,6 +130,21 @@ def test_a_loop_that_fails_is_told_with_its_error_and_exit_status_1(project: Mad
     shown = " ".join(ran.stdout.split())
     assert "error internal: agent loop 'tried_loop' failed: LookupError: no such key" in shown
     assert 'tried_loop.py", line' in ran.stderr  # the traceback
+
+
+def test_a_reward_that_returns_text_is_told_with_its_traceback(project: Made) -> None:
+    folder = project("texts")
+    (folder / "reward.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info): return 'good'\n")
+
+    ran = trackway("try", "rows.jsonl", cwd=folder)
+
+    assert ran.returncode == 1
+    what = "TypeError: expected it to return a number or a dict with 'score', got str 'good'"
+    shown = " ".join(ran.stdout.split())
+    assert f"scorer 'reward.py:compute_score' failed: {what}; the reward service logged the traceback" in shown
+    logged = ran.stderr.partition("scorer 'reward.py:compute_score' failed\n")[2]
+    assert logged.lstrip().startswith("Traceback (most recent call last):") and f"  {what}\n" in logged
+    assert "During handling" not in logged
 
 
 def test_rows_that_do_not_fit_are_named_with_line_and_field(project: Made) -> None:

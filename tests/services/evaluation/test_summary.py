@@ -6,7 +6,7 @@ import random
 import pytest
 
 from tests.services.evaluation.rollouts import LOST, rollout
-from trackway.evaluation.summary import by_data_source, summary
+from trackway.evaluation.summary import by_data_source, summary, task_rows
 from trackway.wire.trajectory import Reward, StopReason
 
 
@@ -62,6 +62,43 @@ def test_lengths_turns_calls_and_limits_are_means_over_rollouts():
 
     assert (found.response_tokens, found.tokens, found.cut) == (2.0, 8, 0.5)
     assert (found.turns, found.tool_calls, found.failed_calls) == (0.5, 1.0, 0.5)
+
+
+def test_each_row_has_its_numbers():
+    answers = [("18", 1.0), ("18", 1.0), ("7", 0.0)]
+    rollouts = [rollout(0, number, score, answer) for number, (answer, score) in enumerate(answers)]
+
+    first, lost = task_rows([*rollouts, rollout(0, 3, None), rollout(1, 0, None, data_source="other")])
+
+    assert first == {
+        "sample_index": 0,
+        "data_source": "d",
+        "n": 3,
+        "c": 2,
+        "failed": 1,
+        "score": pytest.approx(2 / 3),
+        "pass@1": pytest.approx(2 / 3),
+        "pass@2": 1.0,
+        "pass@3": 1.0,
+        "pass_all@1": pytest.approx(2 / 3),
+        "pass_all@2": pytest.approx(1 / 3),
+        "pass_all@3": 0.0,
+        "best@1": pytest.approx(2 / 3),
+        "best@2": pytest.approx(1 - (1 / 3) ** 2),
+        "best@3": pytest.approx(1 - (1 / 3) ** 3),
+        "majority@1": pytest.approx(2 / 3),
+        "majority@2": pytest.approx((1 + 0.5 + 0.5) / 3),
+        "majority@3": 1.0,
+        "no_answer": 0.0,
+        "response_tokens": 2.0,
+        "turns": 1.0,
+        "tool_calls": 2.0,
+        "failed_calls": 1.0,
+        "cut": 0.0,
+        "tokens": 12,
+    }
+    assert (lost["sample_index"], lost["data_source"], lost["n"], lost["c"], lost["failed"]) == (1, "other", 0, 0, 1)
+    assert "score" not in lost
 
 
 def test_data_sources_are_summed_up_alone():

@@ -49,7 +49,7 @@ class Evaluated:
 
     @property
     def name(self) -> str:
-        """The evaluation's name, which `trackway evaluate NAME` and the console know."""
+        """The evaluation's name, which `trackway evaluate RUN` and the console know."""
         return self.evaluation.name
 
     @property
@@ -74,7 +74,7 @@ class Evaluated:
     def __repr__(self) -> str:
         console = Console(width=100, color_system=None)
         with console.capture() as captured:
-            console.print(evaluation_report(self.evaluation, None, None))
+            console.print(evaluation_report(self.evaluation, self._store.tasks))
         return captured.get().rstrip()
 
 

@@ -99,11 +99,12 @@ def evaluate(
             else evaluations.prepare(what or "", options, words, config, config_name, outputs)
         )
         evaluation = _evaluated(prepared, as_json)
-    compared = store_of(evaluation.name).compared(store_of(against)) if against else None
+    store = store_of(evaluation.name)
+    compared = store.compared(store_of(against)) if against else None
     if as_json:
         print_json({"evaluation": evaluation, "against": against, "compared": compared})
     else:
-        stdout.print(evaluation_report(evaluation, against, compared))
+        stdout.print(evaluation_report(evaluation, store.tasks, against, compared))
     if evaluation.summary is None or evaluation.summary.failed:
         raise typer.Exit(1)
 

@@ -1,17 +1,22 @@
 """Draws the result of an evaluation for a terminal."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from trackway.evaluation.summary import Estimate, Evaluation, Paired, RolloutSummary
+from trackway.evaluation.summary import Evaluation, Paired, RolloutSummary
 from trackway.system import visible
+from trackway.trainer.metrics import Estimate
 
 
-def evaluation_report(evaluation: Evaluation, against: str | None, compared: Paired | None) -> RenderableType:
-    """A column for all rows, one for each data source if there are several, and the comparison."""
+def evaluation_report(
+    evaluation: Evaluation, tasks: Path, against: str | None = None, compared: Paired | None = None
+) -> RenderableType:
+    """A column for all rows, one for each data source if there are several, the comparison and the file of each row."""
     total = evaluation.summary
     assert total is not None
     columns = {"all rows": total, **(evaluation.data_sources if len(evaluation.data_sources) > 1 else {})}
@@ -26,7 +31,7 @@ def evaluation_report(evaluation: Evaluation, against: str | None, compared: Pai
         parts += ["", f"[yellow]{total.failed} rollouts failed and count nowhere:[/] {errors}"]
     if against is not None:
         parts += ["", _compared(against, compared)]
-    return Group(*parts)
+    return Group(*parts, "", Text(f"each row: {tasks}", "dim", overflow="fold"))
 
 
 def _lines(columns: Mapping[str, RolloutSummary]) -> dict[str, list[str]]:
@@ -49,6 +54,7 @@ def _lines(columns: Mapping[str, RolloutSummary]) -> dict[str, list[str]]:
         lines["without answer"] = ["" if column.no_answer is None else f"{column.no_answer:.1%}" for column in parts]
     lines["cut by a limit"] = [f"{column.cut:.1%}" for column in parts]
     lines["tokens written"] = [f"{column.response_tokens:.1f}" for column in parts]
+    lines["tokens in all"] = [f"{column.tokens:,}" for column in parts]
     lines["turns"] = [f"{column.turns:.2f}" for column in parts]
     if any(column.tool_calls for column in parts):
         lines["tool calls"] = [f"{column.tool_calls:.2f}, failed {column.failed_calls:.2f}" for column in parts]

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from trackway.trainer.metrics import Mean, draws, majority_at, mean_of, pass_all, pass_at
+from trackway.trainer.metrics import Estimate, draws, majority_at, pass_all, pass_at
 
 
 @pytest.mark.parametrize("n", [1, 4, 6])
@@ -44,12 +44,12 @@ def test_a_majority_of_many_rollouts_is_counted_for_all_of_them_only():
 
 
 def test_a_mean_has_the_error_of_its_tasks():
-    mean = mean_of([0.0, 1.0, 1.0, 0.0])
+    mean = Estimate.over([0.0, 1.0, 1.0, 0.0])
 
     assert mean.value == 0.5
-    assert mean.error == pytest.approx((1 / 3 / 4) ** 0.5)
+    assert mean.std_err == pytest.approx((1 / 3 / 4) ** 0.5)
     assert mean.interval == pytest.approx((0.5 - 1.959964 * (1 / 12) ** 0.5, 0.5 + 1.959964 * (1 / 12) ** 0.5))
-    assert (mean_of([0.25]), mean_of([0.25]).interval) == (Mean(0.25, None), None)
+    assert Estimate.over([0.25]) == Estimate(value=0.25, std_err=None, interval=None, tasks=1)
 
 
 def test_draws_double_up_to_n():

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from trackway.evaluation.summary import summary
 from trackway.trainer.metrics import validation_metrics
 from trackway.wire.errors import ErrorBody, ErrorCode
 from trackway.wire.trajectory import Reward, StopReason, Tags, Trajectory
@@ -71,6 +72,33 @@ def test_several_rollouts_give_the_expected_best_and_worst_of_k_averaged_over_ro
     assert metrics[f"{aux}/worst@2/mean"] == pytest.approx((1 / 16 + 1) / 2)
     assert metrics[f"{aux}/worst@4/mean"] == pytest.approx((1 / 256 + 1) / 2)
     assert (metrics[f"{aux}/pass@2"], metrics[f"{aux}/pass@4"]) == (pytest.approx((3 / 6 + 1) / 2), 1.0)
+    assert (metrics[f"{aux}/pass_all@2"], metrics[f"{aux}/pass_all@4"]) == (0.5, 0.5)
+    assert not any("majority" in name for name in metrics)
+
+
+def test_a_validation_reports_the_rates_of_an_evaluation_with_their_errors():
+    answers = [("a", 1.0), ("a", 1.0), ("b", 0.0), (None, 0.0)], [("c", 0.0), ("c", 0.0), ("c", 0.0), ("d", 1.0)]
+    rollouts = [
+        trajectory(score, row, reward=Reward(score=score, answer=answer))
+        for row, each in enumerate(answers)
+        for answer, score in each
+    ]
+
+    metrics = validation_metrics(rollouts, n=4)
+    evaluated = summary(rollouts)
+
+    aux = f"val-aux/{GSM8K}/acc"
+    for k in (2, 4):
+        for name, found in (
+            ("pass", evaluated.pass_at),
+            ("pass_all", evaluated.pass_all),
+            ("majority", evaluated.majority_at),
+        ):
+            assert metrics[f"{aux}/{name}@{k}"] == found[k].value
+            assert metrics[f"{aux}/{name}@{k}/std_err"] == found[k].std_err
+    assert metrics[f"{aux}/majority@4"] == 0.5
+    assert evaluated.score and metrics[f"{aux}/mean@4/std_err"] == evaluated.score.std_err == pytest.approx(0.125)
+    assert len([name for name in metrics if name.startswith(f"{aux}/") and "std_err" in name]) == 1 + 3 * 2
 
 
 @pytest.mark.parametrize(("n", "draws"), [(2, {2}), (3, {2, 3}), (4, {2, 4}), (5, {2, 4, 5}), (8, {2, 4, 8})])
