@@ -27,6 +27,7 @@ from trackway.learner.learner import Learner
 from trackway.run_config import resolve
 from trackway.system.files import StorageError
 from trackway.system.process import UserError
+from trackway.trainer.data import make_tiny
 from trackway.trainer.run_state.checkpoint import save_checkpoint
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.errors import TrackwayError
@@ -35,6 +36,7 @@ from trackway.wire.trainer import RunState
 pytestmark = pytest.mark.slow
 
 OUTPUTS = Path("outputs")
+SCRIPT = Path(__file__).parents[3] / "examples" / "agents" / "openai_script.py"
 RECORDING = """
 import json
 
@@ -117,6 +119,30 @@ def test_a_runs_checkpoint_and_the_model_it_started_from_are_evaluated_with_its_
     assert not (OUTPUTS / "eval-my-run-3" / "model").exists()
     with pytest.raises(UserError, match="expected a checkpoint of step 7 of run 'my-run', got 3; give another --step"):
         evaluate.prepare("my-run", replace(options, step=7), [], None, "default", OUTPUTS)
+
+
+def test_a_session_agent_is_evaluated_with_a_model_and_with_a_run(project: Path, monkeypatch: pytest.MonkeyPatch):
+    """The agent is a program that only knows OpenAI's SDK, and is started for each rollout."""
+    monkeypatch.setenv("TRACKWAY_EXTERNAL__COMMAND", json.dumps([sys.executable, str(SCRIPT)]))
+    model = str(UpSettings.read().model_path)
+    make_tiny(project / "tiny", train_size=2, test_size=2, seed=0, agent_name="external")
+    run = RunFolder(OUTPUTS / "trained")
+    run.path.mkdir(parents=True)
+    words = [f"actor_rollout_ref.model.path={model}", f"data.val_files={project}/tiny/test.parquet"]
+    run.write_config(configured(words, None, "tiny_demo"))
+    save_checkpoint(run.checkpoints, 1, Learner(learner_config(Path(model))).save, {})
+
+    options = Options(Path("tiny/test.parquet"), n=2, limit=2)
+    with_model = evaluated(evaluate.prepare(model, options, [], None, "tiny_demo", OUTPUTS))
+    with_run = evaluated(evaluate.prepare("trained", Options(n=2, limit=2), [], None, "default", OUTPUTS))
+
+    assert with_model.summary is not None and with_run.summary is not None
+    assert (with_model.summary.rollouts, with_model.summary.failed) == (4, 0)
+    assert (with_run.summary.rollouts, with_run.summary.failed) == (4, 0)
+    one, other = (EvaluationStore(OUTPUTS / found.name).trajectories() for found in (with_model, with_run))
+    assert {found.agent_name for found in (*one, *other)} == {"external"}
+    assert all(found.response_ids and found.reward for found in one)
+    assert [found.response_ids for found in one] == [found.response_ids for found in other]  # the checkpoint is equal
 
 
 def test_a_run_of_sft_takes_its_reward_from_the_command_line_or_a_file(project: Path):

@@ -134,7 +134,9 @@ def test_a_loop_that_fails_is_told_with_its_error_and_exit_status_1(project: Mad
 
 def test_a_reward_that_returns_text_is_told_with_its_traceback(project: Made) -> None:
     folder = project("texts")
-    (folder / "reward.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info): return 'good'\n")
+    (folder / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info): return 'good'\n"
+    )
 
     ran = trackway("try", "rows.jsonl", cwd=folder)
 

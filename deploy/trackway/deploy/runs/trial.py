@@ -32,6 +32,7 @@ from trackway.deploy.checks.run import Subject, check_parts
 from trackway.deploy.config import serve_config
 from trackway.deploy.deployment.processes import Report
 from trackway.deploy.runs.prepare import model_of
+from trackway.deploy.serve.direct_port import DirectPort
 from trackway.reward.app import create_app as create_reward
 from trackway.reward.settings import RewardSettings
 from trackway.rollout.app import create_app as create_rollout
@@ -40,7 +41,7 @@ from trackway.run_config import RunConfig
 from trackway.run_config.algorithm import OPTIMAL_BASELINES
 from trackway.serving.user_code import add_to_path
 from trackway.system import visible
-from trackway.system.process import UserError
+from trackway.system.process import UserError, free_port
 from trackway.tools.app import create_app as create_tools
 from trackway.tools.settings import ToolsSettings
 from trackway.trainer.data.dataset import RowLocation, Rows
@@ -75,7 +76,14 @@ async def services_here(config: dict[str, Any], model: Path | None, start_s: flo
         mounts = {f"http://{name}": httpx.ASGITransport(app) for name, app in apps.items()}
         http = await stack.enter_async_context(httpx.AsyncClient(mounts=mounts, trust_env=False))
         urls = {f"{name}_url": f"http://{name}" for name in apps}
-        agent = create_agent(AgentSettings(**{**args["agent"], "model_path": str(model or ""), **urls}), http)
+        settings = AgentSettings(**{**args["agent"], "model_path": str(model or ""), **urls})
+        if settings.external or settings.external_agents:  # their programs reach the model at a port
+            port = free_port()
+            settings = settings.model_copy(update={"agent_url": f"http://127.0.0.1:{port}"})
+            agent = create_agent(settings, http)
+            DirectPort(agent, "127.0.0.1", living=lambda: 0, drain_s=0, port=port)
+        else:
+            agent = create_agent(settings, http)
         for app in (*apps.values(), agent):
             await stack.enter_async_context(app.router.lifespan_context(app))
         if model is not None:

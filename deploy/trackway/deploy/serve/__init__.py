@@ -1,4 +1,4 @@
 """Additions to each app inside Ray Serve's replicas: calls to every replica, direct ports, metrics of all replicas.
 
-Imported by `deploy.graph` only.
+Imported by `deploy.graph`. `deploy.runs.trial` takes the direct port alone.
 """
