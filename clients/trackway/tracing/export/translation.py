@@ -19,6 +19,7 @@ from trackway.tracing import attributes as names
 from trackway.tracing.attributes import SpanKind
 from trackway.tracing.context import OF_EVERY_SPAN
 from trackway.tracing.conventions import objects_in
+from trackway.tracing.export.chat_markdown import drawn
 from trackway.wire.trajectory import TraceBackend
 
 Attributes = dict[str, AttributeValue]
@@ -115,7 +116,7 @@ _FOR_WEAVE = {
 
 
 _MESSAGES, _TEXTS = '{"messages": ', f'{{"{names.TEXTS}": '
-"""MLflow draws messages as Markdown, without line breaks and with `####` as a heading. A generation has exact texts."""
+"""A generation has exact texts, which MLflow does not draw as a conversation."""
 
 
 def _mlflow(own: Attributes, kind: SpanKind) -> Attributes:
@@ -123,10 +124,21 @@ def _mlflow(own: Attributes, kind: SpanKind) -> Attributes:
     attributes[names.MLFLOW_SPAN_TYPE] = _KINDS[kind][0]
     if kind is SpanKind.CHAT:
         attributes[names.MLFLOW_COST] = "{}"
-        for key in (names.MLFLOW_INPUTS, names.MLFLOW_OUTPUTS):
-            if key in attributes:
-                attributes[key] = str(attributes[key]).replace(_MESSAGES, _TEXTS, 1)
+    for key in {names.MLFLOW_INPUTS, names.MLFLOW_OUTPUTS} & attributes.keys():
+        if kind is SpanKind.CHAT:
+            attributes[key] = str(attributes[key]).replace(_MESSAGES, _TEXTS, 1)
+        elif kind is SpanKind.TRAJECTORY:
+            attributes[key] = _drawn(str(attributes[key]))
     return attributes
+
+
+def _drawn(text: str) -> str:
+    """The JSON of inputs or outputs with messages that MLflow shows line by line."""
+    value = _object(text)
+    for message in (messages := objects_in(value.get("messages"))):
+        if isinstance(content := message.get("content"), str):
+            message["content"] = drawn(content)
+    return _json(value) if messages else text
 
 
 def _weave(own: Attributes, kind: SpanKind) -> Attributes:

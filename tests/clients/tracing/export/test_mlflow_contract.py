@@ -28,6 +28,11 @@ from trackway.wire.trajectory import Tags, TraceTarget
 pytestmark = pytest.mark.slow
 
 MESSAGES = [Message(role="user", content="What is 3+4?")]
+ANSWERS = [
+    Message(role="assistant", content="I calculate."),
+    Message(role="tool", content="7"),
+    Message(role="assistant", content="It is\n#### 7"),
+]
 
 
 class Services:
@@ -52,7 +57,7 @@ class Services:
                 inject(headers)
                 self.work(headers, fail)
             set_outcome(root)
-            root.outputs({"reward": 1.0, "response_text": "#### 7"})
+            root.outputs({"reward": 1.0, "messages": ANSWERS})
 
     def work(self, headers: dict[str, str], fail: bool) -> None:
         """What the rollout service and the tool server do for the turn, each under its own tracing."""
@@ -105,6 +110,7 @@ def services(mlflow_server: str) -> Iterator[Services]:
         ("tags.experiment_name = 'contract'", 4),
         ("tags.outcome = 'ok'", 3),
         ("tags.step = '9'", 0),
+        ("trace.text LIKE '%#### 7%'", 3),
     ],
 )
 def test_trajectories_are_found_by_each_tag(services: Services, filter_string: str, count: int) -> None:
@@ -133,5 +139,5 @@ def test_the_root_gives_the_trace_its_name_session_preview_and_state(services: S
     [bad] = services.found("tags.step = '3'", 1)
     assert good.info.tags["mlflow.traceName"] == "s2/i7/n0"
     assert good.info.trace_metadata["mlflow.trace.session"] == "contract/2/7"
-    assert good.info.request_preview == "What is 3+4?"
+    assert (good.info.request_preview, good.info.response_preview) == ("What is 3+4?", "It is  \n\u200b#### 7")
     assert (good.info.state, bad.info.state) == ("OK", "ERROR")
