@@ -326,6 +326,8 @@ def test_evaluations_of_the_same_rows_stand_row_by_row_the_hardest_first(outputs
     first, second = page["columns"]
     assert (first["difference"], second["difference"]["value"], second["difference"]["tasks"]) == (None, 0.5, 2)
     assert first["evaluation"]["summary"]["pass_at"]["1"]["value"] == 0.5
+    listed = {run["key"]: run["accuracy"]["values"] for run in get(outputs, "runs")["runs"]}
+    assert (listed["second"], listed["tidy"]) == ([0.75], [0.25])  # not best@2, whose name is before
     assert [task["sample"] for task in page["tasks"]] == ["2", "1", "3"]
     hard, middle, easy = (task["results"] for task in page["tasks"])
     assert hard[0] == {"score": 0.0, "passed": 0, "rollouts": 1, "failed": 1}

@@ -177,9 +177,9 @@ def _gpus(folder: RunFolder) -> int:
 
 
 def accuracies(rows: Sequence[MetricsRow]) -> list[str]:
-    """Names of the validation accuracies in verl's naming."""
+    """Names of the mean validation accuracies in verl's naming, which also has the best of several rollouts."""
     names = {name for row in rows for name in row.data}
-    return sorted(name for name in names if name.startswith("val-core/") and "/acc/" in name)
+    return sorted(name for name in names if name.startswith("val-core/") and "/acc/mean@" in name)
 
 
 def finite(value: float) -> float | None:

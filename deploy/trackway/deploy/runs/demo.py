@@ -49,8 +49,8 @@ def reward_curve(rows: Sequence[MetricsRow], image: Path, title: str) -> None:
 
 
 def is_accuracy(metric: str) -> bool:
-    """Return whether a metric is a validation accuracy in verl's naming."""
-    return metric.startswith("val-core/") and "/acc/" in metric
+    """Return whether a metric is a mean validation accuracy in verl's naming."""
+    return metric.startswith("val-core/") and "/acc/mean@" in metric
 
 
 TRAIN_ROWS, HELD_OUT_ROWS = 2000, 256

@@ -16,7 +16,7 @@ from trackway.trainer.metrics import Estimate
 def evaluation_report(
     evaluation: Evaluation, tasks: Path, against: str | None = None, compared: Paired | None = None
 ) -> RenderableType:
-    """A column for all rows, one for each data source if there are several, the comparison and the file of each row."""
+    """A column for all rows, one for each data source if there are several, the file of each row and the comparison."""
     total = evaluation.summary
     assert total is not None
     columns = {"all rows": total, **(evaluation.data_sources if len(evaluation.data_sources) > 1 else {})}
@@ -29,9 +29,10 @@ def evaluation_report(
     if total.failed:
         errors = ", ".join(f"{count} {code}" for code, count in total.errors.items())
         parts += ["", f"[yellow]{total.failed} rollouts failed and count nowhere:[/] {errors}"]
+    parts += ["", Text(f"each row: {tasks}", "dim", overflow="fold")]
     if against is not None:
         parts += ["", _compared(against, compared)]
-    return Group(*parts, "", Text(f"each row: {tasks}", "dim", overflow="fold"))
+    return Group(*parts)
 
 
 def _lines(columns: Mapping[str, RolloutSummary]) -> dict[str, list[str]]:
