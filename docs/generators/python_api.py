@@ -53,7 +53,7 @@ def python_api(package: str, title: str) -> str:
 
 def _defined(package: str, name: str) -> str:
     """Where an export is defined: a module of the package may have the same name and would be taken for it."""
-    exported = getattr(importlib.import_module(package), name)
+    exported = inspect.unwrap(getattr(importlib.import_module(package), name))
     module = getattr(exported, "__module__", "")
     return f"{module if module.startswith('trackway.') else package}.{name}"
 

@@ -185,7 +185,7 @@ try:
     run.trajectories()
 except UserError as error:
     print(error)
-print(len(services.rollouts("running", rows, n=3)))
+print(len(services.rollout("running", rows, n=3)))
 """
 
 

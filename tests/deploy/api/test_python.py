@@ -6,6 +6,7 @@ import operator
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from trackway.deploy.config import serve_config
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs.session import RunSession
 from trackway.evaluation.store import EvaluationStore
+from trackway.run_config.compose import given
 from trackway.system.process import UserError
+from trackway.trainer.data.row_files import read_rows
 from trackway.trainer.run_state.folder import RunFolder
 
 ROWS = [
@@ -50,7 +53,7 @@ def test_the_package_offers_its_names_and_imports_neither_torch_nor_ray():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     ).stdout.splitlines()
 
-    assert set(trackway.__all__) <= {*names.split()}
+    assert names == "Evaluated Run Services connect evaluate local rollout train"
     assert heavy == "set()"
 
 
@@ -61,7 +64,21 @@ def test_every_name_is_there_and_another_is_an_attribute_error():
         trackway.trian  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@pytest.mark.parametrize("name", ["train", "evaluate", "rollouts"])
+def test_the_function_rollout_and_the_package_of_the_rollout_service_share_their_name():
+    code = (
+        "import trackway.rollout.settings as settings, inspect, trackway\n"
+        "print(settings.RolloutSettings is trackway.rollout.settings.RolloutSettings)\n"
+        "print([*inspect.signature(trackway.rollout).parameters][:3])\n"
+        "trackway.rollout()"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+
+    assert done.stdout.splitlines() == ["True", "['what', 'rows', 'n']"]
+    assert "TypeError: rollout() missing 2 required positional arguments: 'what' and 'rows'" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["train", "evaluate", "rollout"])
 def test_a_function_has_the_parameters_of_its_method_and_the_outputs_folder(name: str):
     own, method = (inspect.signature(getattr(place, name)).parameters for place in (trackway, trackway.Services))
     passed_on = {key: parameter for key, parameter in own.items() if key not in ("outputs", "options")}
@@ -100,6 +117,44 @@ def test_functions_of_this_process_are_the_tools_and_the_reward_of_an_evaluation
     assert [tool.function.name for tool in RunFolder(tmp_path / "outputs" / "mine").tools()] == ["calculator"]
 
 
+class Prepared(Exception):
+    """Ends a call with the overrides of its run."""
+
+
+@pytest.fixture
+def keys_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, object]]:
+    """The keys of the run that a call of `train` would start."""
+
+    def prepare(words: list[str], *rest: object) -> None:
+        raise Prepared(words)
+
+    def keys(**arguments: object) -> dict[str, object]:
+        with pytest.raises(Prepared) as prepared:
+            trackway.local(tmp_path).train(**arguments)  # pyright: ignore[reportArgumentType]
+        return dict(given(prepared.value.args[0]))
+
+    monkeypatch.setattr("trackway.deploy.api.services.prepare", prepare)
+    return keys
+
+
+def test_the_demos_preset_brings_rows(keys_of: Callable[..., dict[str, object]], tmp_path: Path):
+    folder = tmp_path / "rows" / "tiny-seed0"
+
+    keys = keys_of(config="tiny_demo", run="mine")
+
+    files = [keys["data.train_files"], keys["data.val_files"]]
+    assert files == [str(folder / "train.parquet"), str(folder / "test.parquet")]
+    assert [len(read_rows(Path(str(file)))) for file in files] == [2000, 256]
+    assert keys["trainer.experiment_name"] == "mine"
+
+
+def test_rows_and_keys_go_before_the_demos_rows(keys_of: Callable[..., dict[str, object]], tmp_path: Path):
+    assert keys_of(config="tiny_demo", rows="a.jsonl")["data.train_files"] == ["a.jsonl"]
+    assert keys_of(config="tiny_demo", data={"train_files": "b.jsonl"})["data.train_files"] == "b.jsonl"
+    assert keys_of(config="tiny_demo", held_out="c.jsonl")["data.val_files"] == ["c.jsonl"]
+    assert keys_of() == {"trainer.experiment_name": "run-1"}
+
+
 def test_services_elsewhere_get_neither_functions_nor_rows(tmp_path: Path):
     Deployment(base_url="http://127.0.0.1:9", dashboard_url="", mlflow_uri="", outputs=tmp_path, attached=True).save()
     services = trackway.local(tmp_path)
@@ -108,6 +163,8 @@ def test_services_elsewhere_get_neither_functions_nor_rows(tmp_path: Path):
         services.evaluate("running", "/data/rows.jsonl", tools=[calculator])
     with pytest.raises(UserError, match="rows: expected a path on the services' volume"):
         services.train(ROWS)
+    with pytest.raises(UserError, match="rows: expected a path on the services' volume"):
+        services.train(config="tiny_demo")
 
 
 def test_an_active_run_keeps_its_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

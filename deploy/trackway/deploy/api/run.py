@@ -5,13 +5,18 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args, overload
 
+from rich.console import Console
+
 from trackway.deploy.deployment.attach import folder_here
+from trackway.deploy.runs.evaluation_report import evaluation_report
 from trackway.deploy.runs.session import RunSession
 from trackway.deploy.terminal.progress import delivery_bar, run_bar
+from trackway.evaluation.store import EvaluationStore
+from trackway.evaluation.summary import Evaluation, Paired, RolloutSummary
 from trackway.system.process import UserError
 from trackway.trainer.run_state.export import Export, export_checkpoint
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.trajectories import read_trajectories
+from trackway.trainer.run_state.trajectories import read_trajectories, to_record
 from trackway.trainer.run_state.trajectory_export import (
     ExportedTrajectories,
     TrajectoryFormat,
@@ -20,24 +25,13 @@ from trackway.trainer.run_state.trajectory_export import (
     source_of,
 )
 from trackway.wire.trainer import RunInfo
+from trackway.wire.trajectory import Trajectory
 
 if TYPE_CHECKING:
     import pandas
 
     from trackway.deploy.api.given import Function, RowsGiven
     from trackway.deploy.api.services import Services
-from typing import TYPE_CHECKING
-
-from rich.console import Console
-
-from trackway.deploy.runs.evaluation_report import evaluation_report
-from trackway.evaluation.store import EvaluationStore
-from trackway.evaluation.summary import Evaluation, Paired, RolloutSummary
-from trackway.trainer.run_state.trajectories import to_record
-from trackway.wire.trajectory import Trajectory
-
-if TYPE_CHECKING:
-    import pandas
 
 
 class Evaluated:
@@ -89,11 +83,23 @@ def frame_of(trajectories: Sequence[Trajectory]) -> "pandas.DataFrame":
 class Run:
     """A run, in progress or ended. It goes on by itself. `wait` follows it."""
 
-    def __init__(self, services: "Services", session: RunSession, info: RunInfo, at_end: ExitStack) -> None:
+    def __init__(
+        self,
+        services: "Services",
+        session: RunSession,
+        info: RunInfo,
+        at_end: ExitStack,
+        tools: "Sequence[Function]",
+        reward: "Function | None",
+    ) -> None:
         self._services = services
         self._session = session
         self._info = info
         self._at_end = at_end
+        self.tools = tools
+        """Functions of this process that are its tools."""
+        self.reward = reward
+        """The function of this process that is its reward, or None."""
 
     @property
     def name(self) -> str:
@@ -156,16 +162,9 @@ class Run:
         files = dumped_files(self._own_folder, step, validation)
         return frame_of([trajectory for file in files for trajectory in read_trajectories(file)])
 
-    def evaluate(
-        self,
-        rows: "RowsGiven | None" = None,
-        *,
-        tools: "Sequence[Function]" = (),
-        reward: "Function | None" = None,
-        **options: Any,
-    ) -> Evaluated:
+    def evaluate(self, rows: "RowsGiven | None" = None, *, n: int = 1, **options: Any) -> Evaluated:
         """Evaluate the run's newest checkpoint. For the parameters, see `Services.evaluate`."""
-        return self._services.evaluate(self, rows, tools=tools, reward=reward, **options)
+        return self._services.evaluate(self, rows, n=n, **options)
 
     @overload
     def export(

@@ -19,6 +19,7 @@ from trackway.deploy.deployment.record import Deployment, recorded
 from trackway.deploy.local.reload import reload
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs import evaluate as evaluations
+from trackway.deploy.runs.demo import demo_words, write_rows
 from trackway.deploy.runs.prepare import prepare
 from trackway.deploy.runs.session import RunSession
 from trackway.deploy.terminal.progress import board, row_bar, stderr
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     import pandas
 
 _FUNCTIONS = ("tools", "reward")
+_DEMO = "tiny_demo"
+_SEED = 0
 
 
 class Services:
@@ -59,7 +62,7 @@ class Services:
 
     def train(
         self,
-        rows: RowsGiven,
+        rows: RowsGiven | None = None,
         *,
         model: str | Path | None = None,
         tools: Sequence[Function] = (),
@@ -72,7 +75,7 @@ class Services:
         """Start a run and return it. `Run.wait` follows it. The services start if they do not run.
 
         rows: files, or rows: dicts with `prompt` and `answer`, or with verl's columns; a DataFrame; a Hugging Face
-            dataset.
+            dataset. By default the configuration's `data.train_files`, and with `tiny_demo` the demo's rows.
         model: a folder or a Hugging Face id; by default the tiny model that Trackway brings.
         tools: typed functions of this process, as with `@function_tool`. They are served while this process runs.
         reward: a scoring function with verl's signature. It may be async.
@@ -84,10 +87,12 @@ class Services:
         Raises UserError and TrackwayError for what prevents the start, all at once.
         """
         name = checked_run_name(run) if run else self._free_name()
-        given = {"train_files": rows, **({} if held_out is None else {"val_files": held_out})}
-        files = {key: self._files(value) for key, value in given.items()}
+        given = {"data.train_files": rows, "data.val_files": held_out}
+        files = {key: self._files(value) for key, value in given.items() if value is not None}
         path = {} if model is None else {"actor_rollout_ref.model.path": str(model)}
-        words = overrides({**path, **keys}) + overrides({"data": files, "trainer": {"experiment_name": name}})
+        words = overrides({**path, **keys}) + overrides({**files, "trainer.experiment_name": name})
+        if rows is None and config == _DEMO:
+            words = self._demo(words)
         with self.authorised(), self._functions(name, tools, reward, self.deployment) as (served, stack):
             subject = prepare([*words, *served], *_config(config), UpSettings.read(outputs=self.outputs))
             with board(False) as shown:
@@ -99,7 +104,7 @@ class Services:
                 session = RunSession.open(subject, shown.report)
             self._session = session if session.own else self._session
             info = session.submit(subject, lambda info: None)
-            return Run(self, session, info, stack.pop_all())
+            return Run(self, session, info, stack.pop_all(), tools, reward)
 
     def evaluate(
         self,
@@ -129,8 +134,11 @@ class Services:
         pass_above: a rollout passes with a score over it.
         step: the step of the run's checkpoint, by default the newest. 0 is the model that the run started from.
         run: the name of the evaluation.
+        tools, reward: by default those that the run was started with, if this process started it.
         For the other parameters, see `train`. Raises UserError and TrackwayError as it does.
         """
+        if isinstance(what, Run):
+            tools, reward = tools or what.tools, reward or what.reward
         target = what.name if isinstance(what, Run) else str(what)
         name = run or f"evaluation-of-{Path(target).name}"
         running = self.deployment if target == evaluations.RUNNING else None  # else services start in this process
@@ -148,7 +156,7 @@ class Services:
                 evaluation.run(checked, bar.report, bar.show)
             return Evaluated(evaluation.store)
 
-    def rollouts(self, what: Run | str | Path, rows: RowsGiven, **options: Any) -> "pandas.DataFrame":
+    def rollout(self, what: Run | str | Path, rows: RowsGiven, **options: Any) -> "pandas.DataFrame":
         """Roll out each row, and return the trajectories. For the parameters, see `evaluate`."""
         return self.evaluate(what, rows, **options).trajectories()
 
@@ -161,13 +169,26 @@ class Services:
     def _files(self, rows: RowsGiven) -> list[str]:
         """The files of rows for a run. Raises UserError for rows that are not files when services run elsewhere."""
         files = row_files(rows, self.outputs)
-        deployment = self.deployment
-        if deployment is not None and deployment.attached and Path(files[0]).parent == self.outputs.resolve() / ROWS:
+        if Path(files[0]).parent == self._rows_folder:
+            self._check_rows_here()
+        return files
+
+    def _demo(self, words: list[str]) -> list[str]:
+        """The overrides after those of the demo, whose rows are written unless the overrides name others."""
+        self._check_rows_here()
+        write_rows(_SEED, self._rows_folder, words)
+        return demo_words(_SEED, _DEMO, self._rows_folder, words)
+
+    @property
+    def _rows_folder(self) -> Path:
+        return self.outputs.resolve() / ROWS
+
+    def _check_rows_here(self) -> None:
+        if self.deployment is not None and self.deployment.attached:
             raise UserError(
                 "rows: expected a path on the services' volume, since they run elsewhere, got rows; copy a file of "
                 "them there and give its path"
             )
-        return files
 
     def _free_name(self) -> str:
         return next(name for number in count(1) if not (self.outputs / (name := f"run-{number}")).exists())
@@ -275,7 +296,7 @@ def connect(
 
 
 def train(
-    rows: RowsGiven,
+    rows: RowsGiven | None = None,
     *,
     model: str | Path | None = None,
     tools: Sequence[Function] = (),
@@ -309,7 +330,7 @@ def evaluate(
     return local(outputs).evaluate(what, rows, n=n, tools=tools, reward=reward, **options)
 
 
-def rollouts(
+def rollout(
     what: Run | str | Path,
     rows: RowsGiven,
     *,
@@ -320,4 +341,4 @@ def rollouts(
     **options: Any,
 ) -> "pandas.DataFrame":
     """Roll out each row n times and return the trajectories. `local(outputs).evaluate` has the other parameters."""
-    return local(outputs).rollouts(what, rows, n=n, tools=tools, reward=reward, **options)
+    return local(outputs).rollout(what, rows, n=n, tools=tools, reward=reward, **options)
