@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 SCRIPT = Path(__file__).with_name("reproduce.sh")
 CHECKOUT = Path(__file__).parents[2]
+PAGE = CHECKOUT / "docs" / "coming-from" / "verl.md"
 EXPERIMENT = "qwen2.5-3b_function_rm-gsm8k-sgl-multi-w-tool-verify-n16"
 ACCURACY = "val-core/openai/gsm8k/acc/mean@1"
 PROBLEMS = [
@@ -120,6 +122,19 @@ def test_the_plan_of_the_script_is_verls(tmp_path: Path, weave_url: str) -> None
     assert "1 update a step, each of 4096 trajectories in 128 passes of at most 32" in told
     assert "8 GPUs / 2 each = 4" in told
     assert not (CHECKOUT / "outputs" / EXPERIMENT).exists()
+
+
+def test_the_command_of_the_page_for_verls_users_trains_here(deployment: Deployment, home: Path) -> None:
+    [verls, ours] = re.findall(r"^# (?:verl|Trackway)\n((?:.+\n)+?)(?=# |```)", PAGE.read_text(), flags=re.MULTILINE)
+    assert ours == verls.replace("python3 -m verl.trainer.main_ppo", "python -m trackway.main_ppo")
+    words = [*ON_A_CPU, "trainer.experiment_name=from-verls-page", "--outputs", str(deployment.outputs)]
+
+    ran(environment(home, ""), "bash", "-c", f'{ours.rstrip()} "$@"', "page", *words)
+
+    folder = RunFolder(deployment.outputs / "from-verls-page")
+    assert (folder.info().state, [row.step for row in folder.rows()]) == (RunState.FINISHED, [0, 1, 2])
+    made = read_trajectories(folder.path / "trajectories" / "step_1.parquet")
+    assert [(trajectory.data_source, trajectory.error) for trajectory in made] == [("openai/gsm8k", None)] * 8
 
 
 def test_on_services_that_run_it_uses_them_and_the_same_command_goes_on_after_ctrl_c(deployment: Deployment) -> None:
