@@ -22,10 +22,14 @@ def files() -> Iterator[Path]:
         yield from (path for path in sorted((ROOT / folder).rglob("*")) if path.is_file() and path.suffix in SUFFIXES)
 
 
+def prose(page: Path) -> str:
+    """The page without its code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
 def anchors(page: Path) -> set[str]:
     """GitHub's and Python-Markdown's name for each heading of a page."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
 
 
@@ -35,7 +39,7 @@ PAGES = [path for path in files() if path.suffix == ".md" and not path.is_relati
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_relative_link_leads_to_a_file_and_a_heading_of_it(page: Path) -> None:
     broken: list[str] = []
-    for target, anchor in LINK.findall(page.read_text()):
+    for target, anchor in LINK.findall(prose(page)):
         path = (page.parent / target).resolve() if target else page
         if ":" in target or path.is_relative_to(ROOT / GENERATED):
             continue
@@ -46,7 +50,7 @@ def test_a_relative_link_leads_to_a_file_and_a_heading_of_it(page: Path) -> None
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.is_relative_to(ROOT / "docs")], ids=lambda p: p.name)
 def test_a_page_of_the_site_links_only_to_pages_of_the_site(page: Path) -> None:
-    targets = [target for target, _ in LINK.findall(page.read_text()) if target and ":" not in target]
+    targets = [target for target, _ in LINK.findall(prose(page)) if target and ":" not in target]
     assert [target for target in targets if not (page.parent / target).resolve().is_relative_to(ROOT / "docs")] == []
 
 
