@@ -37,7 +37,7 @@ _ENDS = {
 _COLUMNS = (
     SpinnerColumn(),
     TextColumn("{task.description}"),
-    BarColumn(),
+    BarColumn(20),
     MofNCompleteColumn(),
     TextColumn("{task.fields[detail]}"),
     TimeRemainingColumn(),
@@ -59,7 +59,8 @@ class NotebookCell:
 
         page = Console(file=StringIO(), record=True, width=120, force_jupyter=False)
         page.print(renderable)
-        shown = HTML(page.export_html(inline_styles=True, code_format='<pre style="white-space: pre">{code}</pre>'))
+        form = '<pre style="white-space: pre; margin: 0">{code}</pre>'
+        shown = HTML(page.export_html(inline_styles=True, code_format=form))
         if self._handle is None:
             self._handle = display(shown, display_id=True)
         else:
@@ -241,6 +242,7 @@ class DeliveryBar:
     def __init__(self, progress: Progress, quiet: bool) -> None:
         self._progress = progress
         self._quiet = quiet
+        self._cell = _cell(quiet)
         self._task = progress.add_task("sending", total=None)
         self._most = 0
         self._shown = ""
@@ -257,7 +259,8 @@ class DeliveryBar:
             and (not self._shown or not total)
             and what != self._shown
         ):
-            stderr.print(f"waiting until the backends have {what}" if total else "the backends have everything")
+            text = f"waiting until the backends have {what}" if total else "the backends have everything"
+            stderr.print(text) if self._cell is None else self._cell.update(text)
             self._shown = what
 
 
