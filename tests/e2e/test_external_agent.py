@@ -15,6 +15,7 @@ import pytest
 
 from tests.e2e.access_tokens import OPERATOR
 from tests.e2e.test_training import quiet, step_of, trajectories_of, whole
+from tests.services.trainer.run_state.atif_documents import read_back
 from tests.waiting import until
 from trackway.agent.sessions.store import replica_of
 from trackway.deploy.config import serve_config
@@ -23,6 +24,7 @@ from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.serve_api import ServeApi
 from trackway.deploy.runs.session import RunSession
 from trackway.trainer.data import make_tiny
+from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.agent import RewardModel, Sample
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode
@@ -74,7 +76,9 @@ def rows(deployment: Deployment) -> list[str]:
     return [*files, "data.val_max_samples=4"]
 
 
-def test_a_plain_openai_script_is_trained(deployment: Deployment, agents: list[ReplicaInfo], started: Start) -> None:
+def test_a_plain_openai_script_is_trained(
+    deployment: Deployment, agents: list[ReplicaInfo], started: Start, tmp_path: Path
+) -> None:
     info = RunSession(deployment).follow(started("external", 2, *rows(deployment)).run, quiet)
 
     made = trajectories_of(info)
@@ -89,6 +93,7 @@ def test_a_plain_openai_script_is_trained(deployment: Deployment, agents: list[R
     assert [row["step"] for row in metrics if ACCURACY in row["data"]] == [0, 2]
     differences = [row["data"]["training/rollout_logprob_diff_max"] for row in metrics if row["step"] > 0]
     assert len(differences) == 2 and max(differences) < 1e-4  # the learner's tokens are those that were sampled
+    assert read_back(RunFolder(Path(info.folder)), tmp_path) == len(made)  # as ATIF documents
 
     traced = {f"tr-{trajectory.trace_id}": trajectory for trajectory in made if trajectory.trace_id}
     assert info.experiment_id and len(traced) == 2 + 32 + 2

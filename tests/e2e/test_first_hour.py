@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from tests.e2e.conftest import Train
 from tests.install.test_install import Installed
+from tests.services.trainer.run_state.atif_documents import read_back
 from trackway.deploy.cli import app
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs.session import RunSession
@@ -215,3 +216,4 @@ def test_the_readmes_lines_of_python_train_and_evaluate_from_the_wheel(tmp_path:
     [low] = re.findall(r"interval=\((-?\d\.\d+),", done.stdout)
     assert float(low) > 0, done.stdout
     assert "rows x rollouts 256 x 1" in " ".join(done.stdout.split()) and Deployment.load(folder / "outputs") is None
+    assert read_back(RunFolder(folder / "outputs" / "run-1"), tmp_path / "atif") == 30 * 96 + 2 * 256

@@ -23,6 +23,7 @@ from tests.console.conftest import serve as serve
 from tests.console.walk import walk
 from tests.e2e.access_tokens import OPERATOR
 from tests.e2e.small_runs import small_run
+from tests.services.trainer.run_state.atif_documents import read_back
 from tests.waiting import until
 from trackway.clients import TrainerClient, run
 from trackway.console.app import create_app
@@ -30,6 +31,7 @@ from trackway.deploy.deployment import serve_api
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs.session import RunSession
 from trackway.evaluation.summary import summary
+from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectories import read_trajectories
 from trackway.wire.trainer import RunInfo, RunState
 from trackway.wire.trajectory import Trajectory
@@ -117,6 +119,12 @@ def test_an_evaluation_of_its_stored_rollouts_is_a_plain_computation_of_them(who
         assert found.pass_at[k].value == fsum(at_least_one) / len(reached)
         assert found.pass_all[k].value == fsum(all_of_them) / len(reached)
         assert found.best_at[k].value == pytest.approx(fsum(with_replacement) / len(reached), abs=1e-12)
+
+
+def test_harbor_accepts_every_trajectory_of_a_run_and_their_tokens_read_back(
+    whole_run: RunInfo, tmp_path: Path
+) -> None:
+    assert read_back(RunFolder(Path(whole_run.folder)), tmp_path) == 8 + 32 + 8
 
 
 def assert_learner_values(deployment: Deployment, info: RunInfo, made: list[Trajectory]) -> None:

@@ -150,39 +150,21 @@ COLUMNS: dict[str, tuple[type, Callable[[Trajectory], Cell]]] = {
 }
 """The type and value of each column that a filter can compare, and that datasets and chat lines have."""
 
-_MESSAGE = pa.struct(
-    [
-        ("role", pa.string()),
-        ("content", pa.string()),
-        (
-            "tool_calls",
-            pa.list_(
-                pa.struct(
-                    [
-                        ("id", pa.string()),
-                        ("type", pa.string()),
-                        ("function", pa.struct([("name", pa.string()), ("arguments", pa.string())])),
-                    ]
-                )
-            ),
-        ),
-        ("tool_call_id", pa.string()),
-        ("name", pa.string()),
-    ]
-)
-_ARROW = {str: pa.string(), object: pa.string(), bool: pa.bool_(), float: pa.int64()}
+_TEXT = pa.string()
+_CALL = {"id": _TEXT, "type": _TEXT, "function": pa.struct({"name": _TEXT, "arguments": _TEXT})}
+_MESSAGE = {"role": _TEXT, "content": _TEXT, "tool_calls": pa.list_(pa.struct(_CALL))}
+_MESSAGE |= {"tool_call_id": _TEXT, "name": _TEXT}
+_ARROW = {str: _TEXT, object: _TEXT, bool: pa.bool_(), float: pa.int64()}
 _SCHEMA = pa.schema(
-    [
-        *(
-            (name, pa.float64() if name in ("score", "seconds") else _ARROW[kind])
-            for name, (kind, _) in COLUMNS.items()
-        ),
-        ("messages", pa.list_(_MESSAGE)),
-        ("prompt_ids", pa.list_(pa.int64())),
-        ("response_ids", pa.list_(pa.int64())),
-        ("response_mask", pa.list_(pa.int8())),
-        ("response_logprobs", pa.list_(pa.float64())),
-    ]
+    {
+        **{name: _ARROW[kind] for name, (kind, _) in COLUMNS.items()},
+        **dict.fromkeys(("score", "seconds"), pa.float64()),
+        "messages": pa.list_(pa.struct(_MESSAGE)),
+        "prompt_ids": pa.list_(pa.int64()),
+        "response_ids": pa.list_(pa.int64()),
+        "response_mask": pa.list_(pa.int8()),
+        "response_logprobs": pa.list_(pa.float64()),
+    }
 )
 _TOKENS = {"prompt_ids", "response_ids", "response_mask", "response_logprobs"}
 _CARD = """# Trajectories
