@@ -5,11 +5,17 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import nbformat
 import pytest
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.manager import start_new_kernel
+from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from nbclient import NotebookClient
 
 from tests.e2e.access_tokens import OPERATOR
@@ -115,7 +121,6 @@ run = trackway.local({outputs!r}).train(
     rows, tools=[calculator], reward=score, config="tiny_demo", run="killed",
     trainer={{"total_training_steps": {steps}, "save_freq": 1, "val_before_train": False}},
 )
-print("started", flush=True)
 run.wait()
 """
 FUNCTIONS = """
@@ -128,8 +133,33 @@ def score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+@contextmanager
+def killed_at_the_end(folder: Path) -> Iterator[tuple[int, BlockingKernelClient]]:
+    """The process of a notebook's kernel, and its client, for the duration of the block."""
+    manager, kernel = start_new_kernel(cwd=folder)
+    assert isinstance(manager.provisioner, LocalProvisioner) and manager.provisioner.pid
+    try:
+        yield manager.provisioner.pid, kernel
+    finally:
+        kernel.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+def shown(kernel: BlockingKernelClient, cell: str) -> list[str]:
+    """Each text that the output of the cell's run was replaced with. The cell must end without an error."""
+    texts = list[str]()
+
+    def see(message: dict[str, Any]) -> None:
+        if message["msg_type"] in ("display_data", "update_display_data"):
+            texts.append(re.sub(r"<[^>]+>", "", message["content"]["data"].get("text/html", "")))
+
+    reply = kernel.execute_interactive(cell, timeout=300, output_hook=see)
+    assert reply["content"]["status"] == "ok", reply["content"]
+    return texts
+
+
 @pytest.mark.extended  # restarts two services four times, and waits for a run to fail
-def test_a_killed_notebook_is_a_named_wait_and_then_ends_its_run_by_name(deployment: Deployment, tmp_path: Path):
+def test_a_killed_kernel_is_a_named_wait_and_then_ends_its_run_by_name(deployment: Deployment, tmp_path: Path):
     (tmp_path / "functions.py").write_text(FUNCTIONS)
     cell = CELL.format(steps=STEPS, folder=str(tmp_path), outputs=str(deployment.outputs))
     killed = RunFolder(deployment.outputs / "killed")
@@ -139,10 +169,10 @@ def test_a_killed_notebook_is_a_named_wait_and_then_ends_its_run_by_name(deploym
         return next((line for line in lines if f"waiting for the functions of process {process} on " in line), "")
 
     def until_killed(past_step: int) -> int:
-        with subprocess.Popen([sys.executable, "-c", cell], cwd=tmp_path) as notebook:
+        with killed_at_the_end(tmp_path) as (process, kernel):
+            kernel.execute(cell)
             until(lambda: killed.exists and killed.info().step > past_step)
-            notebook.kill()
-        return notebook.pid
+        return process
 
     first = until_killed(0)
     assert re.search(
@@ -155,10 +185,11 @@ def test_a_killed_notebook_is_a_named_wait_and_then_ends_its_run_by_name(deploym
 
     assert f"from the functions of process {second} on " in killed.info().message
     assert "within 60 s, got none" in killed.info().message
-    done = subprocess.run([sys.executable, "-c", cell], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+    with killed_at_the_end(tmp_path) as (_, kernel):
+        progress = shown(kernel, cell)
     assert (killed.info().state, killed.info().step) == (RunState.FINISHED, STEPS)
     assert [row.step for row in killed.rows()] == [*range(1, STEPS + 1)]
+    assert any("running" in text for text in progress) and any(f"{STEPS}/{STEPS}" in text for text in progress)
 
 
 ELSEWHERE = """
