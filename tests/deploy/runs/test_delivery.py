@@ -8,7 +8,7 @@ from rich.console import Console
 
 from trackway.deploy.commands import run_output
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.runs import session
+from trackway.deploy.runs import session, shown
 from trackway.deploy.runs.losses import Unsent
 from trackway.deploy.runs.session import RunSession
 from trackway.deploy.terminal.progress import DeliveryBar
@@ -99,9 +99,9 @@ def test_ctrl_c_says_what_is_left_and_how_to_send_it(after, monkeypatch: pytest.
     after([waiting(4, 1)], [1200])
     monkeypatch.setattr(DeliveryBar, "show", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     console = Console(record=True, width=200)
-    monkeypatch.setattr(run_output, "stderr", console)
+    monkeypatch.setattr(shown, "stderr", console)
 
-    run_output.deliver(RunSession(HERE, own=True), waiting(4, 1), quiet=True)
+    shown.delivered(RunSession(HERE, own=True), waiting(4, 1), quiet=True)
 
     assert console.export_text() == (
         "not sent: 1,200 spans, 4 values of feedback, 1 row of metrics; kept on disk; to send it: "

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args, overload
 from rich.console import Console
 
 from trackway.deploy.deployment.attach import folder_here
+from trackway.deploy.runs import shown
 from trackway.deploy.runs.evaluation_report import evaluation_report
 from trackway.deploy.runs.session import RunSession
-from trackway.deploy.terminal.progress import delivery_bar, run_bar
+from trackway.deploy.terminal.progress import run_bar
 from trackway.evaluation.store import EvaluationStore
 from trackway.evaluation.summary import Evaluation, Paired, RolloutSummary
 from trackway.system.process import UserError
@@ -89,8 +90,8 @@ class Run:
         session: RunSession,
         info: RunInfo,
         at_end: ExitStack,
-        tools: "Sequence[Function]",
-        reward: "Function | None",
+        tools: "Sequence[Function]" = (),
+        reward: "Function | None" = None,
     ) -> None:
         self._services = services
         self._session = session
@@ -131,10 +132,8 @@ class Run:
         Raises UserError when the run fails.
         """
         with self._until_end():
-            with run_bar(False) as bar:
-                self._info = self._session.follow(self.name, bar.show)
-            with delivery_bar(False) as sent:
-                self._info = self._session.deliver(self._info, lambda unsent: sent.show(unsent.total, str(unsent)))
+            self._info = shown.followed(self._session, self.name)
+            self._info = shown.delivered(self._session, self._info)
         return self
 
     def stop(self) -> RunInfo:

@@ -19,10 +19,11 @@ from trackway.deploy.deployment.record import Deployment, recorded
 from trackway.deploy.local.reload import reload
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs import evaluate as evaluations
+from trackway.deploy.runs import shown
 from trackway.deploy.runs.demo import demo_words, write_rows
 from trackway.deploy.runs.prepare import prepare
 from trackway.deploy.runs.session import RunSession
-from trackway.deploy.terminal.progress import board, row_bar, stderr
+from trackway.deploy.terminal.progress import board
 from trackway.system.process import UserError
 from trackway.wire.base import checked_run_name, functions_file_of
 
@@ -40,7 +41,7 @@ class Services:
     def __init__(self, outputs: Path, token: SecretStr | None = None) -> None:
         self.outputs = outputs
         self._token = token
-        self._session: RunSession | None = None
+        self._started = ExitStack()
 
     @property
     def deployment(self) -> Deployment | None:
@@ -55,10 +56,8 @@ class Services:
 
     def close(self) -> None:
         """Stop the services that this object started, once backends have their last spans."""
-        session, self._session = self._session, None
-        if session is not None and session.own:
-            with self.authorised(), board(False) as shown:
-                session.close(shown.report)
+        with self.authorised():
+            self._started.close()
 
     def train(
         self,
@@ -95,14 +94,11 @@ class Services:
             words = self._demo(words)
         with self.authorised(), self._functions(name, tools, reward, self.deployment) as (served, stack):
             subject = prepare([*words, *served], *_config(config), UpSettings.read(outputs=self.outputs))
-            with board(False) as shown:
-                checked = check_run(subject, True, shown.report)
+            with board(False) as parts:
+                checked = check_run(subject, True, parts.report)
             checked.findings.refuse()
-            if subject.resumes:
-                stderr.print(f"resuming {subject.resumes}", soft_wrap=True)
-            with board(False) as shown:
-                session = RunSession.open(subject, shown.report)
-            self._session = session if session.own else self._session
+            session = shown.opened(subject)
+            self._started.callback(shown.close, session)
             info = session.submit(subject, lambda info: None)
             return Run(self, session, info, stack.pop_all(), tools, reward)
 
@@ -148,12 +144,7 @@ class Services:
             if rows is not None:
                 words += overrides({"data": {"val_files": row_files(rows, self.outputs)}})
             evaluation = evaluations.prepare(target, options, words, *_config(config), self.outputs)
-            with board(False) as shown:
-                findings, checked = evaluation.check(shown.report)
-            findings.refuse()
-            assert checked is not None
-            with row_bar(False) as bar:
-                evaluation.run(checked, bar.report, bar.show)
+            shown.evaluated(evaluation)
             return Evaluated(evaluation.store)
 
     def rollout(self, what: Run | str | Path, rows: RowsGiven, **options: Any) -> "pandas.DataFrame":
@@ -225,8 +216,8 @@ class Services:
             self._reload(deployment, config)
 
     def _reload(self, deployment: Deployment, config: dict[str, Any]) -> None:
-        with board(False) as shown:
-            reload(deployment, shown.report, config)
+        with board(False) as parts:
+            reload(deployment, parts.report, config)
 
 
 def _check_free(deployment: Deployment, name: str) -> None:
@@ -290,8 +281,8 @@ def connect(
     Raises UserError when they cannot be reached, and TrackwayError when they refuse the token.
     """
     services = Services(Path(outputs), SecretStr(token) if token else None)
-    with services.authorised(), board(False) as shown:
-        attach(url, (), ray_url, mlflow_uri, services.outputs, 0.0, shown.report)
+    with services.authorised(), board(False) as parts:
+        attach(url, (), ray_url, mlflow_uri, services.outputs, 0.0, parts.report)
     return services
 
 
@@ -331,14 +322,7 @@ def evaluate(
 
 
 def rollout(
-    what: Run | str | Path,
-    rows: RowsGiven,
-    *,
-    n: int = 1,
-    tools: Sequence[Function] = (),
-    reward: Function | None = None,
-    outputs: str | Path = "outputs",
-    **options: Any,
+    what: Run | str | Path, rows: RowsGiven, *, n: int = 1, outputs: str | Path = "outputs", **options: Any
 ) -> "pandas.DataFrame":
     """Roll out each row n times and return the trajectories. `local(outputs).evaluate` has the other parameters."""
-    return local(outputs).rollout(what, rows, n=n, tools=tools, reward=reward, **options)
+    return local(outputs).rollout(what, rows, n=n, **options)

@@ -1,6 +1,7 @@
 """`trackway demo`: train the tiny model and summarize the run, on local or attached services."""
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from trackway.deploy.commands.options import DEMO_MEMORY_GB, Keep, Wait, json_of, up_settings
-from trackway.deploy.commands.run_output import deliver, print_end, report_losses, run_to_end, session_of
+from trackway.deploy.commands.run_output import print_end, report_losses, run_to_end
 from trackway.deploy.terminal.progress import board, print_json, stderr, stdout
 from trackway.system.process import UserError
 
@@ -56,6 +57,7 @@ def demo(
     from trackway.deploy.deployment.attach import folder_here
     from trackway.deploy.runs.demo import PhaseTimes, demo_words, set_aside, summarise, write_rows
     from trackway.deploy.runs.prepare import prepare
+    from trackway.deploy.runs.shown import close, delivered, opened
     from trackway.wire.trainer import RunState
 
     clock, name, words = PhaseTimes(time.monotonic()), f"seed{seed}", overrides or []
@@ -78,7 +80,9 @@ def demo(
     for key, asked, got, reason in subject.decisions:
         stderr.print(escape(f"{key}={asked}: {got}{f', {reason}' if reason else ''}"), soft_wrap=True)
     write_rows(seed, data_dir, words)
-    with session_of(subject, keep, as_json) as session:
+    session = opened(subject, as_json, keep)
+    with ExitStack() as stack:
+        stack.callback(close, session, as_json)
         clock.services_ready = time.monotonic()
         info = run_to_end(session, name, lambda show: session.submit(subject, show), as_json)
         clock.trained = time.monotonic()
@@ -87,7 +91,7 @@ def demo(
                 f"run {name} was stopped at step {info.step} of {info.total_steps}; resume it with "
                 f"`trackway train --resume {name} --outputs {settings.outputs}`"
             )
-        info = deliver(session, info, as_json)
+        info = delivered(session, info, as_json)
         folder = folder_here(info)
         if folder is None:
             print_end(info, session.deployment, as_json)

@@ -1,16 +1,12 @@
 """`trackway evaluate` shows how often a model solves rows, and `trackway try` the trajectories of one row."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from trackway.deploy.commands.options import OUTPUTS, ConfigName, Outputs, json_of, up_settings
-from trackway.deploy.terminal.progress import board, print_json, row_bar, stderr, stdout
-
-if TYPE_CHECKING:
-    from trackway.deploy.runs.evaluate import EvaluationRun
-    from trackway.evaluation.summary import Evaluation
+from trackway.deploy.terminal.progress import board, print_json, stderr, stdout
 
 app = typer.Typer()
 
@@ -89,6 +85,7 @@ def evaluate(
             evaluation = evaluations.rescored(rescore, words, run, outputs, shown.report)
     else:
         from trackway.deploy.runs import evaluate as evaluations
+        from trackway.deploy.runs.shown import evaluated
 
         options = evaluations.Options(
             data, n, limit, temperature, pass_above, step, run, model, api_key_env, no_seed, policy
@@ -98,7 +95,13 @@ def evaluate(
             if resume
             else evaluations.prepare(what or "", options, words, config, config_name, outputs)
         )
-        evaluation = _evaluated(prepared, as_json)
+        try:
+            evaluation = evaluated(prepared, as_json)
+        except BaseException:
+            if prepared.store.exists:
+                again = f"trackway evaluate --resume {prepared.evaluation.name}"
+                stderr.print(f"its rollouts are kept; continue with: {again}", soft_wrap=True)
+            raise
     store = store_of(evaluation.name)
     compared = store.compared(store_of(against)) if against else None
     if as_json:
@@ -107,25 +110,6 @@ def evaluate(
         stdout.print(evaluation_report(evaluation, store.tasks, against, compared))
     if evaluation.summary is None or evaluation.summary.failed:
         raise typer.Exit(1)
-
-
-def _evaluated(prepared: "EvaluationRun", as_json: bool) -> "Evaluation":
-    """Check and run the evaluation, with a bar. When it is cut off it says how to continue."""
-    name = prepared.evaluation.name
-    with board(as_json) as shown:
-        findings, rows = prepared.check(shown.report)
-        findings.refuse()
-    assert rows is not None
-    if not as_json:
-        for reason in (*findings.not_checked, *findings.replaced_here):
-            stderr.print(f"[yellow]note:[/] {reason}", soft_wrap=True)
-    try:
-        with row_bar(as_json) as bar:
-            return prepared.run(rows, bar.report, bar.show)
-    except BaseException:
-        if prepared.store.exists:
-            stderr.print(f"its rollouts are kept; continue with: trackway evaluate --resume {name}", soft_wrap=True)
-        raise
 
 
 @app.command("try")

@@ -1,20 +1,18 @@
 """Parts of all commands that train: a plan with its problems, services, a run's progress, its end and its losses."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import typer
 from rich.markup import escape
 
 from trackway.deploy.commands.options import OUTPUTS
-from trackway.deploy.terminal.progress import board, delivery_bar, print_json, run_bar, stderr, stdout
+from trackway.deploy.terminal.progress import print_json, stderr, stdout
 
 if TYPE_CHECKING:
     from trackway.deploy.checks.run import Checked, Subject
     from trackway.deploy.deployment.record import Deployment
-    from trackway.deploy.runs.losses import Unsent
-    from trackway.deploy.runs.session import RunSession, Show
+    from trackway.deploy.runs.session import RunSession
+    from trackway.deploy.runs.shown import Begin
     from trackway.wire.trainer import RunInfo
 
 
@@ -34,56 +32,18 @@ def print_plan(subject: "Subject", checked: "Checked", preflight: bool, as_json:
         raise typer.Exit(2)
 
 
-@contextmanager
-def session_of(subject: "Subject", keep: bool, as_json: bool) -> "Iterator[RunSession]":
-    """A session on the subject's services. Those that it starts are stopped after the block, unless `keep`."""
-    from trackway.deploy.runs.session import RunSession
-
-    with board(as_json) as shown:
-        session = RunSession.open(subject, shown.report)
-    session.own = session.own and not keep
-    if subject.deployment is None:
-        services = session.deployment
-        stderr.print(f"services  {services.address}   MLflow  {services.mlflow_uri}", soft_wrap=True)
-    try:
-        yield session
-    finally:
-        with board(as_json or not session.own) as shown:
-            session.close(shown.report)
-
-
-def run_to_end(session: "RunSession", name: str, begin: "Callable[[Show], RunInfo]", as_json: bool) -> "RunInfo":
+def run_to_end(session: "RunSession", name: str, begin: "Begin", as_json: bool) -> "RunInfo":
     """Begin a run and show its progress until it has ended.
 
     After Ctrl-C, which is raised again, print whether the run has stopped, how to resume it, and what backends lack.
     """
+    from trackway.deploy.runs import shown
+
     try:
-        with run_bar(as_json) as bar:
-            begin(bar.show)
-            return session.follow(name, bar.show)
+        return shown.followed(session, name, as_json, begin)
     except KeyboardInterrupt:
         report_interrupted(session, name)
         raise
-
-
-def deliver(session: "RunSession", info: "RunInfo", quiet: bool) -> "RunInfo":
-    """Wait with a progress bar until backends have what the run recorded. Returns the run with its counts of then.
-
-    Ctrl-C ends the wait, and says what is left and how to send it.
-    """
-    from trackway.deploy.runs.losses import Unsent
-
-    left = Unsent.of(info)
-
-    def show(unsent: "Unsent") -> None:
-        nonlocal left
-        left = unsent
-        bar.show(unsent.total, str(unsent))
-
-    with suppress(KeyboardInterrupt), delivery_bar(quiet) as bar:
-        info = session.deliver(info, show)
-    _report_unsent(left, session)
-    return info
 
 
 def report_interrupted(session: "RunSession", name: str) -> None:
@@ -92,6 +52,7 @@ def report_interrupted(session: "RunSession", name: str) -> None:
     A second Ctrl-C does not wait for the checkpoint.
     """
     from trackway.deploy.runs.losses import Unsent
+    from trackway.deploy.runs.shown import report_unsent
     from trackway.wire.errors import TrackwayError
     from trackway.wire.trainer import RunState
 
@@ -105,15 +66,7 @@ def report_interrupted(session: "RunSession", name: str) -> None:
         return
     state = "checkpoint saved" if info.state is RunState.STOPPED else f"run {name} is {info.state}"
     stderr.print(escape(f"{state}; {to_resume}"), soft_wrap=True)
-    _report_unsent(Unsent.of(info), session)
-
-
-def _report_unsent(left: "Unsent", session: "RunSession") -> None:
-    if left.total:
-        how = "the running services send it once the backends accept it (trackway status)"
-        if session.own:
-            how = f"to send it: trackway up --outputs {escape(str(session.deployment.outputs))}"
-        stderr.print(f"[yellow]not sent:[/] {left}; kept on disk; {how}", soft_wrap=True)
+    report_unsent(Unsent.of(info), session)
 
 
 def report_losses(info: "RunInfo", deployment: "Deployment") -> None:

@@ -1,6 +1,7 @@
 """`trackway train | ui`: train a model, and view its run in MLflow."""
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +17,7 @@ from trackway.deploy.commands.options import (
     json_of,
     up_settings,
 )
-from trackway.deploy.commands.run_output import deliver, print_end, print_plan, run_to_end, session_of
+from trackway.deploy.commands.run_output import print_end, print_plan, run_to_end
 from trackway.deploy.terminal.progress import board, print_json, stderr, stdout
 from trackway.system.process import UserError
 
@@ -66,6 +67,7 @@ def train(
     from trackway.deploy.runs.prepare import configured, prepare
     from trackway.deploy.runs.report import as_yaml, settings_report
     from trackway.deploy.runs.session import RunSession, Show
+    from trackway.deploy.runs.shown import close, delivered, opened
     from trackway.deploy.terminal.tables import wide
     from trackway.run_config.compose import given
 
@@ -86,7 +88,7 @@ def train(
         session = RunSession(load_running(outputs))
         changes = given(words)
         info = run_to_end(session, resume, lambda show: session.resume(resume, show, skip_damaged, changes), as_json)
-        print_end(deliver(session, info, as_json), session.deployment, as_json)
+        print_end(delivered(session, info, as_json), session.deployment, as_json)
         return
     unsupported: list[UnsupportedKey] | None = [] if dry_run or preflight else None
     subject = prepare(words, config, config_name, up_settings(outputs=outputs), unsupported=unsupported, resume=resume)
@@ -98,17 +100,17 @@ def train(
         print_plan(subject, checked, preflight, as_json)
         return
     checked.findings.refuse()
-    if subject.resumes:
-        stderr.print(f"resuming {subject.resumes}", soft_wrap=True)
 
     def begin(show: Show) -> "RunInfo":
         if resume is not None:
             return session.resume(resume, show, skip_damaged, subject.changes)
         return session.submit(subject, show)
 
-    with session_of(subject, keep, as_json) as session:
+    session = opened(subject, as_json, keep)
+    with ExitStack() as stack:
+        stack.callback(close, session, as_json)
         info = run_to_end(session, subject.config.trainer.experiment_name, begin, as_json)
-        info = deliver(session, info, as_json)
+        info = delivered(session, info, as_json)
     print_end(info, session.deployment, as_json)
 
 
