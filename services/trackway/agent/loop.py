@@ -21,6 +21,7 @@ from trackway.agent.episode import Episode, waits_for
 from trackway.agent.models import ChatAnswer, ChatModel, mean_kl
 from trackway.agent.toolbox import Toolbox, tool_facts
 from trackway.chat.tokenizer import TooLong
+from trackway.chat.tool_calls import Parsed, ParsedCall
 from trackway.serving.user_code import located, run_user_code
 from trackway.tracing import (
     SpanHandle,
@@ -32,10 +33,10 @@ from trackway.tracing import (
     token2text,
     trajectory_span,
 )
-from trackway.tracing.attributes import IS_BASELINE, POLICY, STOP_REASON, group_id
+from trackway.tracing.attributes import IS_BASELINE, POLICY, PROVIDER, STOP_REASON, group_id
 from trackway.tracing.spans import operation_span
 from trackway.wire.agent import AgentInfo, GroupRequest, Teacher
-from trackway.wire.chat import Message, ToolSchema
+from trackway.wire.chat import FunctionCall, Message, ToolCall, ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.reward import ScoreRequest
 from trackway.wire.rollout import GenerateChoice, GeneratePiece, GenerateRequest
@@ -206,8 +207,14 @@ class AgentLoop(ABC):
             waits_for(f"the model at {chat.base_url}, turn {turn}", episode.deadline),
             chat_span(chat.model, params) as span,
         ):
+            span.set(PROVIDER, "openai")
+            shows_text = span.recording and token2text()
+            if shows_text:
+                span.inputs({"messages": episode.turns[-1].messages[1:] if turn else episode.conversation})
             deadline = episode.deadline.earlier(chat.policy.total_s)
             answer = await chat.answer(episode.conversation, episode.tools, params, deadline)
+            if shows_text:
+                span.outputs({"messages": [assistant_message(answer.parsed, turn)]})
             span.usage(answer.prompt_tokens, answer.completion_tokens)
             span.finish_reasons([answer.finish_reason])
         episode.add_usage(answer.prompt_tokens, answer.completion_tokens)
@@ -375,6 +382,25 @@ class Stopwatch(AbstractContextManager[None]):
     def __exit__(self, *_: object) -> None:
         lasted = time.perf_counter() - self._started
         setattr(self._timings, self._activity, getattr(self._timings, self._activity) + lasted)
+
+
+def with_ids(parsed: Parsed, turn: int) -> dict[str, ParsedCall]:
+    """The calls of a turn by their ids."""
+    return {call_id(turn, place): call for place, call in enumerate(parsed.calls)}
+
+
+def call_id(turn: int, place: int) -> str:
+    """The id of a call: nine letters and digits, which Mistral's chat templates require."""
+    return f"call{turn:03}{place:02}"
+
+
+def assistant_message(parsed: Parsed, turn: int) -> Message:
+    """The message of a turn, its calls numbered."""
+    calls = [
+        ToolCall(id=named, function=FunctionCall(name=call.name, arguments=call.raw))
+        for named, call in with_ids(parsed, turn).items()
+    ]
+    return Message(role="assistant", content=parsed.content, tool_calls=calls or None)
 
 
 def _ending(episode: Episode, stop_reason: str) -> dict[str, float | str | None]:

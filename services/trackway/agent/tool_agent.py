@@ -15,7 +15,7 @@ from pydantic import JsonValue
 
 from trackway.agent.environments import Environment, NemoGym, OpenEnv
 from trackway.agent.episode import Episode, waits_for
-from trackway.agent.loop import AgentLoop, Stopwatch, register
+from trackway.agent.loop import AgentLoop, Stopwatch, assistant_message, call_id, register, with_ids
 from trackway.agent.settings import AgentSettings, EnvironmentSettings
 from trackway.agent.toolbox import Observation, Toolbox, ToolSet, rejected, truncated
 from trackway.chat.tool_calls import Parsed, ParsedCall
@@ -23,7 +23,7 @@ from trackway.clients import Deadline
 from trackway.tracing import add_event, tool_span, turn_span
 from trackway.tracing.spans import operation_span
 from trackway.wire.agent import Limits
-from trackway.wire.chat import FunctionCall, Message, ToolCall
+from trackway.wire.chat import Message
 from trackway.wire.errors import TrackwayError
 from trackway.wire.tools import ExecuteRequest, ToolResult
 from trackway.wire.trajectory import StopReason, Turn, require_trainable
@@ -87,7 +87,7 @@ class ToolAgent(AgentLoop):
 
         Raises TrackwayError for a fault of the infrastructure. A call that fails becomes its observation.
         """
-        calls = _with_ids(parsed, episode.turns[-1].index)
+        calls = with_ids(parsed, episode.turns[-1].index)
         observations = await self._run_tools(episode, toolbox, calls, tools)
         return await self._observe(episode, calls, observations)
 
@@ -171,24 +171,6 @@ def _outcome(turn: Turn, asked: int) -> dict[str, JsonValue]:
     """The outcome of the turn's calls, for its span."""
     errors: list[JsonValue] = [call.error.value for call in turn.calls if call.error is not None]
     return {"calls": asked, "calls_executed": turn.calls_executed, "errors": errors}
-
-
-def _with_ids(parsed: Parsed, turn: int) -> dict[str, ParsedCall]:
-    return {call_id(turn, place): call for place, call in enumerate(parsed.calls)}
-
-
-def call_id(turn: int, place: int) -> str:
-    """The id of a call: nine letters and digits, which Mistral's chat templates require."""
-    return f"call{turn:03}{place:02}"
-
-
-def assistant_message(parsed: Parsed, turn: int) -> Message:
-    """The message of a turn, its calls numbered."""
-    calls = [
-        ToolCall(id=named, function=FunctionCall(name=call.name, arguments=call.raw))
-        for named, call in _with_ids(parsed, turn).items()
-    ]
-    return Message(role="assistant", content=parsed.content, tool_calls=calls or None)
 
 
 @register("single_turn_agent")

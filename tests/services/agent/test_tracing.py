@@ -4,15 +4,21 @@ import json
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from opentelemetry.sdk.trace import ReadableSpan
+from transformers import PreTrainedTokenizerFast
 
-from tests.services.agent.agent_services import AgentServices, call, group
+from tests.services.agent.agent_services import AgentServices, call, group, open_services
 from tests.services.agent.replaceable import loses_the_answer
 from tests.services.agent.scripted_model import END
+from tests.serving import served
 from trackway.agent import AgentLoop, Episode, Toolbox, register
+from trackway.agent.settings import AgentSettings
 from trackway.tracing.export.otlp import weight
+from trackway.tracing.export.translation import translated
+from trackway.wire.chat import ChatModelSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.trajectory import Incident, StopReason
+from trackway.wire.trajectory import Incident, StopReason, TraceBackend
 
 COUNT = call("counter") + END
 ANSWER = "#### 18" + END
@@ -100,6 +106,39 @@ async def test_the_root_shows_texts_reward_and_turns(services: AgentServices) ->
         "prompt_tokens": len(trajectory.prompt_ids),
         "response_tokens": len(trajectory.response_ids),
     }
+
+
+@pytest.mark.anyio
+async def test_a_generation_by_a_model_that_speaks_messages_has_its_new_messages_in_parts(
+    settings: AgentSettings, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    calls = [{"id": "x", "function": {"name": "counter", "arguments": "{}"}}]
+    answers = iter([{"content": None, "tool_calls": calls}, {"content": "#### 18"}])
+    server = FastAPI()
+
+    @server.post("/v1/chat/completions")
+    def _complete() -> object:
+        choice = {"message": next(answers), "finish_reason": "stop"}
+        return {"choices": [choice], "usage": {"prompt_tokens": 10, "completion_tokens": 3}}
+
+    async with served(server) as url:
+        chat_model = ChatModelSettings(base_url=f"{url}/v1", model="other")
+        async with open_services(settings.model_copy(update={"chat_model": chat_model}), tokenizer) as services:
+            await services.run(group(validate=True, trace=True))
+            chats = [span for span in services.spans() if span.name == "chat other"]
+
+    shown = [translated(span, [TraceBackend.OTLP]).attributes or {} for span in chats]
+    assert [span["gen_ai.provider.name"] for span in shown] == ["openai", "openai"]
+    call_part = {"type": "tool_call", "id": "call00000", "name": "counter", "arguments": {}}
+    result = {"type": "tool_call_response", "id": "call00000", "response": "count 1"}
+    assert [json.loads(str(span["gen_ai.input.messages"])) for span in shown] == [
+        [{"role": "user", "parts": [{"type": "text", "content": "9+9?"}]}],
+        [{"role": "tool", "parts": [result]}],
+    ]
+    assert [json.loads(str(span["gen_ai.output.messages"])) for span in shown] == [
+        [{"role": "assistant", "parts": [call_part], "finish_reason": "tool_call"}],
+        [{"role": "assistant", "parts": [{"type": "text", "content": "#### 18"}], "finish_reason": "stop"}],
+    ]
 
 
 @pytest.mark.anyio

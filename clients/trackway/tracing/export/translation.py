@@ -37,6 +37,7 @@ _KINDS: dict[SpanKind, tuple[str, str, str | None]] = {
 """MLflow's span type, the kind of Weave and OpenInference, the GenAI operation."""
 
 _GEN_AI_ALONE = (
+    names.PROVIDER,
     names.TOOL_DEFINITIONS,
     names.SEED,
     names.RESPONSE_ID,
@@ -147,7 +148,7 @@ def _weave(own: Attributes, kind: SpanKind) -> Attributes:
     if operation is not None:
         attributes[names.OPERATION] = operation
     if kind is SpanKind.CHAT:
-        attributes[names.PROVIDER] = names.PROVIDER_NAME
+        attributes[names.PROVIDER] = own.get(names.PROVIDER, names.PROVIDER_NAME)
     step = own.get(f"{names.TAG}step", own.get(names.TAG + names.TRAIN_STEP))
     if names.WANDB_RUN in own and isinstance(step, int):
         attributes[names.WANDB_RUN_STEP] = step
@@ -173,28 +174,30 @@ def _gen_ai(own: Attributes, kind: SpanKind) -> Attributes:
         for key, name in ((names.INPUTS, names.TOOL_ARGUMENTS), (names.OUTPUTS, names.TOOL_RESULT)):
             if key in attributes:
                 attributes[name] = attributes.pop(key)
-    if kind is SpanKind.CHAT:
-        attributes |= {names.PROVIDER: names.PROVIDER_NAME, names.RESPONSE_MODEL: own[names.MODEL]}
     if kind is SpanKind.TRAJECTORY or kind is SpanKind.CHAT:
-        _messages(attributes)
+        attributes.setdefault(names.PROVIDER, names.PROVIDER_NAME)
+        _messages(attributes, kind)
+    if kind is SpanKind.CHAT:
+        attributes[names.RESPONSE_MODEL] = own[names.MODEL]
+        attributes.setdefault(names.TOP_P, 1.0)
     if tools := objects_in(_loaded(own.get(names.TOOL_DEFINITIONS))):
         flat = [{"type": "function", **tool["function"]} for tool in tools if isinstance(tool.get("function"), dict)]
         attributes[names.TOOL_DEFINITIONS] = _json(flat)
     return attributes
 
 
-def _messages(attributes: Attributes) -> None:
+def _messages(attributes: Attributes, kind: SpanKind) -> None:
     """Put the messages of inputs and outputs under their GenAI names, and the reward as an evaluation."""
     inputs, outputs = _object(attributes.get(names.INPUTS)), _object(attributes.get(names.OUTPUTS))
     asked, answered = objects_in(inputs.pop("messages", None)), objects_in(outputs.pop("messages", None))
-    instructions = [part for message in asked if message.get("role") == "system" for part in _parts(message)]
-    asked = [message for message in asked if message.get("role") != "system"]
+    given = [_message(message, kind) for message in asked]
+    instructions = [part for message in given if message["role"] == "system" for part in message["parts"]]
     reasons = attributes.get(names.FINISH_REASONS)
     reason = str(reasons[0]) if isinstance(reasons, Sequence) and reasons else "stop"
     made = {
         names.SYSTEM_INSTRUCTIONS: instructions,
-        names.INPUT_MESSAGES: [_message(message) for message in asked],
-        names.OUTPUT_MESSAGES: [_message(message) | _ending(message, reason) for message in answered],
+        names.INPUT_MESSAGES: [message for message in given if message["role"] != "system"],
+        names.OUTPUT_MESSAGES: [_message(message, kind) | _ending(message, reason) for message in answered],
     }
     attributes |= {name: _json(value) for name, value in made.items() if value}
     if isinstance(reward := outputs.pop("reward", None), int | float | str):
@@ -202,12 +205,8 @@ def _messages(attributes: Attributes) -> None:
     for key, rest, messages in ((names.INPUTS, inputs, asked), (names.OUTPUTS, outputs, answered)):
         if rest:
             attributes[key] = _json(rest)
-        elif messages or instructions:
+        elif messages:
             attributes.pop(key, None)
-
-
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    return {"role": str(message.get("role")), "parts": _parts(message)}
 
 
 def _ending(message: Mapping[str, Any], reason: str) -> dict[str, str]:
@@ -215,12 +214,18 @@ def _ending(message: Mapping[str, Any], reason: str) -> dict[str, str]:
     return {"finish_reason": "tool_call" if message.get("tool_calls") else reason}
 
 
-def _parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    content = message.get("content") or ""
-    if message.get("role") == "tool":
-        return [{"type": "tool_call_response", "id": message.get("tool_call_id"), "response": content}]
-    text = {"type": "text", "content": content if isinstance(content, str) else _json(content)}
-    return [*([text] if content else []), *map(_call, objects_in(message.get("tool_calls")))]
+def _message(message: Mapping[str, Any], kind: SpanKind) -> dict[str, Any]:
+    """The message in parts. A generation's text is exact, so its reasoning stays in it."""
+    role, content = str(message.get("role")), message.get("content") or ""
+    if role == "tool":
+        part = {"type": "tool_call_response", "id": message.get("tool_call_id"), "response": content}
+        return {"role": role, "parts": [part]}
+    text, reasoning = content if isinstance(content, str) else _json(content), ""
+    if role == "assistant" and kind is SpanKind.TRAJECTORY:
+        reasoning, _, text = text.rpartition("</think>")
+    texts = (("reasoning", reasoning.removeprefix("<think>")), ("text", text))
+    parts = [{"type": part, "content": value} for part, value in texts if value]
+    return {"role": role, "parts": [*parts, *map(_call, objects_in(message.get("tool_calls")))]}
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:

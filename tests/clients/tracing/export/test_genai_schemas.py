@@ -68,7 +68,7 @@ TYPES: Mapping[str, type] = {
 model/gen-ai/registry.yaml at 002c8a6ea1c8a42b14a4527db83b3cabcded610a."""
 
 REQUIRED: Mapping[str, tuple[str, ...]] = {
-    "invoke_agent": ("gen_ai.agent.name", "gen_ai.conversation.id"),
+    "invoke_agent": ("gen_ai.agent.name", "gen_ai.conversation.id", "gen_ai.provider.name"),
     "chat": ("gen_ai.provider.name", "gen_ai.request.model"),
     "execute_tool": ("gen_ai.tool.name",),
 }
