@@ -128,8 +128,10 @@ def expected_of(trajectory: Trajectory) -> Facts:
 
 
 def _contents(message: Message) -> list[str]:
+    """The texts of the message's parts: its reasoning, its answer and the names of its calls."""
+    reasoning, _, answer = message.content.rpartition("</think>")
     calls = [call.function.name for call in message.tool_calls or []]
-    return [*([message.content] if message.content else []), *calls]
+    return [*filter(None, (reasoning.removeprefix("<think>"), answer)), *calls]
 
 
 def compare(run: Path, traces: Mapping[str, Facts]) -> int:
