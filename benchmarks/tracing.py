@@ -1,6 +1,7 @@
 """What tracing costs: the caller, the store, and a run; each beside its named peer, in one run.
 
-    .venv/bin/python benchmarks/tracing.py caller             ours, @mlflow.trace (async), weave.op (with .venv-weave)
+    .venv/bin/python benchmarks/tracing.py caller             ours, @mlflow.trace (async), weave.op (with .venv-weave),
+                                           --checkout FOLDER  Trackway of another checkout, and both in bytes
     .venv/bin/python benchmarks/tracing.py store [--postgres] spans per second into MLflow
     .venv/bin/python benchmarks/tracing.py delivery           CPU of MLflow's server for a trajectory with its feedback
     .venv/bin/python benchmarks/tracing.py run                seconds of a training step: traced not at all, some, all
@@ -13,13 +14,16 @@ import argparse
 import contextlib
 import json
 import os
+import sqlite3
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -27,10 +31,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import httpx
 import psutil
+from checkout import interpreter
 from tracing_contenders import CONTENDERS, ours, trajectory_of_eight_spans
 
 from trackway.system import free_port
 
+WARM_UP = 20
 CALLS = 300
 ROUNDS = 5
 PAUSE_S = 0.005
@@ -72,8 +78,6 @@ def _answers(url: str) -> bool:
 @contextlib.contextmanager
 def mlflow_server(folder: Path, store: str | None = None) -> Iterator[tuple[str, psutil.Process]]:
     """A real MLflow server; sqlite in WAL mode unless a store is given."""
-    import sqlite3
-
     if store is None:
         with contextlib.closing(sqlite3.connect(folder / "mlflow.db")) as database:
             database.execute("PRAGMA journal_mode=wal")
@@ -112,31 +116,81 @@ def cpu_s(root: psutil.Process) -> float:
     return total
 
 
-def caller() -> None:
-    """Wall and CPU that a 5-span trajectory costs its creator."""
+def caller(checkout: Path | None) -> None:
+    """Wall and CPU that a 5-span trajectory costs its creator. With a checkout, its costs and both in bytes."""
+    commands = {name: _caller(name) for name in CONTENDERS}
+    if checkout is not None:
+        try:
+            commands["checkout"] = _caller("ours", checkout)
+        except ValueError as error:
+            raise SystemExit(f"--checkout: {error}") from None
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with mlflow_server(folder) as (uri, _), weave_server(folder) as weave_url:
-            urls = {"ours": uri, "mlflow": uri, "weave": weave_url}
-            rounds: dict[str, list[dict[str, float]]] = {name: [] for name, url in urls.items() if url}
+            urls = {**dict.fromkeys(commands, uri), "weave": weave_url}
+            rounds: dict[str, list[dict[str, float]]] = {name: [] for name in commands if urls[name]}
+            stored: dict[str, list[float]] = {name: [] for name in rounds}
             for _ in range(ROUNDS):
                 for contender, results in rounds.items():
-                    results.append(_measured(contender, str(urls[contender])))
+                    before = _database_bytes(folder)
+                    results.append(_measured(commands[contender], str(urls[contender])))
+                    stored[contender].append((_database_bytes(folder) - before) / (WARM_UP + CALLS))
+    if checkout is not None:
+        for contender in ("ours", "checkout"):
+            database = statistics.median(stored[contender])
+            print(f"{contender:8} {_sent(commands[contender]):.0f} bytes sent, {database:.0f} in MLflow's database")
     middle = {name: _medians(results) for name, results in rounds.items()}
     for name, median in middle.items():
         ratio = median["p50_ms"] / middle["ours"]["p50_ms"], median["cpu_ms"] / middle["ours"]["cpu_ms"]
         print(
-            f"{name:7} p50 {median['p50_ms']:6.3f} ms  p99 {median['p99_ms']:7.3f} ms  CPU {median['cpu_ms']:6.3f} ms"
+            f"{name:8} p50 {median['p50_ms']:6.3f} ms  p99 {median['p99_ms']:7.3f} ms  CPU {median['cpu_ms']:6.3f} ms"
             f"   {ratio[0]:5.1f}x wall, {ratio[1]:5.1f}x CPU of ours"
         )
 
 
-def _measured(contender: str, url: str) -> dict[str, float]:
-    command = [sys.executable, __file__, "_caller", contender, url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+def _caller(contender: str, checkout: Path | None = None) -> tuple[list[str], dict[str, str]]:
+    """The command that measures a contender, and its environment."""
+    if checkout is None:
+        return [sys.executable, __file__, "_caller", contender], {**os.environ}
+    python, path = interpreter(checkout)
+    return [python, str(checkout / "benchmarks" / "tracing.py"), "_caller", contender], os.environ | {
+        "PYTHONPATH": path
+    }
+
+
+def _measured(contender: tuple[list[str], dict[str, str]], url: str) -> dict[str, float]:
+    command, env = contender
+    done = subprocess.run([*command, url], env=env, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:
-        raise SystemExit(f"{contender}: {done.stderr[-2000:]}")
+        raise SystemExit(f"{' '.join(command)}: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def _database_bytes(folder: Path) -> int:
+    """Bytes of MLflow's database, without its log."""
+    with contextlib.closing(sqlite3.connect(folder / "mlflow.db", timeout=60.0)) as database:
+        [[pages], [size]] = (database.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size"))
+    return pages * size
+
+
+def _sent(contender: tuple[list[str], dict[str, str]]) -> float:
+    """Bytes that a contender sends of a trajectory, in requests' bodies."""
+    sizes: list[int] = []
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            sizes.append(len(self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Receiver) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        _measured(contender, f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+    return sum(sizes) / (WARM_UP + CALLS)
 
 
 def _medians(results: list[dict[str, float]]) -> dict[str, float]:
@@ -146,7 +200,7 @@ def _medians(results: list[dict[str, float]]) -> dict[str, float]:
 def measure_caller(contender: str, url: str) -> None:
     """In a process of its own: the cost of each of `CALLS` trajectories, printed as JSON."""
     trajectory, flush = CONTENDERS[contender](url)
-    for number in range(20):
+    for number in range(WARM_UP):
         trajectory(number)
     flush()
     walls: list[float] = []
@@ -200,7 +254,7 @@ def main() -> None:
     """Run the part that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="part", required=True)
-    parts.add_parser("caller")
+    parts.add_parser("caller").add_argument("--checkout", type=Path, help="measure Trackway of this checkout too")
     parts.add_parser("store").add_argument("--postgres", action="store_true", help="Debian's PostgreSQL too")
     run = parts.add_parser("run")
     run.add_argument("--rounds", type=int, default=4)
@@ -233,7 +287,7 @@ def main() -> None:
         measure_complete(given.steps, given.prompts, given.rollouts, given.burners)
         return
     chosen: dict[str, Callable[[], None]] = {
-        "caller": caller,
+        "caller": lambda: caller(given.checkout),
         "store": lambda: store(given.postgres),
         "_caller": lambda: measure_caller(given.contender, given.url),
     }
