@@ -346,7 +346,7 @@ def test_a_plan_and_a_preflight_are_json_for_programs(words) -> None:
     report = json.loads(told.text)
     assert (told.status, report["starts_here"], len(report["wrong"]), len(report["not_found"])) == (2, False, 1, 1)
     assert report["plan"]["prompts"] == 12
-    assert "the length of prompts: the tokenizer of /nope is not on this machine" in report["not_checked"][0]
+    assert "the length of prompts: the tokenizer of /nope cannot be used on this machine" in report["not_checked"][0]
 
 
 def test_scorers_and_agents_of_ones_own_are_loaded_as_the_services_load_them(

@@ -144,7 +144,7 @@ def test_a_plan_counts_the_prompts_that_are_short_enough(tmp_path: Path) -> None
 
     assert "rows 3, of which 2 have at most 512 tokens" in lines(told)
     assert "rows 2, of which 1 have at most 512 tokens" in lines(bounded)
-    assert "the tokenizer of Some/Model is not on this machine" in " ".join(lines(hub))
+    assert "the tokenizer of Some/Model cannot be used on this machine" in " ".join(lines(hub))
 
 
 def test_the_table_says_what_is_set_what_is_decided_here_and_what_does_nothing(tmp_path: Path) -> None:

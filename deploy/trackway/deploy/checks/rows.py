@@ -121,7 +121,7 @@ class RowsHere:
     def _unmeasurable(self, tokenizer: object, served: Served, rows: int) -> str:
         """The reason why prompts cannot be measured. Empty when they can."""
         if tokenizer is None:
-            return f"the tokenizer of {self._config.actor_rollout_ref.model.path} is not on this machine"
+            return f"the tokenizer of {self._config.actor_rollout_ref.model.path} cannot be used on this machine"
         if served.tools is None:
             return "the tools described in the prompts are unknown"
         if self._most_measured is not None and rows > self._most_measured:
