@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -137,23 +137,31 @@ async def test_weights_that_the_service_can_load_are_not(
     check_weights(compose([f"actor_rollout_ref.model.path={tiny_model}", *overrides]), await limits(**settings))
 
 
-async def test_the_trainer_starts_nothing_that_is_refused(tiny_model: Path, sample, tmp_path: Path) -> None:
+@pytest.fixture
+async def runs(tiny_model: Path, tmp_path: Path) -> AsyncIterator[RunManager]:
+    """A trainer beside a rollout service for one policy."""
     app = create_app(RolloutSettings(model_path=tiny_model, max_policies=1), IdleEngine())
-    other = shutil.copytree(tiny_model, tmp_path / "other")
-    (other / "config.json").write_text((other / "config.json").read_text().replace('"qwen3"', '"llama"'))
     with served_in_thread(app) as url:
         services = urls("http://127.0.0.1:9", tmp_path).model_copy(update={"rollout_url": url})
-        runs = RunManager(tmp_path / "outputs", services, max_runs=2)
+        runs = RunManager(tmp_path / "outputs", services, stop_deadline_s=0, max_runs=2)
+        yield runs
+        await runs.close()
 
-        with pytest.raises(TrackwayError, match="got model_type llama instead of qwen3 in "):
-            await runs.start(run_request(other, tmp_path, sample, "other"))
-        with pytest.raises(TrackwayError, match="got max_policies=1; raise max_policies"):
-            await runs.start_session("session", {"actor_rollout_ref.model.path": str(tiny_model)})
-        request = run_request(tiny_model, tmp_path, sample, "second")
-        held = RunFolder(tmp_path / "outputs" / "first")
-        held.create(compose([]), services)
-        held.write_owner(Owner.of(os.getpid()))
-        with pytest.raises(TrackwayError, match=r"beside first, got max_policies=1; raise max_policies, or wait"):
-            await runs.start(request)
+
+async def test_the_trainer_starts_nothing_that_is_refused(
+    runs: RunManager, tiny_model: Path, sample, tmp_path: Path
+) -> None:
+    other = shutil.copytree(tiny_model, tmp_path / "other")
+    (other / "config.json").write_text((other / "config.json").read_text().replace('"qwen3"', '"llama"'))
+
+    with pytest.raises(TrackwayError, match="got model_type llama instead of qwen3 in "):
+        await runs.start(run_request(other, tmp_path, sample, "other"))
+    with pytest.raises(TrackwayError, match="got max_policies=1; raise max_policies"):
+        await runs.start_session("session", {"actor_rollout_ref.model.path": str(tiny_model)})
+    held = RunFolder(tmp_path / "outputs" / "first")
+    held.create(compose([]), runs.services)
+    held.write_owner(Owner.of(os.getpid()))
+    with pytest.raises(TrackwayError, match=r"beside first, got max_policies=1; raise max_policies, or wait"):
+        await runs.start(run_request(tiny_model, tmp_path, sample, "second"))
 
     assert [info.run for info in runs.registry.list()] == ["first"]
