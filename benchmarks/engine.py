@@ -1,6 +1,7 @@
 """The embedded engine against transformers: tokens per second, side by side with what the machine could do.
 
     .venv/bin/python benchmarks/engine.py [--quick]
+    .venv/bin/python benchmarks/engine.py --policies      two policies, which take turns, against one with both loads
 
 A random Qwen3 of 5.0 million parameters, float32, one thread, temperature 1, logprobs of the sampled tokens. The
 contenders take turns on the same prompts and lengths; each cell shows the best round of each, since other work on the
@@ -88,12 +89,31 @@ def cell(contenders: dict[str, Run], loads: list[Load], bound: float) -> str:
     return f"{' | '.join(shown)} | {cpu:>11} | {bound:6.0f}"
 
 
+def print_policies(folder: Path, rng: random.Random) -> None:
+    """Print CPU seconds of two policies over those of one: the most that a batch of both could save."""
+    for concurrency in (2, 16, 64):
+        one, two = Ours(folder, concurrency), Ours(folder, concurrency, policies=2)
+        pairs = [(one(load), two(load)) for load in (load_of(rng, concurrency, ragged=True) for _ in range(6))]
+        ratios = sorted(together.cpu_s / alone.cpu_s for alone, together in pairs)
+        middle = (ratios[2] + ratios[3]) / 2
+        print(
+            f"{concurrency} requests, half of each policy: {middle:.2f}x the CPU ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        )
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round, concurrency 1 and 16 only")
-    quick = parser.parse_args().quick
+    parser.add_argument("--policies", action="store_true", help="two policies against one, and nothing else")
+    arguments = parser.parse_args()
+    quick = arguments.quick
     torch.set_num_threads(1)
+    if arguments.policies:
+        with tempfile.TemporaryDirectory() as name:
+            random_model(Path(name))
+            print_policies(Path(name), random.Random(1))
+        return
     machine, rng = Machine(), random.Random(1)
     print(f"one thread: reads {machine.bytes_per_s / 1e9:.1f} GB/s, multiplies {machine.flops_per_s / 1e9:.0f} GFLOPS")
     print("tokens/s of  | ours   | generate       | cont. batching | CPU: 1x each | bound")

@@ -85,29 +85,33 @@ def settings_of(folder: Path, slots: int) -> RolloutSettings:
 
 
 class Ours:
-    """The embedded engine with `concurrency` slots, asked for everything at once."""
+    """The embedded engine with `concurrency` slots, asked for everything at once. With `policies`, an engine each."""
 
-    def __init__(self, folder: Path, concurrency: int) -> None:
-        self._settings = settings_of(folder, concurrency)
+    def __init__(self, folder: Path, concurrency: int, policies: int = 1) -> None:
+        self._settings, self._policies = settings_of(folder, concurrency), policies
 
     def __call__(self, load: Load) -> Cost:
-        """A fresh engine, so that nothing is reused from one run to the next."""
+        """Fresh engines, so that nothing is reused from one run to the next."""
         return asyncio.run(self._run(load))
 
     async def _run(self, load: Load) -> Cost:
-        engine = TorchEngine(self._settings)
-        await engine.start()
+        engines = [TorchEngine(self._settings) for _ in range(self._policies)]
+        for engine in engines:
+            await engine.start()
         wall, cpu = time.perf_counter(), time.process_time()
         made = await asyncio.gather(
             *(
-                engine.generate(prompt, SamplingParams(max_tokens=length, ignore_eos=True, seed=n), str(n))
+                engines[n % len(engines)].generate(
+                    prompt, SamplingParams(max_tokens=length, ignore_eos=True, seed=n), str(n)
+                )
                 for n, (prompt, length) in enumerate(zip(load.prompts, load.lengths, strict=True))
             )
         )
         cost = Cost(
             sum(len(generated.logprobs) for generated in made), time.perf_counter() - wall, time.process_time() - cpu
         )
-        await engine.stop()
+        for engine in engines:
+            await engine.stop()
         return cost
 
 
