@@ -85,8 +85,8 @@ class RunManager:
         loaded the own code that the configuration names.
 
         INVALID_REQUEST when the configuration names a missing checkpoint, a logger that cannot log, or a trace backend
-        that a service cannot send to, or when the rollout service cannot load the run's weights. StorageError, and no run
-        is started, when its folder cannot be written.
+        that a service cannot send to, or when the rollout service cannot load the run's weights. StorageError, and no
+        run is started, when its folder cannot be written.
         """
         config = runnable(resolve(request.config))
         if request.run is not None:
