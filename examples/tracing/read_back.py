@@ -18,7 +18,7 @@ import httpx
 from trackway.traces.mlflow_store import MlflowStore
 from trackway.traces.store import TraceFilter, TraceStore
 from trackway.traces.tree import TraceTree
-from trackway.traces.views import output_of, tokens_of
+from trackway.traces.views import messages_of, output_of, tokens_of
 from trackway.traces.weave_store import WeaveStore
 from trackway.trainer.run_state.trajectories import read_trajectories
 from trackway.wire.chat import Message
@@ -101,8 +101,7 @@ def _of_store(store: TraceStore) -> dict[str, Facts]:
 
 
 def _tree_facts(tree: TraceTree) -> Facts:
-    messages = output_of(tree, "messages")
-    said = [Message.model_validate(message) for message in messages] if isinstance(messages, list) else []
+    said = [Message.model_validate(message) for message in messages_of(tree.root.outputs)] if tree.root else []
     return {
         "texts": [text for message in said for text in _contents(message)],
         "tokens": sum(tokens[1] for chat in tree.of_kind("chat") if (tokens := tokens_of(chat))),

@@ -359,7 +359,7 @@ def test_the_command_prints_one_document_and_compares(project: Path):
     assert document["compared"]["score"]["tasks"] == 3
     assert shown.returncode == 0 and "in score against eval-tiny" in shown.stdout
     tokens = json.loads(first.stdout)["evaluation"]["summary"]["tokens"]
-    assert re.search(rf"^tokens in all +{tokens:,}$", shown.stdout, re.MULTILINE)
+    assert re.search(rf"^tokens in all +{tokens:,} *$", shown.stdout, re.MULTILINE)
     assert f"each row: {project}/outputs/first/tasks.jsonl" in shown.stdout.replace("\n", "")
 
 

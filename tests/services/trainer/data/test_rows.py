@@ -92,12 +92,17 @@ def test_a_record_without_agent_name_and_tools_kwargs_is_a_row() -> None:
     assert row.extra_info == {"need_tools_kwargs": False, "tools_kwargs": {}}
 
 
-def test_a_record_with_a_number_as_ground_truth_is_refused() -> None:
-    record: dict[str, JsonValue] = {
-        "data_source": "x",
-        "prompt": [{"role": "user", "content": "q"}],
-        "reward_model": {"ground_truth": 1},
-    }
+@pytest.mark.parametrize(("given", "text"), [(1, "1"), (-2.5, "-2.5"), ("1", "1")])
+def test_a_number_as_ground_truth_is_its_text(given: JsonValue, text: str) -> None:
+    assert from_record(answered(given)).reward_model.ground_truth == text
 
+
+def test_a_list_as_ground_truth_is_refused() -> None:
     with pytest.raises(ValidationError, match=r"reward_model\.ground_truth"):
-        from_record(record)
+        from_record(answered([1]))
+
+
+def answered(ground_truth: JsonValue) -> dict[str, JsonValue]:
+    """A record with this ground truth."""
+    prompt: JsonValue = [{"role": "user", "content": "q"}]
+    return {"data_source": "x", "prompt": prompt, "reward_model": {"ground_truth": ground_truth}}
