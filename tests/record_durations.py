@@ -53,6 +53,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
                 seconds[1] += report.cpu_s
     for target, files in measured.items():
         file = config.rootpath / FOLDER / f"{target}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
         kept = json.loads(file.read_text()) if file.exists() else {}
         kept = {name: kept[name] for name in kept if name not in files and (config.rootpath / name).exists()}
         for name, (wall_s, cpu_s) in files.items():

@@ -26,13 +26,7 @@ def test_is_quick(): pass
     earlier = dict.fromkeys(["test_gone.py", "test_kept.py", "test_quick.py"], EARLIER)
     (recorded / "unit.json").write_text(json.dumps(earlier))
 
-    command = [sys.executable, "-m", "pytest", "--record-durations", "-n1", "--rootdir", str(tmp_path)]
-    subprocess.run(
-        [*command, "-c", str(TESTS.parent / "pyproject.toml"), "-p", "no:cacheprovider", str(tmp_path)],
-        cwd=TESTS.parent,
-        capture_output=True,
-        check=True,
-    )
+    record(tmp_path)
 
     unit, e2e = (json.loads((recorded / f"{target}.json").read_text()) for target in ("unit", "e2e"))
     assert list(unit) == ["test_kept.py", "test_unit.py"]
@@ -40,3 +34,22 @@ def test_is_quick(): pass
     assert unit["test_unit.py"]["cpu_s"] >= 1.1
     assert list(e2e) == ["test_e2e.py"]
     assert e2e["test_e2e.py"]["wall_s"] >= 1.1 > e2e["test_e2e.py"]["cpu_s"]
+
+
+def test_the_folder_of_the_durations_is_made(tmp_path: Path) -> None:
+    (tmp_path / "test_unit.py").write_text("import time\ndef test_waits(): time.sleep(1.1)\n")
+
+    record(tmp_path)
+
+    assert list(json.loads((tmp_path / "tests" / "durations" / "unit.json").read_text())) == ["test_unit.py"]
+
+
+def record(folder: Path) -> None:
+    """Run the tests in the folder with `--record-durations`."""
+    command = [sys.executable, "-m", "pytest", "--record-durations", "-n1", "--rootdir", str(folder)]
+    subprocess.run(
+        [*command, "-c", str(TESTS.parent / "pyproject.toml"), "-p", "no:cacheprovider", str(folder)],
+        cwd=TESTS.parent,
+        capture_output=True,
+        check=True,
+    )
