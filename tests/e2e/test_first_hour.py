@@ -63,7 +63,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A new project, made in an empty folder, which is the working folder from now on."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("TRACKWAY_UP_MIN_MEMORY_GB", "0.001")
-    monkeypatch.delenv("TRACKWAY_TEST_PATH", raising=False)
+    for name in ("TRACKWAY_TEST_PATH", "TRACKWAY_TEST_REPORT"):  # set while tests run; commands refuse them
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     status, made = told("init", "first_hour")
     assert status == 0, made

@@ -111,7 +111,7 @@ def test_two_adapters_of_one_base_learn_what_each_learns_alone_though_a_worker_i
     session = RunSession(deployment)
     adapter = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=5e-3", *KEYS)
 
-    alone = session.follow(started("adapter", 3, *adapter).run, lambda info: None)
+    alone = session.follow(started("adapter-alone", 3, *adapter).run, lambda info: None)
     names = [started(name, 3, *adapter).run for name in ("adapter-first", "adapter-second")]
     killed = RunFolder(deployment.outputs / names[1])
     until(lambda: killed.info().step == 1)

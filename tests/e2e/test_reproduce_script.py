@@ -69,10 +69,10 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def ran(user: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    """A command that must succeed."""
+def ran(user: dict[str, str], *words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    """A command that must end with the status."""
     done = subprocess.run(words, cwd=CHECKOUT, env=user, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-4000:]
+    assert done.returncode == status, done.stdout[-3000:] + done.stderr[-4000:]
     return done
 
 
@@ -117,7 +117,8 @@ def test_the_script_trains_two_steps_and_leaves_metrics_and_whole_traces(home: P
 
 @pytest.mark.weave
 def test_the_plan_of_the_script_is_verls(tmp_path: Path, weave_url: str) -> None:
-    told = ran(environment(tmp_path, weave_url), "bash", str(SCRIPT), "--dry-run").stdout
+    told = ran(environment(tmp_path, weave_url), "bash", str(SCRIPT), "--dry-run", status=2).stdout
+    assert "data.train_files: expected a dataset file at" in told
     assert "256 prompts x 16 = 4096 trajectories" in told
     assert "1 update a step, each of 4096 trajectories in 128 passes of at most 32" in told
     assert "8 GPUs / 2 each = 4" in told
