@@ -63,7 +63,7 @@ def test_a_service_that_stands_still_is_named_with_its_replica_and_deadline(
 
     before = until(lambda: step_of(deployment, run) or None)
     with standing_still(deployment, service) as replica:
-        lines = until(lambda: named(info(), NAMED[service]))
+        lines = until(lambda: named(info(), NAMED[service]), state=lambda: [*reasons(info(), time.time())])
     until(lambda: step_of(deployment, run) > before + 1)
 
     assert lines[0].startswith("  the run waits for the rollouts of step ")
