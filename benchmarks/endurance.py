@@ -54,8 +54,8 @@ class Slope(NamedTuple):
     """Its value where the readings begin."""
     per_thousand: float
     """Growth in 1,000 steps."""
-    within: float
-    """Half-width of the growth's 95 % interval."""
+    half_width: float
+    """Half of the growth's 95 % interval."""
 
 
 class Reading(NamedTuple):
@@ -142,7 +142,9 @@ def report(readings: Sequence[Reading], seconds: dict[int, float], file: Path) -
     late = [step for step in seconds if step > half]
     step_s = slope_of(late, [seconds[step] for step in late])
     names = sorted({name for reading in readings for name in reading.mb})
-    print(f"\na step: {step_s.start:.3f} s, {step_s.per_thousand:+.3f} s in 1,000 steps (within {step_s.within:.3f})")
+    print(
+        f"\na step: {step_s.start:.3f} s, {step_s.per_thousand:+.3f} s in 1,000 steps (within {step_s.half_width:.3f})"
+    )
     figure, (upper, lower) = pyplot.subplots(2, 1, figsize=(8, 6), sharex=True, layout="constrained")
     upper.plot(list(seconds), list(seconds.values()), linewidth=0.5)
     upper.set(ylabel="seconds of a step")
@@ -151,7 +153,7 @@ def report(readings: Sequence[Reading], seconds: dict[int, float], file: Path) -
         of_late = [point for point in points if point[0] > half]
         if len(of_late) > 2:
             slope = slope_of(*zip(*of_late, strict=True))
-            grown = f"{slope.per_thousand:+.1f} MB in 1,000 steps (within {slope.within:.1f})"
+            grown = f"{slope.per_thousand:+.1f} MB in 1,000 steps (within {slope.half_width:.1f})"
             print(f"{name}: {slope.start:.0f} MB, {grown}")
         lower.plot(*zip(*points, strict=True), label=name, linewidth=0.8)
     lower.set(xlabel="step", ylabel="memory (PSS), MB")

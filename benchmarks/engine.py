@@ -90,7 +90,7 @@ def cell(contenders: dict[str, Run], loads: list[Load], bound: float) -> str:
 
 
 def print_policies(folder: Path, rng: random.Random) -> None:
-    """Print CPU seconds of two policies over those of one: the most that a batch of both could save."""
+    """Print the CPU seconds of two policies relative to one. Batches of both could save at most the difference."""
     for concurrency in (2, 16, 64):
         one, two = Ours(folder, concurrency), Ours(folder, concurrency, policies=2)
         pairs = [(one(load), two(load)) for load in (load_of(rng, concurrency, ragged=True) for _ in range(6))]

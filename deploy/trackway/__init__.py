@@ -11,6 +11,7 @@ torch nor Ray. The packages below this one are in three folders of a checkout an
 """
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -39,11 +40,13 @@ if not TYPE_CHECKING:  # there the names are imported, and any other is a packag
 class _Function(ModuleType):
     """The package of the rollout service, which is also the function `trackway.rollout`."""
 
-    @property
-    def __wrapped__(self) -> object:
-        return import_module(f"{__name__}.deploy.api.services").rollout
+    def __call__(self, *arguments: object, **options: object) -> object:
+        return self.__wrapped__(*arguments, **options)
 
-    __call__ = __wrapped__
+    @property
+    def __wrapped__(self) -> Callable[..., object]:
+        """The function, whose signature `help` and editors show."""
+        return import_module(f"{__name__}.deploy.api.services").rollout
 
 
 class _Package(ModuleType):

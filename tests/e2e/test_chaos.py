@@ -242,9 +242,9 @@ def sent(fault: Fault) -> tuple[Target, Signals, float]:
 
 
 def has_every_trajectory_once(calm: RunInfo, info: RunInfo, every_prompt: bool = True) -> None:
-    """Trajectories in are trajectories out: those of the undisturbed run, each once and without an error.
+    """Check that the run trained each trajectory of the undisturbed run once, without an error.
 
-    Without `every_prompt` other groups of prompts may be left when the run ends.
+    Without `every_prompt` the runs may have trained different prompts.
     """
     wanted, trained = trajectories_of(Path(calm.folder)), trajectories_of(Path(info.folder))
 

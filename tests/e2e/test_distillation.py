@@ -84,12 +84,12 @@ def test_why_names_a_teacher_that_does_not_answer_and_the_run_goes_on_with_its_a
 
 
 def chain(deployment: Deployment, name: str) -> str:
-    """What `trackway why` says of the run."""
+    """Return the output of `trackway why` for the run."""
     return "\n".join(reasons(find_run(deployment.outputs, name).info, time.time()))
 
 
 def held_back(url: str, answers: threading.Event) -> FastAPI:
-    """A rollout service that hands on what the one at the URL answers, scores only after the event."""
+    """A proxy of the rollout service at the URL, which answers generations only after the event."""
     app = FastAPI()
 
     @app.api_route("/{path:path}", methods=["GET", "POST"])

@@ -110,7 +110,7 @@ def read_back(run: Path, *words: str, variables: Mapping[str, str] | None = None
 def compared(
     settings: TracingSettings, run: Path, *words: str, variables: Mapping[str, str] | None = None
 ) -> list[tuple[int, str]]:
-    """The command on a run's files as they were written, and with a score that the trace has not."""
+    """Run the command on a run's files, then on the files with a score that differs from the trace's."""
     one, other = traced(settings, 0, 1.0), traced(settings, 1, 0.0)
     found = []
     for score in (0.0, 0.5):

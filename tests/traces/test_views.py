@@ -37,6 +37,12 @@ def test_the_answer_is_what_the_model_wrote_last() -> None:
     assert views.answer_of(ExampleTrace(answer="#### 7").tree()) == "#### 7"
 
 
+def test_the_exact_text_of_a_generation_keeps_its_spaces_and_signs() -> None:
+    example = ExampleTrace()
+    example["c0"].outputs = {"texts": [{"role": "assistant", "content": "\u200b# a  \nb"}]}
+    assert views.response_text(example["c0"]) == "\u200b# a  \nb"
+
+
 def test_without_token2text_there_is_no_text() -> None:
     example = ExampleTrace()
     for span_id in ("c0", "c1"):

@@ -476,7 +476,7 @@ class PolicyInfo(WireReply):
 
 
 class Architecture(WireReply):
-    """Values of a model's `config.json` that its weights depend on. None if it has other names for them."""
+    """Values of a model's `config.json` that fix the shapes of its weights. None for a value without that name."""
 
     model_type: str
     hidden_size: int | None = None
@@ -496,7 +496,7 @@ class Architecture(WireReply):
             return None
 
     def different(self, other: Self) -> str:
-        """Return a value that differs, as `vocab_size 512 instead of 256`. Empty if weights of the other fit."""
+        """Return a value that differs, such as `vocab_size 512 instead of 256`. Empty if the other's weights fit."""
         theirs = other.model_dump()
         for name, own in self.model_dump().items():
             if None not in (own, theirs[name]) and own != theirs[name]:
@@ -505,7 +505,7 @@ class Architecture(WireReply):
 
 
 class PolicyLimits(WireReply):
-    """What a replica can hold. A run whose policy it cannot hold is refused before its start."""
+    """Limits of a replica. The trainer refuses a run beyond them before it starts."""
 
     max_policies: int
     """Policies at once, the default one among them."""
@@ -514,11 +514,11 @@ class PolicyLimits(WireReply):
     remedy: str
     """How to raise the bound."""
     max_adapters: int | None = None
-    """Adapters at once on a server with one base for all policies, which takes no other weights. None elsewhere."""
+    """Most adapters at once on a server whose policies share one base. It takes adapters only. None elsewhere."""
     max_lora_rank: int | None = None
-    """Largest rank of an adapter. None for any rank, as adapters are merged."""
+    """Largest rank of an adapter. None where adapters are merged, so that any rank fits."""
     architecture: Architecture | None = None
-    """The model's. None if its `config.json` cannot be read."""
+    """Architecture of the model. None if its `config.json` cannot be read."""
 
 
 class PolicyList(WireReply):

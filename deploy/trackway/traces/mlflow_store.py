@@ -19,7 +19,9 @@ from pydantic import JsonValue
 from trackway.system.process import UserError
 from trackway.traces.store import Steps, TraceFilter
 from trackway.traces.tree import SpanEvent, SpanLink, SpanNode, State, Status, TraceTree, assemble, facts_of, hex_id
+from trackway.tracing import attributes as names
 from trackway.tracing.export.backends import condition, credentials, mlflow_http
+from trackway.tracing.export.chat_markdown import unescaped
 from trackway.tracing.local_mlflow import client as local_mlflow
 
 TIMEOUT_S = 30.0
@@ -201,6 +203,9 @@ def _node(span: Span, start_ns: int) -> SpanNode:
     status: Status = "ERROR" if code == "STATUS_CODE_ERROR" else "OK" if code == "STATUS_CODE_OK" else "UNSET"
     attributes = _attributes(span)
     attributes.pop("mlflow.traceRequestId", None)
+    facts = facts_of(span["name"], attributes)
+    if facts["service"] and attributes.get(names.MLFLOW_SPAN_TYPE) == "AGENT":
+        facts |= {key: _unescaped(facts[key]) for key in ("inputs", "outputs")}
     return SpanNode(
         span_id=_hex(span["span_id"]),
         parent_id=_hex(span["parent_span_id"]) if span.get("parent_span_id") else None,
@@ -209,7 +214,7 @@ def _node(span: Span, start_ns: int) -> SpanNode:
         end_ms=ms(span, "end_time_unix_nano") if span.get("end_time_unix_nano") else None,
         status=status,
         error=span.get("status", {}).get("message", ""),
-        **facts_of(span["name"], attributes),
+        **facts,
         events=[
             SpanEvent(name=event["name"], at_ms=ms(event, "time_unix_nano"), attributes=_attributes(event))
             for event in span.get("events", [])
@@ -218,6 +223,15 @@ def _node(span: Span, start_ns: int) -> SpanNode:
             SpanLink(trace_id=_hex(link["trace_id"]), span_id=_hex(link["span_id"])) for link in span.get("links", [])
         ],
     )
+
+
+def _unescaped(value: JsonValue) -> JsonValue:
+    """Return the inputs or outputs of a trajectory as they were before MLflow's exporter."""
+    messages = value.get("messages") if isinstance(value, dict) else None
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict) and isinstance(content := message.get("content"), str):
+            message["content"] = unescaped(content)
+    return value
 
 
 def _ns(time: Mapping[str, Any], key: str) -> int:

@@ -7,7 +7,6 @@ from pydantic import BaseModel, JsonValue
 
 from trackway.traces.tree import SpanNode, TraceTree
 from trackway.tracing import attributes as names
-from trackway.tracing.export.chat_markdown import recorded
 
 
 class Tokens(BaseModel):
@@ -59,16 +58,7 @@ def response_text(span: SpanNode) -> str | None:
 def messages_of(value: JsonValue) -> list[Mapping[str, JsonValue]]:
     """The messages in a span's inputs or outputs."""
     messages = field_of(value, "messages", names.TEXTS)
-    return (
-        [_as_recorded(message) for message in messages if isinstance(message, Mapping)]
-        if isinstance(messages, list)
-        else []
-    )
-
-
-def _as_recorded(message: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
-    content = message.get("content")
-    return {**message, "content": recorded(content)} if isinstance(content, str) else message
+    return [message for message in messages if isinstance(message, Mapping)] if isinstance(messages, list) else []
 
 
 def _last_content(value: JsonValue, role: str | None = None) -> str | None:

@@ -112,16 +112,17 @@ def summary(trajectories: Sequence[Trajectory], pass_above: float = 0.0) -> Roll
 
 
 def task_rows(trajectories: Iterable[Trajectory], pass_above: float = 0.0) -> Iterator[dict[str, JsonValue]]:
-    """The numbers of each row: `n` rollouts that ended, `c` of them passed, rates, means and tokens."""
+    """Yield the numbers of each row: `n` rollouts that ended, `c` of them passed, rates, means and tokens."""
+    trajectories = [*trajectories]
+    tasks = tasks_of(trajectories, pass_above)
     for index, members in by_task(trajectories).items():
         found = summary(members, pass_above)
         plain = found.model_dump(mode="json", include={"failed", *_MEANS, "no_answer", "tokens"}, exclude_none=True)
-        rate = found.pass_at.get(1)
         yield {
             "sample_index": index,
             "data_source": members[0].data_source,
             "n": found.rollouts,
-            "c": 0 if rate is None else round(rate.value * found.rollouts),
+            "c": sum(tasks[index].passed) if index in tasks else 0,
             **{name: estimate.value for name, estimate in found.estimates.items()},
             **plain,
         }

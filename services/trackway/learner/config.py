@@ -336,7 +336,7 @@ class LearnerConfig:
 
     @property
     def uses_reference(self) -> bool:
-        """Whether a KL term needs the reference policy."""
+        """Return whether a KL term needs the reference policy."""
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
@@ -347,17 +347,17 @@ class LearnerConfig:
 
     @property
     def uses_full_kl(self) -> bool:
-        """Whether the loss has the KL term over the whole vocabulary."""
+        """Return whether the loss has the KL term over the whole vocabulary."""
         return self.actor.use_kl_loss and self.actor.kl_loss_type == "full"
 
     @property
     def measures_distribution(self) -> bool:
-        """Whether the policy's squared probabilities are measured before the update."""
+        """Return whether the policy's squared probabilities are measured before the update."""
         return self.actor.calculate_sum_pi_squared or self.algorithm.adv_estimator in OPTIMAL_BASELINES
 
     @property
     def uses_weights(self) -> bool:
-        """Whether importance weights are in the loss; PPO's ratio to the sampler's logprobs already contains them."""
+        """Return whether importance weights are in the loss. PPO's ratio to the sampler contains them already."""
         correction = self.algorithm.rollout_correction
         clips = correction.bypass_mode and correction.loss_type == "ppo_clip"
         return correction.weight_level is not None and not clips

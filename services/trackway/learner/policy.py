@@ -408,7 +408,7 @@ class Policy:
                 self.write_published(folder, state)
 
     def export_shares(self, folder: Path) -> None:
-        """As `export`, but each rank writes a file with its share of the weights."""
+        """Export as `export` does, but each rank writes a file with its share of the weights."""
         if self._writes_whole:
             self.export(folder)
             return
@@ -471,12 +471,12 @@ class BasePolicy:
         self.cpu_offload = policy.cpu_offload
 
     def logprobs(self, batch: TrainingBatch, temperature: float, limit: PassLimit) -> Tensor:
-        """As of a Policy."""
+        """Return `Policy.logprobs` without the adapter."""
         with self._adapter.off():
             return self._policy.logprobs(batch, temperature, limit)
 
     def ref_inputs(self, batch: TrainingBatch, temperature: float) -> RefInputs:
-        """As of a Policy. Its head has no adapter."""
+        """Return `Policy.ref_inputs` without the adapter, which the head never has."""
         with self._adapter.off():
             return self._policy.ref_inputs(batch, temperature)
 

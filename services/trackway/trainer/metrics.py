@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from statistics import NormalDist
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel
 
@@ -281,6 +281,10 @@ def _shares_won(own: int, others: tuple[int, ...], silent: int, k: int) -> Fract
     return won
 
 
+Rate = Literal["pass", "pass_all", "best", "majority"]
+"""pass@k, pass^k, verl's best@k and majority@k."""
+
+
 class Task:
     """The rollouts of a row that ended. One passes with a score over `pass_above`."""
 
@@ -296,8 +300,8 @@ class Task:
         """The mean score."""
         return math.fsum(self.scores) / self.n
 
-    def rate(self, name: str, k: int) -> float | None:
-        """pass@k, pass^k as `pass_all`, verl's best@k, or majority@k. None for a majority that is not counted."""
+    def rate(self, name: Rate, k: int) -> float | None:
+        """Return the rate of k rollouts. None for a majority that is not counted."""
         match name:
             case "pass":
                 return pass_at(self.n, sum(self.passed), k)
@@ -305,12 +309,12 @@ class Task:
                 return pass_all(self.n, sum(self.passed), k)
             case "best":
                 return best_of(k, self.scores)[0]
-            case _:
+            case "majority":
                 return majority_at(self.answers, self.passed, k)
 
 
 def tasks_of(trajectories: Iterable[Trajectory], pass_above: float = 0.0) -> dict[int | str, Task]:
-    """The rows of which a rollout ended, by index."""
+    """Return the rows with a rollout that ended, by index."""
     ended = (trajectory for trajectory in trajectories if trajectory.error is None)
     return {index: Task(members, pass_above) for index, members in by_task(ended).items()}
 
@@ -323,8 +327,8 @@ def by_task(trajectories: Iterable[Trajectory]) -> dict[int | str, list[Trajecto
     return tasks
 
 
-def rates(tasks: Collection[Task], name: str, ks: Iterable[int]) -> dict[int, Estimate]:
-    """A rate of `Task.rate` for each k, over the tasks that have k rollouts. No majority without any answer."""
+def rates(tasks: Collection[Task], name: Rate, ks: Iterable[int]) -> dict[int, Estimate]:
+    """Return the mean rate for each k, over the tasks that have k rollouts. Empty for a majority without any answer."""
     if name == "majority" and not any(answer is not None for task in tasks for answer in task.answers):
         return {}
     found = {k: [rate for task in tasks if task.n >= k and (rate := task.rate(name, k)) is not None] for k in ks}
@@ -363,7 +367,8 @@ def accuracy(trajectory: Trajectory) -> float:
 
 def _estimates(prefix: str, tasks: Collection[Task], n: int) -> Metrics:
     """pass@k, pass^k and majority@k of a data source as an evaluation reports them, and the error of the mean score."""
-    names, ks = ("pass", "pass_all", "majority"), draws(n)[1:]
+    names: tuple[Rate, ...] = ("pass", "pass_all", "majority")
+    ks = draws(n)[1:]
     found = {f"{name}@{k}": rate for name in names for k, rate in rates(tasks, name, ks).items()}
     error = Estimate.over([task.score for task in tasks]).std_err
     return estimate_metrics(prefix, found) | ({} if error is None else {f"{prefix}/mean@{n}/std_err": error})

@@ -19,7 +19,7 @@ from trackway.tracing import attributes as names
 from trackway.tracing.attributes import SpanKind
 from trackway.tracing.context import OF_EVERY_SPAN
 from trackway.tracing.conventions import objects_in
-from trackway.tracing.export.chat_markdown import drawn
+from trackway.tracing.export.chat_markdown import escaped
 from trackway.wire.trajectory import TraceBackend
 
 Attributes = dict[str, AttributeValue]
@@ -129,16 +129,16 @@ def _mlflow(own: Attributes, kind: SpanKind) -> Attributes:
         if kind is SpanKind.CHAT:
             attributes[key] = str(attributes[key]).replace(_MESSAGES, _TEXTS, 1)
         elif kind is SpanKind.TRAJECTORY:
-            attributes[key] = _drawn(str(attributes[key]))
+            attributes[key] = _escaped(str(attributes[key]))
     return attributes
 
 
-def _drawn(text: str) -> str:
-    """The JSON of inputs or outputs with messages that MLflow shows line by line."""
+def _escaped(text: str) -> str:
+    """Return the JSON of inputs or outputs with messages that MLflow shows line by line."""
     value = _object(text)
     for message in (messages := objects_in(value.get("messages"))):
         if isinstance(content := message.get("content"), str):
-            message["content"] = drawn(content)
+            message["content"] = escaped(content)
     return _json(value) if messages else text
 
 

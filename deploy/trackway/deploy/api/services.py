@@ -97,8 +97,7 @@ class Services:
             with board(False) as parts:
                 checked = check_run(subject, True, parts.report)
             checked.findings.refuse()
-            session = shown.opened(subject)
-            self._started.callback(shown.close, session)
+            session = self._started.enter_context(shown.opened(subject))
             info = session.submit(subject, lambda info: None)
             return Run(self, session, info, stack.pop_all(), tools, reward)
 
@@ -165,7 +164,7 @@ class Services:
         return files
 
     def _demo(self, words: list[str]) -> list[str]:
-        """The overrides after those of the demo, whose rows are written unless the overrides name others."""
+        """Return the demo's overrides and then these. Write the demo's rows unless the overrides name others."""
         self._check_rows_here()
         write_rows(_SEED, self._rows_folder, words)
         return demo_words(_SEED, _DEMO, self._rows_folder, words)

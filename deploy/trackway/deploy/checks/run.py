@@ -53,7 +53,7 @@ from trackway.trainer.loop.forecast import Forecast, forecast
 from trackway.trainer.run_state.checkpoint import check_storage
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.supervisor.manager import check_adapter, runnable
-from trackway.trainer.supervisor.sharing import ask_engines, check_place, check_weights
+from trackway.trainer.supervisor.sharing import ask_engines, check_place, check_weights, policy_of
 from trackway.trainer.traces.preflight import unusable, without_entity
 from trackway.wire.chat import ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -381,14 +381,14 @@ class RunCheck:
 
     def _policy(self, deployment: Deployment) -> None:
         """Check that the rollout service can hold what the run publishes, beside the runs that are active."""
-        config, limits = self._subject.config, run(ask_engines(deployment.url("rollout"))).limits
+        config, engines = self._subject.config, run(ask_engines(deployment.url("rollout")))
         try:
             if not self._subject.elsewhere:
-                check_weights(config, limits)
+                check_weights(config, engines.limits)
             infos = run(TrainerClient(deployment.url("trainer"), policy=CHECK_POLICY).runs())
             name = config.trainer.experiment_name
             others = [info for info in infos if info.state not in ENDED and info.run != name]
-            check_place(limits, name if any(info.policy is None for info in others) else None, others)
+            check_place(engines.limits, policy_of(name, others, engines.default_policy), others)
         except TrackwayError as error:
             if error.code in (ErrorCode.INVALID_REQUEST, ErrorCode.CONFLICT):  # the trainer checks this again
                 self.findings.missing_here.append(error.message)

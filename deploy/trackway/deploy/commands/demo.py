@@ -1,7 +1,6 @@
 """`trackway demo`: train the tiny model and summarize the run, on local or attached services."""
 
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -57,7 +56,7 @@ def demo(
     from trackway.deploy.deployment.attach import folder_here
     from trackway.deploy.runs.demo import PhaseTimes, demo_words, set_aside, summarise, write_rows
     from trackway.deploy.runs.prepare import prepare
-    from trackway.deploy.runs.shown import close, delivered, opened
+    from trackway.deploy.runs.shown import delivered, opened
     from trackway.wire.trainer import RunState
 
     clock, name, words = PhaseTimes(time.monotonic()), f"seed{seed}", overrides or []
@@ -80,9 +79,7 @@ def demo(
     for key, asked, got, reason in subject.decisions:
         stderr.print(escape(f"{key}={asked}: {got}{f', {reason}' if reason else ''}"), soft_wrap=True)
     write_rows(seed, data_dir, words)
-    session = opened(subject, as_json, keep)
-    with ExitStack() as stack:
-        stack.callback(close, session, as_json)
+    with opened(subject, as_json, keep) as session:
         clock.services_ready = time.monotonic()
         info = run_to_end(session, name, lambda show: session.submit(subject, show), as_json)
         clock.trained = time.monotonic()

@@ -1,7 +1,6 @@
 """`trackway train | ui`: train a model, and view its run in MLflow."""
 
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -67,7 +66,7 @@ def train(
     from trackway.deploy.runs.prepare import configured, prepare
     from trackway.deploy.runs.report import as_yaml, settings_report
     from trackway.deploy.runs.session import RunSession, Show
-    from trackway.deploy.runs.shown import close, delivered, opened
+    from trackway.deploy.runs.shown import delivered, opened
     from trackway.deploy.terminal.tables import wide
     from trackway.run_config.compose import given
 
@@ -106,9 +105,7 @@ def train(
             return session.resume(resume, show, skip_damaged, subject.changes)
         return session.submit(subject, show)
 
-    session = opened(subject, as_json, keep)
-    with ExitStack() as stack:
-        stack.callback(close, session, as_json)
+    with opened(subject, as_json, keep) as session:
         info = run_to_end(session, subject.config.trainer.experiment_name, begin, as_json)
         info = delivered(session, info, as_json)
     print_end(info, session.deployment, as_json)

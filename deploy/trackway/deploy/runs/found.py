@@ -131,7 +131,7 @@ def _runs_of(outputs: Path) -> Iterator[FoundRun]:
 
 
 def _changed(found: FoundRun) -> float:
-    """When its state changed last, in seconds since 1970. Later than any for a run on another machine."""
+    """Return when the run's state changed last, in seconds since 1970. Infinite for a run on another machine."""
     try:
         return (found.outputs.resolve() / found.info.run / "state.json").stat().st_mtime
     except OSError:

@@ -3,8 +3,8 @@
 Each function shows it on the terminal or in the notebook, and nothing with `quiet`.
 """
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from rich.markup import escape
 
@@ -19,8 +19,9 @@ from trackway.wire.trainer import RunInfo
 Begin = Callable[[Show], RunInfo]
 
 
-def opened(subject: Subject, quiet: bool = False, keep: bool = False) -> RunSession:
-    """A session on the services of a checked run, which start if they do not run. `close` stops them unless `keep`."""
+@contextmanager
+def opened(subject: Subject, quiet: bool = False, keep: bool = False) -> Iterator[RunSession]:
+    """A session on the services of a checked run. Those that it starts are stopped after the block, unless `keep`."""
     if subject.resumes:
         stderr.print(f"resuming {subject.resumes}", soft_wrap=True)
     with board(quiet) as shown:
@@ -29,14 +30,12 @@ def opened(subject: Subject, quiet: bool = False, keep: bool = False) -> RunSess
         services = session.deployment
         stderr.print(f"services  {services.address}   MLflow  {services.mlflow_uri}", soft_wrap=True)
         session.own = not keep
-    return session
-
-
-def close(session: RunSession, quiet: bool = False) -> None:
-    """Stop the services that the session started."""
-    if session.own:
-        with board(quiet) as shown:
-            session.close(shown.report)
+    try:
+        yield session
+    finally:
+        if session.own:
+            with board(quiet) as shown:
+                session.close(shown.report)
 
 
 def followed(session: RunSession, name: str, quiet: bool = False, begin: Begin | None = None) -> RunInfo:

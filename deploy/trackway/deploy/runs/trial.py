@@ -77,13 +77,10 @@ async def services_here(config: dict[str, Any], model: Path | None, start_s: flo
         http = await stack.enter_async_context(httpx.AsyncClient(mounts=mounts, trust_env=False))
         urls = {f"{name}_url": f"http://{name}" for name in apps}
         settings = AgentSettings(**{**args["agent"], "model_path": str(model or ""), **urls})
+        port = free_port()
+        agent = create_agent(settings.model_copy(update={"agent_url": f"http://127.0.0.1:{port}"}), http)
         if settings.external or settings.external_agents:  # their programs reach the model at a port
-            port = free_port()
-            settings = settings.model_copy(update={"agent_url": f"http://127.0.0.1:{port}"})
-            agent = create_agent(settings, http)
             DirectPort(agent, "127.0.0.1", living=lambda: 0, drain_s=0, port=port)
-        else:
-            agent = create_agent(settings, http)
         for app in (*apps.values(), agent):
             await stack.enter_async_context(app.router.lifespan_context(app))
         if model is not None:

@@ -38,7 +38,7 @@ def beside(engine: Engine, settings: RolloutSettings) -> RolloutSettings:
 
 
 def lacking_memory(settings: RolloutSettings) -> str:
-    """Return why another policy's engine has no room beside those of this process. Empty if it has.
+    """Return why there is too little memory for another policy's engine in this process. Empty if there is enough.
 
     A server is bounded by its own settings, and what an engine of your own needs is not known.
     """

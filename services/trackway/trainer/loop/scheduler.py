@@ -377,7 +377,7 @@ class GroupScheduler:
         return metrics | self._filtered
 
     def progress(self) -> str:
-        """How many groups are there of those that the next update needs, and which one alone holds it."""
+        """Return how many groups have finished, how many the next update takes, and which one alone holds it."""
         finished = sum(group.finished for group in self._outstanding)
         left_out = f"; {len(self.state.left_out)} were left out for others" if self.state.left_out else ""
         needed = f"it takes {self._needed} of the oldest"

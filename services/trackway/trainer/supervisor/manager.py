@@ -167,10 +167,8 @@ class RunManager:
         config = changed(folder.config(), changes)
         await self._check_tracking(config)
         code = await self._loaded_code(config)
-        engine_threads, engines = (
-            await self._engine_threads(),
-            await self._engines(None if folder.is_called else config),
-        )
+        engine_threads = await self._engine_threads()
+        engines = await self._engines(None if folder.is_called else config)
         async with self._lock:
             await self._gone(folder)
             with self.registry.outputs_lock.held():

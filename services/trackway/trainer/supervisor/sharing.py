@@ -1,4 +1,4 @@
-"""Whether a run can share the services with others, judged before its start."""
+"""Checks that a run can share the services with others, before it starts."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

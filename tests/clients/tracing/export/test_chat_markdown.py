@@ -1,8 +1,8 @@
-"""Texts that MLflow draws as Markdown: their lines stay, no line is a heading, and the recorded text comes back."""
+"""Texts that MLflow renders as Markdown: their lines stay, no line is a heading, and unescaping restores the text."""
 
 import pytest
 
-from trackway.tracing.export.chat_markdown import drawn, recorded
+from trackway.tracing.export.chat_markdown import escaped, unescaped
 
 
 @pytest.mark.parametrize(
@@ -18,5 +18,5 @@ from trackway.tracing.export.chat_markdown import drawn, recorded
     ],
 )
 def test_lines_are_kept_and_none_is_a_heading(text: str, expected: str) -> None:
-    assert drawn(text) == expected
-    assert recorded(expected) == text
+    assert escaped(text) == expected
+    assert unescaped(expected) == text

@@ -1,4 +1,4 @@
-"""What the rollout service cannot hold is refused before a run starts, with the setting to change."""
+"""A run that the rollout service cannot hold is refused before it starts, with the setting to change."""
 
 import json
 import os
@@ -33,7 +33,7 @@ FIRST = RunInfo(run="first", state=RunState.RUNNING)
 
 @pytest.fixture
 def limits(tiny_model: Path) -> Callable[..., Any]:
-    """What a rollout service with these settings says that it can hold."""
+    """Return the limits that a rollout service with these settings reports."""
 
     async def asked(**settings: Any) -> Any:
         app = create_app(RolloutSettings.model_validate({"model_path": tiny_model, **settings}), IdleEngine())
