@@ -55,9 +55,9 @@ async def ended(runs: RunManager, name: str) -> RunInfo:
     return runs.registry.info(name)
 
 
-def held_at(agent, step: int) -> bool:
-    """Whether the scripted agent was asked for a step."""
-    return any(request.step == step for request in agent.requests)
+def held_at(agent, step: int, run: str | None = None) -> bool:
+    """Whether the scripted agent was asked for a step, by any run or by one."""
+    return any(request.step == step and run in (None, request.run) for request in agent.requests)
 
 
 def pid_of(runs: RunManager, name: str) -> int:

@@ -254,6 +254,7 @@ async def test_two_runs_at_once_learn_what_each_learns_alone_though_one_is_kille
     with pytest.raises(TrackwayError, match="run 'second' is "):
         await runs.resume("second")
     await async_until(lambda: all(runs.registry.info(name).step == 1 for name in ("first", "second")))
+    await async_until(lambda: saved(runs, "second", 1) and held_at(agent, 2, "second"))
     os.kill(pid_of(runs, "second"), signal.SIGKILL)
     await async_until(lambda: runs.registry.info("second").restarts == 1)
     restarting = runs.registry.info("second")
