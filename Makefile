@@ -93,7 +93,7 @@ test-learning: $(VENV)/.dev ## Train the demo's task with every estimator and lo
 	$(BIN)/python benchmarks/learning.py estimators $(ARGS)
 	$(BIN)/python benchmarks/learning.py losses $(ARGS)
 
-test-endurance: $(VENV)/.dev ## Train 3,000 of the demo's steps and plot their seconds and each process's memory (an hour; on demand); ARGS='--steps 300'.
+test-endurance: $(VENV)/.dev ## Train 3,000 of the demo's steps and plot their seconds, CPU and each process's memory (an hour; on demand); ARGS='--steps 300'.
 	$(BIN)/python benchmarks/endurance.py $(ARGS)
 
 test-install: $(VENV)/.dev ## Install the wheel with each extra alone, on each Python found, and start what it is for (minutes; on demand).

@@ -1,16 +1,17 @@
-"""A long run of the demo's steps: the time of a step, and the memory of each process, by step.
+"""A long run of the demo's steps: seconds and CPU seconds of a step, and the memory of each process, by step.
 
     .venv/bin/python benchmarks/endurance.py                   3,000 steps, an hour on two idle cores
     .venv/bin/python benchmarks/endurance.py --steps 300
 
 Memory is the proportional set size (PSS) of each process, summed by name: a page that two processes share counts half
-in each. It is read every ten seconds. A slope is a least-squares line over the second half of the run, with its 95 %
-interval from the differences to the line; the first half fills caches, queues and logs. The plot and the readings are
-written to `--outputs`, as endurance.svg and endurance.json.
+in each. Memory and CPU seconds are read every ten seconds. A slope is a least-squares line over the second half of the
+run, with its 95 % interval from the differences to the line; the first half fills caches, queues and logs. The plot and
+the readings are written to `--outputs`, as endurance.svg and endurance.json.
 """
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -59,11 +60,13 @@ class Slope(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """The memory of the processes at one time."""
+    """The processes' memory at one time, and their CPU seconds so far."""
 
     step: int
     mb: dict[str, float]
     """By name of the process."""
+    cpu_s: float
+    """All processes together."""
 
 
 def slope_of(steps: Sequence[float], values: Sequence[float]) -> Slope:
@@ -76,8 +79,8 @@ def slope_of(steps: Sequence[float], values: Sequence[float]) -> Slope:
     return Slope(line.intercept + line.slope * steps[0], 1000 * line.slope, 1000 * _T_95 * error)
 
 
-class MemoryWatch(threading.Thread):
-    """Reads the memory of a deployment's processes until `end`."""
+class ProcessWatch(threading.Thread):
+    """Reads memory and CPU seconds of a deployment's processes until `end`."""
 
     def __init__(self, meter: Meter, folder: RunFolder) -> None:
         super().__init__(daemon=True)
@@ -88,7 +91,8 @@ class MemoryWatch(threading.Thread):
         """Read every EVERY_S seconds."""
         while not self._ended.wait(EVERY_S):
             if self._folder.exists:
-                self.readings.append(Reading(self._folder.info().step, self._memory()))
+                step = self._folder.info().step
+                self.readings.append(Reading(step, self._memory(), sum(self._meter.now().values())))
 
     def end(self) -> None:
         """Stop reading."""
@@ -108,7 +112,7 @@ def trained(outputs: Path, steps: int, words: Sequence[str]) -> tuple[list[Readi
     make_tiny(outputs / "data", 1536, 256, seed=0)
     settings = UpSettings(outputs=outputs, port=0, dashboard_port=0, ray_port=0, mlflow_port=0)
     deployment = bring_up(settings, lambda name, state: None)
-    watch = MemoryWatch(Meter(deployment), RunFolder(outputs / RUN))
+    watch = ProcessWatch(Meter(deployment), RunFolder(outputs / RUN))
     try:
         watch.start()
         config = compose(
@@ -136,17 +140,30 @@ def trained(outputs: Path, steps: int, words: Sequence[str]) -> tuple[list[Readi
     return watch.readings, {row.step: float(row.data["timing_s/step"]) for row in rows}
 
 
+def cpu_by_step(readings: Sequence[Reading]) -> list[tuple[int, float]]:
+    """Return the CPU seconds of a step between each two readings, by the later one's step."""
+    return [
+        (later.step, (later.cpu_s - earlier.cpu_s) / (later.step - earlier.step))
+        for earlier, later in itertools.pairwise(readings)
+        if later.step > earlier.step
+    ]
+
+
 def report(readings: Sequence[Reading], seconds: dict[int, float], file: Path) -> None:
     """Print the slopes of the second half, and write the plot."""
     half = max(seconds) / 2
     late = [step for step in seconds if step > half]
     step_s = slope_of(late, [seconds[step] for step in late])
+    cpu_s = slope_of(*zip(*((step, cpu) for step, cpu in cpu_by_step(readings) if step > half), strict=True))
     names = sorted({name for reading in readings for name in reading.mb})
-    print(
-        f"\na step: {step_s.start:.3f} s, {step_s.per_thousand:+.3f} s in 1,000 steps (within {step_s.half_width:.3f})"
-    )
+    for name, slope in (("a step", step_s), ("CPU of a step", cpu_s)):
+        grown = f"{slope.per_thousand:+.3f} s in 1,000 steps (within {slope.half_width:.3f})"
+        print(f"\n{name}: {slope.start:.3f} s, {grown}", end="")
+    print()
     figure, (upper, lower) = pyplot.subplots(2, 1, figsize=(8, 6), sharex=True, layout="constrained")
-    upper.plot(list(seconds), list(seconds.values()), linewidth=0.5)
+    upper.plot(list(seconds), list(seconds.values()), label="seconds", linewidth=0.5)
+    upper.plot(*zip(*cpu_by_step(readings), strict=True), label="CPU seconds", linewidth=0.8)
+    upper.legend(fontsize=6)
     upper.set(ylabel="seconds of a step")
     for name in names:
         points = [(reading.step, reading.mb.get(name, 0.0)) for reading in readings]
