@@ -37,10 +37,9 @@ OPERATOR = "operator-0123456789abcdef"
 
 @pytest.fixture
 def collector() -> Iterator[None]:
-    """A port changes the garbage collector of its process; this one is the suite's."""
+    """A port changes the garbage collector of its process; this one is the suite's, whose imports stay frozen."""
     before = gc.get_threshold()
     yield
-    gc.unfreeze()
     gc.set_threshold(*before)
 
 
