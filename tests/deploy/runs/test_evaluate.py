@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from mlflow import MlflowClient
 
 from tests.services.evaluation.rollouts import rollout
 from tests.services.trainer.learner_settings import learner_config
+from tests.waiting import until
 from trackway.deploy.commands.new_project import write_project
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs import evaluate
@@ -377,10 +377,7 @@ def test_ctrl_c_names_the_command_that_continues(project: Path):
         [*command, "--data", "rows.jsonl", "--n", "64"], cwd=project, stderr=subprocess.PIPE, text=True
     )
     lines = project / "outputs" / "cut" / "rollouts.jsonl"
-    end = time.monotonic() + 120
-    while not lines.is_file():
-        assert process.poll() is None, process.stderr and process.stderr.read()
-        assert time.monotonic() < end, "no row ended in 120 s"
+    until(lambda: lines.is_file() or process.poll() is not None)
     process.send_signal(signal.SIGINT)
     _, printed = process.communicate(timeout=60)
 
