@@ -105,6 +105,7 @@ def test_two_runs_and_a_checkpoint_get_what_each_gets_alone_though_the_engines_a
     assert checkpoint[0] and trials["base"][1] == {0}
 
 
+@pytest.mark.extended  # test_manager.py kills one of two runs, and the test above runs two policies on engines
 def test_two_adapters_of_one_base_learn_what_each_learns_alone_though_a_worker_is_killed(
     deployment: Deployment, started
 ) -> None:

@@ -125,6 +125,7 @@ def test_the_plan_of_the_script_is_verls(tmp_path: Path, weave_url: str) -> None
     assert not (CHECKOUT / "outputs" / EXPERIMENT).exists()
 
 
+@pytest.mark.extended  # the script above goes the same way
 def test_the_command_of_the_page_for_verls_users_trains_here(deployment: Deployment, home: Path) -> None:
     [verls, ours] = re.findall(r"^# (?:verl|Trackway)\n((?:.+\n)+?)(?=# |```)", PAGE.read_text(), flags=re.MULTILINE)
     assert ours == verls.replace("python3 -m verl.trainer.main_ppo", "python -m trackway.main_ppo")

@@ -187,7 +187,9 @@ def test_a_process_that_traces_finds_the_server_of_the_deployment(
     assert len(servers(folder)) == 1
 
 
-@pytest.mark.parametrize(("end", "number"), [(signal.SIGKILL, 11), (signal.SIGTERM, 12)])
+@pytest.mark.parametrize(
+    ("end", "number"), [(signal.SIGKILL, 11), pytest.param(signal.SIGTERM, 12, marks=pytest.mark.extended)]
+)
 def test_the_server_of_a_deployment_that_is_killed_is_started_again_at_its_address_and_its_users_spans_arrive(
     user: "subprocess.Popen[str]", deployed: tuple[str, ProcessRecord], folder: Path, end, number: int
 ) -> None:

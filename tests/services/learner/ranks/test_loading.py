@@ -90,7 +90,10 @@ def two_ranks() -> Iterator[RankProcesses]:
         yield processes
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(
+    scope="module",
+    params=[1, 2, pytest.param(4, marks=pytest.mark.extended)],  # four load as two do
+)
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankProcesses]:
     with rank_processes(request.param) as processes:
         yield processes

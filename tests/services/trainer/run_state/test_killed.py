@@ -181,6 +181,7 @@ def test_an_overlapped_run_killed_at_any_moment_trains_every_prompt_once(
             assert row["training/off_policy/trajectory_staleness/max"] <= BEHIND
 
 
+@pytest.mark.extended  # a teacher's scores lie in the trajectories, which the runs above have too
 def test_a_killed_run_with_a_teacher_ends_in_the_same_weights(run_of: Callable[..., Run], tiny_model: Path):
     overrides = [
         "distillation.enabled=true",
