@@ -17,9 +17,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pydantic import JsonValue
+from tokenizers import Tokenizer
 
 from trackway.clients.weights import WeightStore
 from trackway.learner.config import LearnerConfig
+from trackway.learner.measuring import Clock
 from trackway.learner.policy import Policy
 from trackway.system import StorageError
 from trackway.system.process import warn_experimental
@@ -27,7 +29,7 @@ from trackway.system.waits import Waits
 from trackway.tracing import Tracing, extracted, install
 from trackway.tracing.spans import call_span
 from trackway.trainer.calls.log import UNNAMED, RequestLog, TrainingCall
-from trackway.trainer.calls.losses import write_step
+from trackway.trainer.calls.losses import step_metrics, write_step
 from trackway.trainer.calls.models import (
     AdamArguments,
     AdapterHeader,
@@ -87,6 +89,9 @@ class CallDriver:
         self._log, self._results = RequestLog(folder.calls), Results(folder.calls)
         self._lines: dict[str, _Line] = {}
         self._offset = 0
+        self._clock, self._step_ended = Clock(), time.monotonic()
+        tokenizer = policy.folder / "tokenizer.json"
+        self._tokenizer = Tokenizer.from_file(str(tokenizer)) if tokenizer.is_file() else None
         self.step = max((row.step for row in folder.rows()), default=0)
         """Steps of all models."""
         for file in sorted(folder.calls.glob(f"models/*/{STATE}")):
@@ -126,7 +131,7 @@ class CallDriver:
         known = self._results.read(call.id)
         if known is not None and call.op in ("save_weights", "save_weights_for_sampler"):
             return
-        links = call.links
+        links = [*dict.fromkeys(call.links.values())]
         if call.op == "forward_backward":
             line.links += [link for link in links if link not in line.links]
         elif call.op == "optim_step":
@@ -161,7 +166,8 @@ class CallDriver:
             raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
         match call.op:
             case "forward_backward":
-                output = line.model.forward_backward(decode(body))
+                with self._clock("update_actor"):
+                    output = line.model.forward_backward(decode(body), call.links, call.traceparent)
                 return Result("protobuf", encode(output.logprobs, {"loss:sum": output.loss}))
             case "optim_step":
                 return self._optim_step(line.model, call)
@@ -199,19 +205,25 @@ class CallDriver:
         model.load(saved, optimizer=bool(optimizer))
 
     def _optim_step(self, model: TrainedModel, call: TrainingCall) -> Result:
-        begun, trained = time.monotonic(), model.data
-        metrics = model.optim_step(arguments_of(AdamArguments, call.arguments.get("adam_params", {}), "adam_params"))
+        trained = model.data
+        with self._clock("update_actor"):
+            options = arguments_of(AdamArguments, call.arguments.get("adam_params", {}), "adam_params")
+            metrics = model.optim_step(options)
+        seconds, self._step_ended = time.monotonic() - self._step_ended, time.monotonic()
         data = {
             "actor/loss_sum": metrics["loss_sum"],
             "actor/grad_norm": metrics["grad_norm"],
             "actor/lr": metrics["lr"],
-            "training/tokens": metrics["tokens"],
+            **step_metrics(trained),
+            "perf/total_num_tokens": metrics["tokens"],
+            "perf/throughput": metrics["tokens"] / seconds,
             "training/model": float(call.model_id.rpartition(":")[2]),
             "training/global_step": float(self.step + 1),
-            "timing_s/update_actor": time.monotonic() - begun,
+            "timing_s/step": seconds,
+            **self._clock.take(),
         }
         row = MetricsRow(step=self.step + 1, timestamp=time.time_ns() // 1_000_000, data=data)
-        write_step(self._folder.path, row.step, trained)
+        write_step(self._folder.path, row.step, trained, self._tokenizer and self._tokenizer.decode)
         model.header.steps += 1
         result = self._changed(model, call, {"type": "optim_step", "metrics": dict(metrics)}, row)
         self._add_row(row)
@@ -250,7 +262,8 @@ class CallDriver:
         store = WeightStore(policy_url(self._folder.services().weights_url, policy))
         published = store.latest() if is_snapshot else None
         model.learner.activate()
-        version = self._version(store, model) if published is None else published.version
+        with self._clock("update_weights"):
+            version = self._version(store, model) if published is None else published.version
         return _json({**reply, "sampling_session_seq_id": place, "policy": policy, "version": version})
 
     def _version(self, store: WeightStore, model: TrainedModel) -> int:

@@ -59,8 +59,8 @@ class TrainingCall(WireReply):
     """Fields of the request by Tinker's names."""
     traceparent: str = ""
     """Trace that the request's span joins. Empty when nothing is traced."""
-    links: list[str] = Field(default_factory=list[str])
-    """The `traceparent` of each sample that the data name."""
+    links: dict[str, str] = Field(default_factory=dict[str, str])
+    """The `traceparent` of each sampled sequence that the data name, by its id."""
 
 
 class _Record(NamedTuple):

@@ -3,8 +3,9 @@
 The data of a step are kept as trajectories, for the console and exports: `trajectories/` and `token_values/`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,11 +20,14 @@ from trackway.learner.filtering import FilteredBatch, TrainStatus
 from trackway.learner.head import Measure, TokenLogits, token_logprobs
 from trackway.learner.learner import Learner
 from trackway.learner.loss import MicroLoss, at_mask
+from trackway.learner.measuring import Metrics, spread
 from trackway.learner.policy_losses import LossInputs, policy_loss_of
 from trackway.trainer.calls.protobuf import LOSSES, Array, Datum, ForwardBackward
+from trackway.trainer.calls.results import digest_of
 from trackway.trainer.run_state.folder import TOKEN_VALUES
 from trackway.trainer.run_state.trajectories import write_token_values, write_trajectories
-from trackway.wire.trajectory import StopReason, Tags, Trajectory, trajectory_id
+from trackway.wire.chat import Message
+from trackway.wire.trajectory import StopReason, Tags, Trajectory, Turn, trajectory_id
 
 NEVER = 1e9
 """A bound above every probability ratio, whose logarithm is clamped to 20."""
@@ -155,6 +159,11 @@ def _logprobs_of(column: int) -> Measure:
 
 AGENT = "tinker"
 """Name of the agent of these trajectories. The caller's own loop has no name."""
+PROMPT_DIGITS = 10
+"""Digits of the digest that names a prompt."""
+
+Text = Callable[[Sequence[int]], str]
+"""Decodes token ids."""
 
 
 class TrainedDatum(NamedTuple):
@@ -163,6 +172,8 @@ class TrainedDatum(NamedTuple):
     loss_fn: str
     datum: Datum
     logprobs: Array
+    traceparent: str
+    """Span of the first sample that the datum names, or else the trace of its request. Empty when nothing is traced."""
 
     @property
     def weights(self) -> Array:
@@ -170,23 +181,54 @@ class TrainedDatum(NamedTuple):
         return self.datum.inputs[weights_of(self.loss_fn)]
 
     @property
+    def own(self) -> Array:
+        """[N]: True for the model's tokens, which have a weight. If all weights are 0, they have a logprob."""
+        weights = self.weights
+        return (weights if weights.any() else self.datum.inputs.get("logprobs", weights)) != 0
+
+    @property
     def start(self) -> int:
-        """Place of the first target that is trained: what is before is the prompt."""
-        trained = np.flatnonzero(self.weights)
-        return int(trained[0]) if len(trained) else len(self.weights) - 1
+        """Place of the model's first token. The tokens before are the prompt."""
+        own = np.flatnonzero(self.own)
+        return int(own[0]) if len(own) else len(self.weights) - 1
 
 
-def trained_data(request: ForwardBackward, output: LossOutput) -> list[TrainedDatum]:
-    """The data of a request. Those of several targets for a token are left out."""
-    pairs = zip(request.data, output.logprobs, strict=True)
-    return [TrainedDatum(request.loss_fn, datum, logprobs) for datum, logprobs in pairs if datum.targets.ndim == 1]
+def trained_data(
+    request: ForwardBackward, output: LossOutput, samples: Mapping[str, str], traceparent: str
+) -> list[TrainedDatum]:
+    """The data of a request. Those of several targets for a token are left out.
+
+    `samples` are the spans of sampled sequences by their ids, and `traceparent` is the trace of the request.
+    """
+    return [
+        TrainedDatum(request.loss_fn, datum, logprobs, samples.get(next(iter(datum.samples), ""), traceparent))
+        for datum, logprobs in zip(request.data, output.logprobs, strict=True)
+        if datum.targets.ndim == 1
+    ]
 
 
-def write_step(folder: Path, step: int, data: Sequence[TrainedDatum]) -> None:
-    """Write the trajectories of a step and the values of their tokens. Raises StorageError."""
+def step_metrics(data: Sequence[TrainedDatum]) -> Metrics:
+    """Advantages of the model's tokens, lengths and counts, by the names of the fit loop."""
+    weighted = [trained for trained in data if not LOSSES[trained.loss_fn].is_weighted]
+    return {
+        **spread(
+            "critic/advantages", [value for trained in weighted for value in trained.weights[trained.own].tolist()]
+        ),
+        **spread("prompt_length", [trained.start + 1 for trained in data]),
+        **spread("response_length", [len(trained.weights) - trained.start for trained in data]),
+        "training/trained_tokens": float(sum(np.count_nonzero(trained.weights) for trained in data)),
+        "training/trajectories": float(len(data)),
+    }
+
+
+def write_step(folder: Path, step: int, data: Sequence[TrainedDatum], text: Text | None = None) -> None:
+    """Write the trajectories of a step and the values of their tokens. Raises StorageError.
+
+    Without `text` the trajectories have no messages.
+    """
     if not data:
         return
-    trajectories = trajectories_of(folder.name, step, data)
+    trajectories = trajectories_of(folder.name, step, data, text)
     write_trajectories(folder / "trajectories" / f"step_{step}.parquet", trajectories)
     batch = FilteredBatch(trajectories, [TrainStatus.USED] * len(data))
 
@@ -194,7 +236,8 @@ def write_step(folder: Path, step: int, data: Sequence[TrainedDatum]) -> None:
         return torch.from_numpy(np.concatenate(values).astype(np.float32))
 
     weights = flat([trained.weights[trained.start :] for trained in data])
-    logprobs, kept = flat([trained.logprobs[trained.start :] for trained in data]), weights != 0
+    logprobs = flat([trained.logprobs[trained.start :] for trained in data])
+    kept = flat([trained.own[trained.start :] for trained in data]) != 0
     values = TokenValues(
         lengths=[len(trained.weights) - trained.start for trained in data],
         logprobs=logprobs.masked_fill(~kept, torch.nan),
@@ -206,34 +249,57 @@ def write_step(folder: Path, step: int, data: Sequence[TrainedDatum]) -> None:
     write_token_values(folder / TOKEN_VALUES / f"step_{step}.parquet", step, batch, values)
 
 
-def trajectories_of(run: str, step: int, data: Sequence[TrainedDatum]) -> list[Trajectory]:
-    """The data as trajectories without a reward. Those of one prompt are rollouts of one sample.
+def trajectories_of(run: str, step: int, data: Sequence[TrainedDatum], text: Text | None = None) -> list[Trajectory]:
+    """The data as trajectories without a reward. Those of one prompt are rollouts of one sample, in every step.
 
-    The mask has the targets that are trained. `session_id` is the first sampled sequence that the datum names.
+    The mask has the model's tokens. `session_id` is the first sampled sequence that the datum names.
     """
-    groups: dict[tuple[int, ...], int] = {}
-    rollouts: dict[int, int] = {}
+    rollouts: dict[str, int] = {}
     found: list[Trajectory] = []
     for trained in data:
-        loss_fn, datum, logprobs = trained
-        start = trained.start
-        prompt = datum.tokens[: start + 1].tolist()
-        sample = groups.setdefault(tuple(prompt), len(groups))
+        datum, start = trained.datum, trained.start
+        prompt, response = datum.tokens[: start + 1].tolist(), datum.targets[start:].tolist()
+        sample = digest_of(str(prompt))[:PROMPT_DIGITS]
         rollouts[sample] = rollouts.get(sample, -1) + 1
         tags = Tags(experiment_name=run, step=step, sample_index=sample, rollout_n=rollouts[sample])
+        turns = [] if text is None else _turns(trained.own[start:], response, text)
+        trace_id, span_id = _recorded(trained.traceparent)
         found.append(
             Trajectory(
                 id=trajectory_id(run, tags),
                 session_id=datum.samples[0] if datum.samples else "",
                 tags=tags,
                 agent_name=AGENT,
-                data_source=loss_fn,
+                data_source=trained.loss_fn,
                 prompt_ids=prompt,
-                response_ids=datum.targets[start:].tolist(),
-                response_mask=(trained.weights[start:] != 0).astype(int).tolist(),
-                response_logprobs=datum.inputs.get("logprobs", logprobs)[start:].astype(float).tolist(),
-                num_turns=2,
+                response_ids=response,
+                response_mask=trained.own[start:].astype(int).tolist(),
+                response_logprobs=datum.inputs.get("logprobs", trained.logprobs)[start:].astype(float).tolist(),
+                prompt_messages=[] if text is None else [Message(role="user", content=text(prompt))],
+                turns=turns,
+                num_turns=2 * max(1, len(turns)),
                 stop_reason=StopReason.ANSWERED,
+                trace_id=trace_id,
+                span_id=span_id,
             )
         )
     return found
+
+
+def _turns(own: Array, response: list[int], text: Text) -> list[Turn]:
+    """A turn for each run of the model's tokens, with the text that the caller put behind it."""
+    edges = [0, *(np.flatnonzero(np.diff(own)) + 1).tolist(), len(own)]
+    runs, turns = list(pairwise(edges)), list[Turn]()
+    for (start, end), behind in zip_longest(runs[::2], runs[1::2]):
+        messages = [Message(role="assistant", content=text(response[start:end]))]
+        if behind is not None:
+            messages.append(Message(role="user", content=text(response[slice(*behind)])))
+        turn = Turn(index=len(turns), messages=messages, response_start=start, response_end=end, finish_reason="")
+        turns.append(turn)
+    return turns
+
+
+def _recorded(traceparent: str) -> tuple[str, str] | tuple[None, None]:
+    """The ids of the trace and the span, if the span is recorded."""
+    _, trace_id, span_id, flags = (traceparent or "0-0-0-0").split("-")
+    return (trace_id, span_id) if int(flags, 16) % 2 else (None, None)

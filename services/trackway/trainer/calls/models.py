@@ -94,8 +94,11 @@ class TrainedModel:
         self.data: list[TrainedDatum] = []
         """Data since the last step, in the order of their requests."""
 
-    def forward_backward(self, request: ForwardBackward) -> LossOutput:
-        """Add the request's gradient. INVALID_REQUEST for tokens that the model lacks, NOT_FINITE for NaN."""
+    def forward_backward(self, request: ForwardBackward, samples: Mapping[str, str], traceparent: str) -> LossOutput:
+        """Add the request's gradient. INVALID_REQUEST for tokens that the model lacks, NOT_FINITE for NaN.
+
+        For `samples` and `traceparent`, see `trained_data`.
+        """
         self._check(request)
         self.learner.activate()
         parameters = self._parameters()
@@ -112,7 +115,7 @@ class TrainedModel:
         if not request.forward_only:
             self.loss += output.loss
             self.tokens += sum(len(datum.tokens) for datum in request.data)
-            self.data += trained_data(request, output)
+            self.data += trained_data(request, output, samples, traceparent)
         return output
 
     def optim_step(self, options: AdamArguments) -> dict[str, float]:

@@ -95,11 +95,12 @@ class SampleLog:
                 raise TrackwayError(ErrorCode.GONE, message)
             return self._read(place)
 
-    def traceparents(self, sequence_ids: Iterable[str]) -> list[str]:
-        """Return the `traceparent` of the traced samples with these sequences."""
+    def traceparents(self, sequence_ids: Iterable[str]) -> dict[str, str]:
+        """Return the `traceparent` of each of these sequences whose sample is traced."""
         with self._lock:
-            index, ids = self._opened(), dict.fromkeys(id.rpartition(":")[0] for id in sequence_ids)
-            return [index[id].traceparent for id in ids if id in index and index[id].traceparent]
+            index = self._opened()
+            places = ((id, index.get(id.rpartition(":")[0])) for id in sequence_ids)
+            return {id: place.traceparent for id, place in places if place is not None and place.traceparent}
 
     def remove(self) -> None:
         """Forget all samples."""

@@ -231,7 +231,7 @@ class TinkerService:
             op=op,
             arguments=arguments,
             traceparent=await _trace(session),
-            links=await asyncio.to_thread(session.samples.traceparents, samples) if samples else [],
+            links=await asyncio.to_thread(session.samples.traceparents, samples) if samples else {},
         )
         async with session.lock:
             if model.unload is not None and op != "unload_model" and seq_id >= model.unload.seq_id:

@@ -86,7 +86,10 @@ def test_each_step_has_a_row_and_a_result(tmp_path: Path, tiny_model: Path) -> N
     rows = session.folder.rows()
     assert [row.step for row in rows] == [1, 2, 3]
     assert rows[0].data["actor/lr"] == 0.01
-    assert rows[0].data["training/tokens"] == 36  # two requests of 5, 6 and 7 tokens
+    assert rows[0].data["perf/total_num_tokens"] == 36  # two requests of 5, 6 and 7 tokens
+    assert rows[0].data["training/trajectories"] == 6 and "critic/advantages/mean" not in rows[0].data
+    seconds = [rows[0].data[f"timing_s/{activity}"] for activity in ("step", "update_actor")]
+    assert seconds[0] > seconds[1] > 0 and rows[0].data["perf/throughput"] == 36 / seconds[0]
     outputs = [schema().ForwardBackwardOutput.FromString(session.result(seq).body) for seq in (1, 2)]
     assert rows[0].data["actor/loss_sum"] == sum(output.metrics["loss:sum"] for output in outputs) > 0
     metrics = json.loads(session.result(3).body)["metrics"]
@@ -143,11 +146,15 @@ def test_a_step_and_its_computations_link_to_the_samples_that_they_used(tmp_path
     exporter = InMemorySpanExporter()
     tracing = Tracing("trainer", TracingSettings(mlflow_uri=None, weave_api_key=None), exporter)
     session = Session(tmp_path, tiny_model)
-    root, samples = f"00-{1:032x}-{2:016x}-01", [f"00-{3:032x}-{4 + place:016x}-01" for place in range(3)]
+    root, samples = f"00-{1:032x}-{2:016x}-01", {f"q:{n}": f"00-{3:032x}-{4 + n // 2:016x}-01" for n in range(6)}
     create = {"lora_config": LORA}
     session.call(0, "create_model", create, traceparent=root)
-    session.call(1, "forward_backward", body=body(1), traceparent=root, links=samples[:2])
-    session.call(2, "forward_backward", body=body(2), traceparent=root, links=samples[1:])
+    session.call(
+        1, "forward_backward", body=body(1), traceparent=root, links={id: samples[id] for id in ("q:0", "q:1", "q:2")}
+    )
+    session.call(
+        2, "forward_backward", body=body(2), traceparent=root, links={id: samples[id] for id in ("q:2", "q:4")}
+    )
     session.call(3, "optim_step", LR, traceparent=root)
     session.call(4, "load_weights", {"path": "tinker://x:train:0/weights/y"}, traceparent=root)
     session.call(5, "optim_step", LR)

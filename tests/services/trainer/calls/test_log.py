@@ -130,7 +130,7 @@ def test_a_reader_of_a_compacted_log_gets_what_is_left_and_then_what_is_new(tmp_
 
 
 def test_a_request_that_is_repeated_in_another_trace_is_the_same(tmp_path: Path) -> None:
-    traced = call(1).model_copy(update={"traceparent": "00-1-2-01", "links": ["00-3-4-01"]})
+    traced = call(1).model_copy(update={"traceparent": "00-1-2-01", "links": {"q:0": "00-3-4-01"}})
     assert [RequestLog(tmp_path).append(request, BODY) for request in (call(1), traced)] == [True, False]
     RequestLog(tmp_path / "other").append(traced)
     assert logged(tmp_path / "other") == [(traced, b"")]

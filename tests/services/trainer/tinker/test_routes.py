@@ -389,7 +389,11 @@ def test_a_sample_joins_the_callers_trace_or_else_the_steps_and_data_link_to_it(
     [*_, (_, call, _)] = RequestLog(api.outputs / session / "calls").read()
     assert [sample[:2] for sample in samples] == [(trace, parent), (of_step, root)]
     assert [chats[seed] for seed in ("7000000", "7000002")] == [(sample[0], sample[2]) for sample in samples]
-    assert [link.split("-")[1:3] for link in call.links] == [[sample[0], sample[2]] for sample in samples]
+    assert {id: link.split("-")[1:3] for id, link in call.links.items()} == {
+        id: [sample[0], sample[2]]
+        for future, sample in zip(futures, samples, strict=True)
+        for id in future["sample_sequence_ids"]
+    }
     assert call.traceparent == record["step_traceparent"]
 
 
