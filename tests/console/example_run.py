@@ -184,8 +184,8 @@ def mlflow_span(
     values = attributes or {"agentic.service": "tools"}
     return {
         "name": f"span {number}",
-        "span_id": base64.b64encode(bytes([number])).decode(),
-        "parent_span_id": base64.b64encode(bytes([parent])).decode() if parent else "",
+        "span_id": base64.b64encode(number.to_bytes(8)).decode(),
+        "parent_span_id": base64.b64encode(parent.to_bytes(8)).decode() if parent else "",
         "start_time_unix_nano": str(int(start * 1e9)),
         "end_time_unix_nano": str(int(end * 1e9)),
         "status": {"code": "STATUS_CODE_ERROR", "message": error} if error else {},

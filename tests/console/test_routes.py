@@ -215,6 +215,7 @@ def test_a_step_has_its_rollouts_by_column_in_the_order_of_numbers(outputs: Path
         "sample_index": ["7", "7", "10", "10"],
         "rollout_n": [0, 1, 0, 1],
         "score": [0.0, 1.0, None, 0.0],
+        "advantage": [None] * 4,
         "stop_reason": ["answered", "answered", "error", "answered"],
         "error": [None, None, "tool_timeout", None],
         "num_turns": [4, 4, 4, 4],
@@ -288,8 +289,8 @@ def test_a_trajectory_has_its_turns_its_group_its_neighbours_and_its_trace(outpu
     assert page["previous"] == {**place, "sample": "7", "rollout": 0}
     assert page["next"] == {**place, "sample": "10", "rollout": 0}
     assert page["group"] == [
-        {"rollout": 0, "score": 0.0, "error": None, "is_baseline": False},
-        {"rollout": 1, "score": 1.0, "error": None, "is_baseline": False},
+        {"rollout": 0, "score": 0.0, "advantage": None, "error": None, "is_baseline": False},
+        {"rollout": 1, "score": 1.0, "advantage": None, "error": None, "is_baseline": False},
     ]
     assert page["turns"][0]["calls"][0]["seconds"] == 0.25
     assert page["turns"][1]["messages"][0]["content"] == "#### 42"

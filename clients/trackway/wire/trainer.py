@@ -159,6 +159,11 @@ class RunInfo(WireReply):
     yet), `used`, `dropped_failed`, `dropped_infrastructure`, `dropped_filtered`, `dropped_stale`, `baseline`
     (greedy rollouts of remax), and `cancelled` (by a stop, until the run is resumed)."""
 
+    @property
+    def progress(self) -> str:
+        """The step, and the number of steps, which a caller's own loop does not say."""
+        return f"{self.step} of {self.total_steps}" if self.total_steps else f"{self.step}"
+
 
 class RunList(WireReply):
     """All runs in the service's outputs folder."""

@@ -163,9 +163,13 @@ def _routes(runs: Runs, services: list[str]) -> APIRouter:
         return tokens_page(reader, runs.find(run), tokenizers, address, row, offset, limit, place, rank)
 
     @router.get("/api/spans", response_model=SpansPage)
-    def trace_spans(run: RunKey, trace: Annotated[str, Query(pattern="^[0-9a-f]{32}$")]) -> SpansPage:
+    def trace_spans(
+        run: RunKey,
+        trace: Annotated[str, Query(pattern="^[0-9a-f]{32}$")],
+        span: Annotated[str, Query(pattern="^([0-9a-f]{16})?$", description="The first one, in a step's trace.")] = "",
+    ) -> SpansPage:
         """The spans of a trajectory's trace, from the run's MLflow server."""
-        return spans_page(runs.find(run), trace)
+        return spans_page(runs.find(run), trace, span)
 
     @router.get("/api/search", response_model=SearchPage)
     def found(

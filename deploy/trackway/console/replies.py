@@ -113,6 +113,8 @@ class StepPage(WireReply):
     sample_index: list[str]
     rollout_n: list[int]
     score: list[float | None]
+    advantage: list[float | None]
+    """Mean of the tokens' advantages, in a step without rewards whose token values are on disk."""
     stop_reason: list[str | None]
     error: list[str | None]
     """Code of the error that ended the rollout."""
@@ -146,6 +148,8 @@ class GroupMember(WireReply):
 
     rollout: int
     score: float | None
+    advantage: float | None
+    """As in StepPage."""
     error: str | None
     """Code of the error that ended it."""
     is_baseline: bool
@@ -189,6 +193,7 @@ class TrajectoryPage(WireReply):
     weave: str | None
     """Page of its trace in Weave. None when it was not traced there."""
     trace_id: str | None
+    span_id: str | None
     shortened: bool
     """True if a text was cut to the console's limit."""
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from trackway.console.replies import EvaluatedTask, EvaluationColumn, EvaluationsPage, StepPage, TaskResult
 from trackway.console.runs import Runs, evaluation_of, finite
-from trackway.console.trajectory_files import ParquetReader, file_of
+from trackway.console.trajectory_files import ParquetReader, file_of, token_values_of
 from trackway.evaluation.summary import Estimate
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectories import from_record
@@ -64,9 +64,28 @@ def step_page(
     columns: dict[str, Any] = {name: [row[name] for row in rows] for name in COLUMNS}
     columns["parts"] = {title: [row[title] for row in rows] for title in _PARTS}
     columns["score"] = [None if score is None else finite(score) for score in columns["score"]]
+    advantages = {} if any(score is not None for score in columns["score"]) else advantages_of(reader, folder, step)
+    places = zip(columns["sample_index"], columns["rollout_n"], strict=True)
+    columns["advantage"] = [advantages.get(place) for place in places]
     texts = _prompts(reader, folder, step, validation, set(columns["sample_index"]))
     first = rows[0]["place"] if rows else offset
     return StepPage(step=step, validation=validation, total=total, offset=first, prompts=texts, **columns)
+
+
+def advantages_of(reader: ParquetReader, folder: RunFolder, step: int) -> dict[tuple[str, int], float | None]:
+    """The mean advantage of each rollout's tokens by sample and rollout. Empty without the values of the tokens.
+
+    Raises TrackwayError.
+    """
+    file = token_values_of(folder, step)
+    if file is None:
+        return {}
+    rows = reader.query(
+        "SELECT sample_index, rollout_n, avg(advantage) FILTER (NOT isnan(advantage)) FROM "
+        "(SELECT sample_index, rollout_n, unnest(advantages) AS advantage FROM read_parquet($file)) GROUP BY ALL",
+        file,
+    )
+    return {(sample, rollout): None if mean is None else finite(mean) for sample, rollout, mean in rows}
 
 
 def _prompts(

@@ -17,7 +17,7 @@ from trackway.console.replies import (
     TrajectoryPage,
 )
 from trackway.console.runs import finite, mlflow_page, weave_page
-from trackway.console.steps import ORDER
+from trackway.console.steps import ORDER, advantages_of
 from trackway.console.trajectory_files import File, ParquetReader, file_of, token_values_of
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectories import from_record
@@ -36,6 +36,7 @@ import httpx
 from trackway.console.replies import SpanBar, SpansPage
 from trackway.tracing import attributes as names
 from trackway.tracing import conventions
+from trackway.tracing.attributes import SpanKind
 from trackway.tracing.export.backends import condition, credentials, mlflow_http
 
 _MOST = 4
@@ -147,6 +148,8 @@ def trajectory_page(reader: ParquetReader, folder: RunFolder, address: Trajector
         file,
         sample=address.sample,
     )
+    is_scored = any(score is not None for _, score, *_ in group)
+    advantages = {} if is_scored or address.validation else advantages_of(reader, folder, address.step)
     messages, usage = _Shortener(), trajectory.usage
     return TrajectoryPage(
         id=trajectory.id,
@@ -157,6 +160,7 @@ def trajectory_page(reader: ParquetReader, folder: RunFolder, address: Trajector
             GroupMember(
                 rollout=rollout,
                 score=None if score is None else finite(score),
+                advantage=advantages.get((address.sample, rollout)),
                 error=error,
                 is_baseline=is_baseline,
             )
@@ -184,6 +188,7 @@ def trajectory_page(reader: ParquetReader, folder: RunFolder, address: Trajector
         trace=mlflow_page(folder, trajectory.trace_id) if trajectory.trace_id else None,
         weave=weave_page(folder, trajectory.span_id) if trajectory.span_id else None,
         trace_id=trajectory.trace_id,
+        span_id=trajectory.span_id,
         shortened=messages.shortened,
     )
 
@@ -374,8 +379,8 @@ MOST_SPANS = 500
 MOST_TRACES = 5000
 
 
-def spans_page(folder: RunFolder, trace_id: str) -> SpansPage:
-    """The spans in the order of their starts, each with its depth.
+def spans_page(folder: RunFolder, trace_id: str, span_id: str = "") -> SpansPage:
+    """The spans in the order of their starts, each with its depth. Of a step's trace, only those from `span_id` down.
 
     Raises TrackwayError: NOT_FOUND without an MLflow server or the trace, UNAVAILABLE when MLflow does not answer.
     """
@@ -384,7 +389,7 @@ def spans_page(folder: RunFolder, trace_id: str) -> SpansPage:
     if not spans:
         message = f"expected trace {trace_id} in MLflow at {folder.info().mlflow_uri}, got none; was it deleted?"
         raise TrackwayError(ErrorCode.NOT_FOUND, message)
-    return _page(spans)
+    return _page(_of_sample(spans, span_id))
 
 
 def traces_with(folder: RunFolder, span: str) -> list[str]:
@@ -423,6 +428,21 @@ def _asked(folder: RunFolder, method: str, call: str, **content: Any) -> dict[st
         raise TrackwayError(ErrorCode.UNAVAILABLE, message) from error
 
 
+def _of_sample(spans: list[Mapping[str, Any]], span_id: str) -> list[Mapping[str, Any]]:
+    """A step's trace has all samples of the step, so those from the sample's span down. Otherwise all spans."""
+    roots = [span for span in spans if not span.get("parent_span_id")]
+    parents = {_hex(span["span_id"]): _hex(span.get("parent_span_id")) for span in spans}
+    if span_id not in parents or not any(_attributes(root).get(names.KIND) == SpanKind.TRAIN_STEP for root in roots):
+        return spans
+
+    def is_below(own: str) -> bool:
+        while own and own != span_id:
+            own = parents.get(own, "")
+        return bool(own)
+
+    return [span for span in spans if is_below(_hex(span["span_id"]))]
+
+
 def _page(spans: list[Mapping[str, Any]]) -> SpansPage:
     ordered = sorted(spans, key=lambda span: int(span["start_time_unix_nano"]))
     start = int(ordered[0]["start_time_unix_nano"])
@@ -430,7 +450,7 @@ def _page(spans: list[Mapping[str, Any]]) -> SpansPage:
 
     def depth(span_id: str) -> int:
         found = 0
-        while (span_id := parents.get(span_id, "")) and found < MOST_SPANS:
+        while (span_id := parents.get(span_id, "")) in parents and found < MOST_SPANS:
             found += 1
         return found
 
@@ -452,8 +472,12 @@ def _page(spans: list[Mapping[str, Any]]) -> SpansPage:
     return SpansPage(spans=bars, total=len(spans))
 
 
+def _attributes(span: Mapping[str, Any]) -> dict[str, Any]:
+    return {pair["key"]: next(iter(pair.get("value", {}).values()), None) for pair in span.get("attributes", [])}
+
+
 def _facts(span: Mapping[str, Any]) -> dict[str, str]:
-    values = {pair["key"]: next(iter(pair.get("value", {}).values()), None) for pair in span.get("attributes", [])}
+    values = _attributes(span)
     known = conventions.as_our_own(values)
     prompt, written = known.get(names.INPUT_TOKENS), known.get(names.OUTPUT_TOKENS)
     tokens = None if prompt is None or written is None else f"{prompt} → {written} tokens"

@@ -231,7 +231,7 @@ def test_runs_of_attached_services_are_asked_for_and_their_log_is_elsewhere(
     folder.append_row(MetricsRow(step=1, data={"critic/score/mean": 0.5}))
 
     listed = trackway("list", "--outputs", str(there.outputs)).split()
-    assert listed[listed.index(folder.name) : listed.index(folder.name) + 4] == [folder.name, "starting", "0/0", "▁"]
+    assert listed[listed.index(folder.name) : listed.index(folder.name) + 4] == [folder.name, "starting", "0", "▁"]
     with pytest.raises(UserError, match="expected a log on this machine, got a run of attached services"):
         trackway("logs", folder.name, "--outputs", str(there.outputs))
 

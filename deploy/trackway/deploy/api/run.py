@@ -225,4 +225,4 @@ class Run:
 
     def __repr__(self) -> str:
         info = self._info
-        return f"<run {info.run}: {info.state.value}, step {info.step} of {info.total_steps}, {info.folder}>"
+        return f"<run {info.run}: {info.state.value}, step {info.progress}, {info.folder}>"

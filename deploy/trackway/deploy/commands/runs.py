@@ -54,7 +54,7 @@ def list_runs(
         (
             visible(run.info.run),
             _state(run),
-            f"{run.info.step}/{run.info.total_steps}",
+            run.info.progress.replace(" of ", "/"),
             sparkline(rewards(run.rows())),
             run_detail(run.info),
             str(run.outputs),
@@ -71,7 +71,7 @@ def show(
     as_json: Annotated[bool, json_of("the run with its state and newest metrics")] = False,
 ) -> None:
     """Show where a run stands, its newest metrics and where its traces are.  Example: trackway runs show tiny-demo"""
-    from trackway.deploy.runs.found import LOSS, find_run, idle_time, rewards
+    from trackway.deploy.runs.found import LOSSES, find_run, idle_time, rewards
     from trackway.deploy.terminal.tables import table, wide
 
     run = find_run(outputs, name)
@@ -82,9 +82,9 @@ def show(
     rows = run.rows()
     lines = [
         ("state", _state(run) + (f": {visible(info.message)}" if info.message else "")),
-        ("step", f"{info.step} of {info.total_steps}" + (f", {info.restarts} restarts" if info.restarts else "")),
+        ("step", info.progress + (f", {info.restarts} restarts" if info.restarts else "")),
         ("progress", f"{sparkline(rewards(rows))}  {run_detail(info)}"),
-        *([] if LOSS in info.metrics else [("policy", info.policy or "the default one")]),
+        *([] if LOSSES & info.metrics.keys() else [("policy", info.policy or "the default one")]),
         ("folder", info.folder),
     ]
     if run.log is not None:

@@ -277,7 +277,7 @@ def status(
     stdout.print(table)
     for info in (info for service_status in statuses for info in service_status.runs):
         policy = f"policy {info.policy}" if info.policy else "the default policy"
-        line = f"run {info.run}: {info.state}, step {info.step} of {info.total_steps}, {policy}"
+        line = f"run {info.run}: {info.state}, step {info.progress}, {policy}"
         stdout.print(escape(visible(line)), soft_wrap=True)
     notes = [note for service_status in statuses for note in service_status.notes]
     for note in notes[:MOST_NOTES]:

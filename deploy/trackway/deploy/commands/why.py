@@ -42,7 +42,7 @@ def reasons(info: "RunInfo", now_s: float) -> Iterator[str]:
     from trackway.wire.trainer import ENDED, RunState
 
     policy = f" (policy {info.policy})" if info.policy else ""
-    yield f"run {info.run}{policy} is {info.state}, after step {info.step} of {info.total_steps}" + (
+    yield f"run {info.run}{policy} is {info.state}, after step {info.progress}" + (
         f": {info.message}" if info.message else ""
     )
     if info.waits:

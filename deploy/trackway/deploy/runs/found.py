@@ -18,7 +18,9 @@ from trackway.trainer.run_state.folder import RunFolder, outputs_folders, run_fo
 from trackway.trainer.run_state.heartbeat import LivenessMonitor
 from trackway.wire.trainer import ENDED, MetricsRow, RunInfo
 
-REWARD, LOSS = "critic/score/mean", "train/loss"
+REWARD = "critic/score/mean"
+LOSSES = {"train/loss", "actor/loss_sum"}
+"""Of supervised training, and of a loop of the caller's own."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,9 @@ def find_run(outputs: Path, name: str | None) -> FoundRun:
 
 
 def rewards(rows: Sequence[MetricsRow]) -> list[float]:
-    """The mean reward of each step that has one, or the loss of supervised training."""
-    values = (row.data.get(REWARD, row.data.get(LOSS)) for row in rows)
-    return [value for value in values if value is not None and math.isfinite(value)]
+    """The mean reward of each step that has one, or the loss of supervised training or of a caller's own loop."""
+    values = (row.data[name] for row in rows for name in (REWARD, *LOSSES) if name in row.data)
+    return [value for value in values if math.isfinite(value)]
 
 
 def idle_time(rows: Sequence[MetricsRow]) -> str:

@@ -161,9 +161,9 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def run_detail(info: "RunInfo") -> str:
-    """Mean reward and validation accuracy, or the losses of supervised training, as one line."""
+    """Mean reward and validation accuracy, or the losses of other training, as one line."""
     parts = []
-    for name, title in (("train/loss", "loss"), ("val/loss", "validation loss")):
+    for name, title in (("train/loss", "loss"), ("val/loss", "validation loss"), ("actor/loss_sum", "loss")):
         if name in info.metrics:
             parts.append(f"{title} {info.metrics[name]:.4f}")
     if "critic/score/mean" in info.metrics:

@@ -39,8 +39,11 @@ export function cell(run, address, { score, error, stop = "", title, text, curre
 
 export const short = (score) => (Number.isInteger(score) ? String(score) : score.toFixed(Math.abs(score) < 10 ? 2 : 0).replace(/^(-?)0\./, "$1."));
 
-export const scoreChip = (score, scale = [0, 1]) =>
-  h("span", { class: `score ${scored(score, scale).class}`, style: { "--share": scored(score, scale).share } }, score === null ? "no reward" : `reward ${number(score)}`);
+export const scoreChip = (score, scale = [0, 1], measure = "reward") =>
+  h("span", { class: `score ${scored(score, scale).class}`, style: { "--share": scored(score, scale).share } }, score === null ? `no ${measure}` : `${measure} ${number(score)}`);
+
+/** A run's step, and how many there are to be, which a loop of the caller's own does not say. */
+export const stepOf = ({ step, total_steps: total }, of) => (total ? `${number(step)}${of}${number(total)}` : number(step));
 
 /** A list of names and values. */
 export const facts = (rows) => h("dl", { class: "facts" }, rows.filter((row) => row && row[1] !== null && row[1] !== undefined).map(([name, value]) =>

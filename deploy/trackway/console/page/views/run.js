@@ -3,10 +3,12 @@
 import { get, link } from "../api.js";
 import { bar, colour, legend, lines, REWARDS, stacked } from "../charts.js";
 import { busy, empty, h, mean, number, panel, plural, redraw, roving, seconds, tip, visible } from "../dom.js";
-import { command, csv, facts, fileName, isLive, listed, nameField, outside, scored, stateChip, range } from "./parts.js";
+import { command, csv, facts, fileName, isLive, listed, nameField, outside, scored, stateChip, stepOf, range } from "./parts.js";
 
 const SHOWN = ["actor/entropy", "actor/grad_norm", "response_length/mean", "timing_s/step"];
-const LOSSES = ["train/loss", "val/loss"]; // of supervised training
+const LOSSES = [[["train/loss", "training"], ["val/loss", "validation"]], [["actor/loss_sum", "sum over tokens"]]];
+/** Of supervised training, and of a loop of the caller's own, whose rewards are not known here: metrics and names. */
+const lossesOf = (metrics) => LOSSES.find(([[first]]) => first in metrics);
 const IDLE = { "learner, waiting for rollouts": "fully_async/trainer/idle_ratio", "no rollout runs": "fully_async/rollouter/idle_ratio" };
 const MOST_CHOSEN = 8;
 const MOST_STEPS = 400;
@@ -25,13 +27,14 @@ export default async function run(visit) {
     const phases = phaseNames(page.metrics);
     const chosen = metrics.length ? metrics : SHOWN.filter((name) => name in page.metrics);
     const rates = passRates(page.metrics);
-    const names = [...new Set([...chosen, ...phases, ...rates.map(({ metric }) => metric), "timing_s/step", ...LOSSES, ...Object.values(IDLE)])];
+    const names = [...new Set([...chosen, ...phases, ...rates.map(({ metric }) => metric), "timing_s/step", ...LOSSES.flat().map(([metric]) => metric), ...Object.values(IDLE)])];
     const { series } = await visit.get("metrics", { run: key, name: names });
+    const losses = lossesOf(page.metrics);
     redraw(root, page.evaluation ? [head(page), evaluated(page), stepsPanel(page, key)] : [
       head(page), waits(page), cards(page, series),
       h("div", { class: "two" },
-        LOSSES[0] in page.metrics ? panel("Loss", { aside: legend(["training", "validation"].map((name, index) => ({ name, kind: `s${index}` }))) },
-          lines({ series: LOSSES.map((name, index) => ({ name, ...series[name], points: index > 0 })), height: 300 })) : panel("Reward and accuracy", { aside: legend([{ name: "mean reward", kind: "s0" }, { name: "validation accuracy", kind: "s1" }]) },
+        losses ? panel("Loss", { aside: legend(losses.map(([, name], index) => ({ name, kind: `s${index}` }))) },
+          lines({ series: losses.map(([metric], index) => ({ name: metric, ...series[metric], points: index > 0 })), height: 300, pick: opens(key, page) })) : panel("Reward and accuracy", { aside: legend([{ name: "mean reward", kind: "s0" }, { name: "validation accuracy", kind: "s1" }]) },
           lines({ series: [{ name: "reward", ...page.summary.reward }, { name: "accuracy", ...page.summary.accuracy, points: true }], height: 300, span: REWARDS, pick: opens(key, page) })),
         timePanel(page, series, phases, key)),
       rates.length > 0 && panel("pass@k of validations", { aside: legend(rates.map(({ name, metric }, index) => ({ name, kind: `s${index}`, value: number(page.metrics[metric]) }))) },
@@ -78,8 +81,8 @@ function head({ summary, folder, mlflow, weave, evaluation }) {
   const done = summary.total_steps ? summary.step / summary.total_steps : 0;
   return h("div", {},
     title,
-    h("div", { class: "meter", role: "progressbar", "aria-valuenow": summary.step, "aria-valuemax": summary.total_steps, "aria-label": "Steps" }, h("i", { style: { width: `${Math.min(100, done * 100)}%` } })),
-    h("p", { class: "dim" }, `step ${number(summary.step)} of ${number(summary.total_steps)}`,
+    summary.total_steps > 0 && h("div", { class: "meter", role: "progressbar", "aria-valuenow": summary.step, "aria-valuemax": summary.total_steps, "aria-label": "Steps" }, h("i", { style: { width: `${Math.min(100, done * 100)}%` } })),
+    h("p", { class: "dim" }, `step ${stepOf(summary, " of ")}`,
       summary.restarts > 0 && ` · ${plural(summary.restarts, "restart")}`,
       summary.policy && [" · policy ", h("code", {}, visible(summary.policy))], " · ", h("code", {}, visible(folder))),
     summary.message && h("p", { class: summary.state === "failed" || summary.state === "unreadable" ? "note bad" : "note" }, visible(summary.message)),
@@ -100,19 +103,19 @@ function waits({ waits: list, summary }) {
 }
 
 function cards({ summary, metrics }, series) {
-  const supervised = LOSSES[0] in metrics;
+  const losses = lossesOf(metrics);
   const last = (values) => values.filter((value) => value !== null).at(-1);
   const accuracy = summary.accuracy.values.filter((value) => value !== null);
   const card = (name, value, note, kind = "") => h("div", { class: `card ${kind}` }, h("span", {}, name), h("b", {}, value), h("small", {}, note ?? ""));
   return h("div", { class: "cards" },
-    supervised && LOSSES.map((name) => card(name.startsWith("val") ? "validation loss" : "loss", number(metrics[name] ?? null), name in metrics ? "the newest" : "not measured")),
-    !supervised && card("mean reward", number(last(summary.reward.values)), summary.reward.steps.length ? `step ${number(summary.reward.steps[0])}: ${number(summary.reward.values[0])}` : "no step yet"),
-    !supervised && card("accuracy", number(last(accuracy)), accuracy.length > 1 ? `before: ${number(accuracy[0])}` : accuracy.length ? "measured once" : "not measured"),
+    losses?.map(([name]) => card(name.startsWith("val") ? "validation loss" : "loss", number(metrics[name] ?? null), name in metrics ? "the newest" : "not measured")),
+    !losses && card("mean reward", number(last(summary.reward.values)), summary.reward.steps.length ? `step ${number(summary.reward.steps[0])}: ${number(summary.reward.values[0])}` : "no step yet"),
+    !losses && card("accuracy", number(last(accuracy)), accuracy.length > 1 ? `before: ${number(accuracy[0])}` : accuracy.length ? "measured once" : "not measured"),
     card("a step takes", seconds(mean(series["timing_s/step"]?.values ?? [])), `${seconds(summary.seconds)} so far`),
     card("tokens per second", number(metrics["perf/throughput"] ?? null), summary.tokens === null ? "trained and prompt tokens" : `${number(summary.tokens)} tokens so far`),
     summary.gpu_seconds !== null && card("GPU time", seconds(summary.gpu_seconds), "of the GPUs of its configuration"),
-    !supervised && card("staleness", number(metrics["training/off_policy/trajectory_staleness/mean"] ?? null), "weight versions, mean"),
-    !supervised && card("failed rollouts", number(summary.failed), "ended by an error", summary.failed ? "bad" : ""));
+    !losses && card("staleness", number(metrics["training/off_policy/trajectory_staleness/mean"] ?? null), "weight versions, mean"),
+    !losses && card("failed rollouts", number(summary.failed), "ended by an error", summary.failed ? "bad" : ""));
 }
 
 const opens = (key, page) => (step) => {
@@ -166,7 +169,7 @@ function stepsPanel(page, key) {
     const words = `${file.validation ? "validation after " : ""}step ${file.step}${score === null ? "" : `, ${file.validation ? "accuracy" : "mean reward"} ${number(score)}`}`;
     return tip(h("a", { class: `cell wide ${scored(score, scale).class} ${file.validation ? "validation" : ""}`, style: { "--share": scored(score, scale).share }, href: link("step", { run: key, step: file.step, val: file.validation }), "aria-label": words }, `${file.validation ? "v" : ""}${file.step}`), words);
   };
-  return panel("Steps", { aside: h("span", { class: "dim small" }, "coloured by mean reward; v: validation") },
+  return panel("Steps", { aside: reward.size + accuracy.size > 0 && h("span", { class: "dim small" }, "coloured by mean reward; v: validation") },
     roving(h("div", { class: "cells steps" }, page.files.map(link_)), "a.cell"));
 }
 

@@ -3,7 +3,7 @@
 import { link } from "../api.js";
 import { lines, REWARDS, spark } from "../charts.js";
 import { ago, busy, compact, empty, h, number, panel, plural, redraw, roving, seconds, visible } from "../dom.js";
-import { csv, listed, nameField, stateChip } from "./parts.js";
+import { csv, listed, nameField, stateChip, stepOf } from "./parts.js";
 
 const PAGE = 50;
 const MOST_COMPARED = 8, MOST_METRICS = 6;
@@ -119,7 +119,7 @@ function row(run, isChosen, choose) {
       run.message && h("div", { class: "dim clip", title: run.message }, visible(run.message))),
     h("td", {}, stateChip(run), run.restarts > 0 && h("span", { class: "dim" }, ` ${plural(run.restarts, "restart")}`),
       run.policy && h("div", { class: "dim small clip", title: run.policy }, "policy ", visible(run.policy))),
-    h("td", { class: "nowrap", "data-name": "step" }, `${number(run.step)} / ${number(run.total_steps)}`),
+    h("td", { class: "nowrap", "data-name": "step" }, stepOf(run, " / ")),
     h("td", { class: "nowrap", "data-name": "reward" }, rewards.length > 0 && [spark(run.reward.values, "reward"), " "], h("b", {}, number(rewards.at(-1), 2))),
     h("td", { class: "nowrap", "data-name": "accuracy" }, accuracy.length > 1 ? [number(accuracy[0], 2), h("span", { class: "dim" }, " → "), h("b", {}, number(accuracy.at(-1), 2))] : h("b", {}, number(accuracy[0], 2))),
     h("td", { class: `num ${run.failed ? "bad-text" : ""}`, "data-name": "failed rollouts" }, number(run.failed)),

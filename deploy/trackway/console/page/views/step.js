@@ -21,8 +21,9 @@ export default async function step(visit) {
     visit.get("run", { run }),
     since && means(visit, { run, step: Number(since), validation: val ? true : undefined, limit: PAGE }),
   ]);
+  const measure = page.advantage.some((value) => value !== null) ? "advantage" : "reward";
   const rollouts = page.score.map((score, i) => ({
-    score, sample: page.sample_index[i], rollout: page.rollout_n[i], stop: page.stop_reason[i], error: page.error[i],
+    score: score ?? page.advantage[i], measure, sample: page.sample_index[i], rollout: page.rollout_n[i], stop: page.stop_reason[i], error: page.error[i],
     turns: page.num_turns[i], tokens: page.tokens[i], seconds: page.seconds[i], parts: Object.fromEntries(Object.entries(page.parts).map(([name, values]) => [name, values[i]])), incidents: page.incidents[i], traced: page.traced[i], isBaseline: page.is_baseline[i],
     address: { step: page.step, validation: page.validation, sample: page.sample_index[i], rollout: page.rollout_n[i] },
   }));
@@ -40,13 +41,13 @@ export default async function step(visit) {
   const choice = cellChooser(run);
   return h("div", { class: "stack" },
     h("div", { class: "title" }, h("h1", {}, page.validation ? `Validation after step ${page.step}` : `Step ${page.step}`),
-      scoreChip(mean(counted.map((rollout) => rollout.score)), scale), h("span", { class: "spacer" }),
+      scoreChip(mean(counted.map((rollout) => rollout.score)), scale, measure), h("span", { class: "spacer" }),
       ["csv", "jsonl"].map((format) => download(`export`, { run, step: number_, validation: page.validation ? true : undefined, format }, `${fileName(run)}-${page.validation ? "val-" : ""}step-${number_}.${format}`, format.toUpperCase())),
       other && h("a", { class: "button", href: link("step", { run, step: number_, val: !page.validation }) }, page.validation ? `Training of step ${number_}` : `Validation after step ${number_}`),
       pager(visit, before, after, "step")),
     h("div", { class: "step-top" },
-      panel("Rewards", { class: "rewards", aside: bin !== null && h("a", { href: to({ bin: null }) }, "show all") },
-        bins.length ? histogram({ bins, chosen: bin, pick: (index) => (location.hash = to({ bin: index === bin ? null : index })) }) : empty("No rollout has a reward.", "See the errors in the grid.")),
+      panel(measure === "reward" ? "Rewards" : "Advantages", { class: "rewards", aside: bin !== null && h("a", { href: to({ bin: null }) }, "show all") },
+        bins.length ? histogram({ bins, chosen: bin, pick: (index) => (location.hash = to({ bin: index === bin ? null : index })) }) : empty("No rollout has a reward.", counted.some((rollout) => rollout.error) ? "See the errors in the grid." : "")),
       panel("This step", {}, numbers(counted, groups, single, rollouts.length - counted.length)),
       panel("Slowest rollouts", {}, slowest(run, rollouts))),
     panel(single ? "Rollouts" : "Prompts by rollouts", { class: "rollouts", aside: controls(to, sort, show, single, since, about.files.filter((file) => file.validation === page.validation && file.step !== page.step).map((file) => file.step)) },
@@ -126,14 +127,14 @@ function numbers(rollouts, groups, single, baselines) {
     row("ended by an error", number(failed.length), failed.length ? "bad-text" : null),
     row("retried or recovered", number(rollouts.filter((rollout) => rollout.incidents).length)),
     row("tokens, mean", number(mean(rollouts.map((rollout) => rollout.tokens)))),
-    row("time, mean", seconds(mean(rollouts.map((rollout) => rollout.seconds)))),
+    row("time, mean", seconds(mean(rollouts.map((rollout) => rollout.seconds)) || null)),
     row("traced", number(rollouts.filter((rollout) => rollout.traced).length)));
 }
 
 function slowest(run, rollouts) {
-  const found = rollouts.filter((rollout) => rollout.seconds !== null).sort((a, b) => b.seconds - a.seconds).slice(0, SLOWEST);
+  const found = rollouts.filter((rollout) => rollout.seconds).sort((a, b) => b.seconds - a.seconds).slice(0, SLOWEST);
   if (!found.length) return empty("No times were recorded.");
-  const most = found[0].seconds || 1;
+  const most = found[0].seconds;
   return h("ol", { class: "slowest" }, found.map((rollout) => h("li", {},
     h("a", { href: trajectoryLink("trajectory", run, rollout.address) }, visible(`${rollout.sample} · ${rollout.rollout}`)),
     h("span", { class: "track" }, h("i", { style: { width: `${(rollout.seconds / most) * 100}%` } })), h("b", {}, seconds(rollout.seconds)), h("span", { class: "dim small cause" }, cause(rollout)))));
@@ -181,8 +182,8 @@ function grid(run, groups, matches, scale, single, prompts, choice) {
 }
 
 function words(rollout, prompts) {
-  const parts = [`sample ${rollout.sample}, rollout ${rollout.rollout}`, rollout.score === null ? "no reward" : `reward ${number(rollout.score)}`,
-    `${rollout.stop}${rollout.error ? `: ${rollout.error}` : ""}`, `${plural(rollout.tokens, "token")}, ${seconds(rollout.seconds)}`];
+  const parts = [`sample ${rollout.sample}, rollout ${rollout.rollout}`, rollout.score === null ? `no ${rollout.measure}` : `${rollout.measure} ${number(rollout.score)}`,
+    `${rollout.stop}${rollout.error ? `: ${rollout.error}` : ""}`, `${plural(rollout.tokens, "token")}${rollout.seconds ? `, ${seconds(rollout.seconds)}` : ""}`];
   if (rollout.incidents) parts.push(plural(rollout.incidents, "incident"));
   if (rollout.isBaseline) parts.push("greedy baseline of its prompt, in no mean");
   if (rollout.traced) parts.push("traced");

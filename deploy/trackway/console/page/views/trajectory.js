@@ -18,7 +18,10 @@ export default async function trajectory(visit) {
   const { run } = visit.parameters;
   const page = await visit.get("trajectory", addressed(visit.parameters));
   const to = (address) => address && trajectoryLink("trajectory", run, address);
-  const scale = range(page.group.map(({ score }) => score));
+  const members = page.group.map((member) => ({ ...member, score: member.score ?? member.advantage }));
+  const own = members.find(({ rollout }) => rollout === page.address.rollout);
+  const measure = members.some(({ advantage }) => advantage !== null) ? "advantage" : "reward";
+  const scale = range(members.map(({ score }) => score));
   const texts = h("div", { class: "conversation" }, conversation(page));
   const source = h("button", { type: "button", "aria-pressed": String(asWritten), title: "texts without drawing their Markdown, key m", onclick: () => {
     asWritten = !asWritten;
@@ -29,7 +32,7 @@ export default async function trajectory(visit) {
   visit.keys.t = () => (location.hash = trajectoryLink("tokens", run, page.address));
   return h("div", { class: "stack" },
     h("div", { class: "title" },
-      h("h1", {}, visible(`${page.address.sample} · ${page.address.rollout}`)), scoreChip(page.reward?.score ?? null, scale),
+      h("h1", {}, visible(`${page.address.sample} · ${page.address.rollout}`)), scoreChip(own.score, scale, measure),
       h("span", { class: `chip ${page.error ? "bad" : ""}` }, page.stop_reason), page.incidents.map((incident) => h("span", { class: "chip warn" }, visible([incident.replaceAll("_", " "), page.incident_services[incident]?.join(", ")].filter(Boolean).join(": ")))),
       h("span", { class: "spacer" }),
       page.trace && outside(page.trace, "MLflow"), page.weave && outside(page.weave, "Weave"), !page.trace && !page.weave && page.trace_id && h("code", { class: "dim", title: "its trace" }, page.trace_id),
@@ -39,13 +42,13 @@ export default async function trajectory(visit) {
       h("a", { class: "button", href: link("prompt", { run, sample: page.address.sample, val: page.address.validation }) }, "Over steps"),
       h("a", { class: "button", href: trajectoryLink("tokens", run, page.address), title: "key t" }, "Tokens"),
       pager(visit, to(page.previous), to(page.next), "rollout")),
-    page.group.length > 1 && h("div", { class: "cells strip" }, page.group.map(({ rollout, score, error, is_baseline: isBaseline }) =>
-      cell(run, { ...page.address, rollout }, { score, error, isBaseline, title: `rollout ${rollout} of this prompt${isBaseline ? ", its greedy baseline" : ""}\n${error ?? (score === null ? "no reward" : `reward ${number(score)}`)}`, current: rollout === page.address.rollout }, scale))),
+    page.group.length > 1 && h("div", { class: "cells strip" }, members.map(({ rollout, score, error, is_baseline: isBaseline }) =>
+      cell(run, { ...page.address, rollout }, { score, error, isBaseline, title: `rollout ${rollout} of this prompt${isBaseline ? ", its greedy baseline" : ""}\n${error ?? (score === null ? `no ${measure}` : `${measure} ${number(score)}`)}`, current: rollout === page.address.rollout }, scale))),
     page.error && h("div", { class: "note bad" }, h("b", {}, page.error.code), " ", visible(page.error.message),
       h("div", { class: "small" }, h("a", { href: link("search", { run, error: page.error.code }) }, "all trajectories with this error"))),
     page.shortened && h("p", { class: "note" }, "A long text lost its middle here; the file has all of it."),
     h("div", { class: `split ${page.turns.length > 2 ? "outlined" : ""}` }, page.turns.length > 2 && outline(page), texts,
-      h("div", { class: "stack" }, swimlane(visit, page), rewards(page), about(page, run))));
+      h("div", { class: "stack" }, swimlane(visit, page), rewards(page, own), about(page, run))));
 }
 
 /** The rollout and others of its prompt; `compareLink` takes the first of them. */
@@ -58,7 +61,8 @@ function conversation(page) {
   return [
     ...page.prompt_messages.map((message, index) => part(`message-${index + 1}`, message.role, message.role, "", true, said(message.content, message.role === "system" ? SHORT : LONG) ?? h("p", { class: "dim" }, "no text"))),
     ...page.turns.map((turn, index) => part(`turn-${index + 1}`, "assistant", `assistant, turn ${index + 1}`, [turn.calls.some((call) => call.error) && h("span", { class: "chip bad" }, "a tool failed"),
-      ` ${[...tools(turn), seconds(turn.generate_s), plural(turn.response_end - turn.response_start, "token"), turn.finish_reason].join(" · ")}`], isOpen(index), turnOf(turn))),
+      ` ${[...tools(turn), turn.generate_s ? seconds(turn.generate_s) : "", plural(turn.response_end - turn.response_start, "token"), turn.finish_reason].filter(Boolean).join(" · ")}`], isOpen(index), turnOf(turn))),
+    !page.prompt_messages.length && !last && h("p", { class: "dim" }, "No messages were recorded. Its tokens were."),
     page.log && h("details", { class: "message" }, h("summary", {}, "log of the agent"), h("pre", {}, visible(page.log))),
   ];
 }
@@ -138,7 +142,7 @@ function swimlane(visit, page) {
   parts.push(...others.map(([name, value]) => ({ lane: name, name, value })));
   const known = parts.reduce((sum, part) => sum + part.value, 0);
   const total = Math.max(timings.total, known);
-  if (!total) return panel("Time", {}, h("p", { class: "dim" }, "No times were recorded."));
+  if (!total) return panel("Time", {}, h("p", { class: "dim" }, "No times were recorded."), page.trace && spans(visit, page));
   parts.push({ lane: "rest", name: "measured as no activity: waiting, parsing, network", value: total - known });
   let at = 0;
   for (const part of parts) [part.at, at] = [at, at + part.value];
@@ -149,16 +153,16 @@ function swimlane(visit, page) {
       return [h("span", { class: "dim" }, lane), h("div", { class: "lane" }, own.map((part) =>
         tip(h("i", { class: `${colour(lane)} ${lane}`, role: "img", tabindex: 0, "aria-label": `${part.name} ${seconds(part.value)}`, style: { left: `${(part.at / total) * 100}%`, width: `max(2px, ${(part.value / total) * 100}%)` } }), `${visible(part.name)}\n${seconds(part.value)}`))),
       h("b", {}, seconds(own.reduce((sum, part) => sum + part.value, 0)))];
-    })), page.trace && spans(visit, page.trace_id));
+    })), page.trace && spans(visit, page));
 }
 
 /** The spans of its trace when they are asked for: MLflow may be gone, and the row has the sums. */
-function spans(visit, trace) {
+function spans(visit, { trace_id: trace, span_id: span }) {
   const box = h("div", { class: "spans" });
   const button = h("button", { type: "button", class: "plain", onclick: async () => {
     button.disabled = true;
     try {
-      const page = await busy(visit.get("spans", { run: visit.parameters.run, trace }));
+      const page = await busy(visit.get("spans", { run: visit.parameters.run, trace, span }));
       const end = Math.max(...page.spans.map((span) => span.start + (span.seconds ?? 0))) || 1;
       box.replaceChildren(h("ol", { tabindex: 0, "aria-label": "Spans" }, page.spans.map((span) => h("li", { class: span.error ? "bad-text" : null },
         h("span", { class: "clip", style: { "padding-left": `${span.depth * 10}px` }, title: span.error || span.name }, visible(span.name), span.about && h("span", { class: "dim" }, ` ${visible(span.about)}`)),
@@ -172,9 +176,9 @@ function spans(visit, trace) {
   return box;
 }
 
-function rewards({ reward, ground_truth: truth, tool_rewards: tools }) {
+function rewards({ reward, ground_truth: truth, tool_rewards: tools }, { advantage }) {
   const known = truth === null ? null : ["ground truth", h("code", {}, visible(truth))];
-  if (!reward) return panel("Reward", {}, h("p", { class: "dim" }, "It was not scored."), facts([known]));
+  if (!reward) return panel("Reward", {}, h("p", { class: "dim" }, "It was not scored."), facts([known, advantage === null ? null : ["advantage", number(advantage, 4)]]));
   const components = (ofTools) => Object.entries(reward.components).filter(([name]) => name.startsWith("tool/") === ofTools).map(([name, value]) => [visible(name.replace(/^tool\//, "")), number(value, 4)]);
   return panel("Reward", { aside: h("b", {}, number(reward.score, 4)) }, facts([
     known, reward.answer === undefined || reward.answer === null ? null : ["answer", h("code", {}, visible(reward.answer))],
