@@ -82,22 +82,22 @@ def test_the_rollouts_of_a_step_without_rewards_have_their_advantages(outputs: P
 
 
 @pytest.mark.parametrize(
-    ("kind", "shown"),
+    ("tag", "shown"),
     [
         ("train_step", [("span 3", 0), ("span 7", 1)]),
-        ("trajectory", [("span 1", 0), ("span 3", 1), ("span 4", 1), ("span 7", 2)]),
+        ("step", [("span 1", 0), ("span 3", 1), ("span 4", 1), ("span 7", 2)]),
     ],
 )
 def test_the_spans_of_a_sample_are_those_of_the_steps_trace_below_its_own(
-    outputs: Path, monkeypatch: pytest.MonkeyPatch, kind: str, shown: object
+    outputs: Path, monkeypatch: pytest.MonkeyPatch, tag: str, shown: object
 ) -> None:
     spans = [
-        mlflow_span(1, None, 1.0, 9.0, **{"agentic.kind": kind}),
+        mlflow_span(1, None, 1.0, 9.0),
         mlflow_span(3, 1, 2.0, 3.0),
         mlflow_span(4, 1, 2.0, 4.0),
         mlflow_span(7, 3, 2.5, 3.0),
     ]
-    answer = httpx.Response(200, json={"traces": [{"spans": spans}]})
+    answer = httpx.Response(200, json={"traces": [{"spans": spans, "trace_info": {"tags": {tag: "2"}}}]})
     monkeypatch.setattr(
         "trackway.console.trajectory.mlflow_http",
         lambda uri, timeout: httpx.Client(transport=httpx.MockTransport(lambda request: answer)),

@@ -6,20 +6,25 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from fastapi.testclient import TestClient
+from mlflow import MlflowClient
 from safetensors.torch import load_file
 
 from tests.e2e.access_tokens import OPERATOR
 from tests.waiting import until
+from trackway.console.app import create_app
 from trackway.deploy.deployment.record import Deployment
 from trackway.traces.mlflow_store import MlflowStore
 from trackway.traces.store import Steps, TraceFilter, TraceKind
 from trackway.trainer.calls.results import weights_file
+from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.trainer import RunInfo, RunList, RunState
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -77,18 +82,51 @@ def looped(url: str, interfere: Callable[[str], None]) -> dict[str, Any]:
 SPANS = {"sample", "forward_backward", "optim_step", "save_weights_for_sampler"}
 
 
+def session_of(saved: str) -> str:
+    return saved.removeprefix("tinker://").partition(":")[0]
+
+
 def spans_of(deployment: Deployment, saved: str, step: int) -> set[str]:
     """Names of the spans that MLflow has of a step's traces."""
-    session = saved.removeprefix("tinker://").partition(":")[0]
-    wanted = TraceFilter(TraceKind.STEP, {"experiment_name": session}, Steps(step, step))
+    wanted = TraceFilter(TraceKind.STEP, {"experiment_name": session_of(saved)}, Steps(step, step))
     trees = MlflowStore.open(deployment.mlflow_uri, None).search(wanted)
     return {span.name for tree in trees for span in tree.spans()}
+
+
+def require_shown(deployment: Deployment, session: str) -> None:
+    """Look at step 2 of `tinker_loop` in the console, and at the run's traces in MLflow."""
+    with TestClient(create_app(deployment.outputs)) as console:
+
+        def get(path: str, **parameters: str | int) -> dict[str, Any]:
+            return console.get(f"/api/{path}", params={"run": session, **parameters}).raise_for_status().json()
+
+        step = get("step", step=2)
+        assert Counter(step["sample_index"]).most_common() == [
+            (sample, 4) for sample in dict.fromkeys(step["sample_index"])
+        ]
+        assert {*step["advantage"]} <= {1.0, -1.0} and step["traced"] == [True] * 8
+        sampled = get("trajectory", step=2, sample=step["sample_index"][0], rollout=1)
+        trace, span = sampled["trace_id"], sampled["span_id"]
+        names = [
+            (found["name"].partition(" ")[0], found["depth"]) for found in get("spans", trace=trace, span=span)["spans"]
+        ]
+        assert names == [("sample", 0), *[("chat", 1)] * 4]
+    info = RunFolder(deployment.outputs / session).info()
+    assert 0 < info.metrics["timing_s/update_actor"] < info.metrics["timing_s/step"]
+    client = MlflowClient(deployment.mlflow_uri)
+
+    def linked() -> set[str]:
+        traces = client.search_traces(locations=[info.experiment_id or ""], run_id=info.run_id)
+        return {trace.info.trace_id for trace in traces}
+
+    until(lambda: len(linked()) == 3 and f"tr-{trace}" in linked(), state=linked)
 
 
 def test_a_loop_with_kills_ends_in_the_weights_of_the_loop_without(deployment: Deployment) -> None:
     url, killed = deployment.tinker_url, list[str]()
     calm = looped(url, lambda place: None)
     until(lambda: spans_of(deployment, calm["saved"], 2) >= SPANS, state=lambda: spans_of(deployment, calm["saved"], 2))
+    require_shown(deployment, session_of(calm["saved"]))
     ended = {folder.parent for folder in deployment.outputs.glob("tinker-*/calls")}
 
     def kill_worker() -> None:

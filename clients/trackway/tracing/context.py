@@ -42,9 +42,9 @@ def inject(headers: dict[str, str]) -> None:
     _PROPAGATOR.inject(headers)
 
 
-def extracted(headers: Mapping[str, str]) -> AbstractContextManager[None]:
-    """Continue the trace in the headers. Without one, nothing inside is traced."""
-    incoming = _with_baggage(headers.get("baggage", ""))
+def extracted(headers: Mapping[str, str], target: TraceTarget | None = None) -> AbstractContextManager[None]:
+    """Continue the trace in the headers, with the target in them or this one. Without one, nothing inside is traced."""
+    incoming = _with_target(target, _with_baggage(headers.get("baggage", "")))
     if traceparent := headers.get("traceparent"):
         carried = {"traceparent": traceparent, "tracestate": headers.get("tracestate", "")}
         incoming = _TRACE.extract(carried, context=incoming)
@@ -77,10 +77,13 @@ def current_target() -> TraceTarget:
 
 def kept_root(target: TraceTarget | None = None) -> Context:
     """An empty context in which a root span is sampled. Other roots are dropped. `target` is added as baggage."""
-    fresh = context.set_value(_KEPT_ROOT, True, Context())
+    return _with_target(target, context.set_value(_KEPT_ROOT, True, Context()))
+
+
+def _with_target(target: TraceTarget | None, parent: Context) -> Context:
     if target is None or target == TraceTarget():
-        return fresh
-    return baggage.set_baggage(_TARGET, target.model_dump_json(exclude_defaults=True), fresh)
+        return parent
+    return baggage.set_baggage(_TARGET, target.model_dump_json(exclude_defaults=True), parent)
 
 
 def carrying(attributes: Mapping[str, object], parent: Context) -> Context:

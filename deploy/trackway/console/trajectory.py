@@ -36,7 +36,6 @@ import httpx
 from trackway.console.replies import SpanBar, SpansPage
 from trackway.tracing import attributes as names
 from trackway.tracing import conventions
-from trackway.tracing.attributes import SpanKind
 from trackway.tracing.export.backends import condition, credentials, mlflow_http
 
 _MOST = 4
@@ -389,7 +388,8 @@ def spans_page(folder: RunFolder, trace_id: str, span_id: str = "") -> SpansPage
     if not spans:
         message = f"expected trace {trace_id} in MLflow at {folder.info().mlflow_uri}, got none; was it deleted?"
         raise TrackwayError(ErrorCode.NOT_FOUND, message)
-    return _page(_of_sample(spans, span_id))
+    tags = traces[0].get("trace_info", {}).get("tags", {})
+    return _page(_from(span_id, spans) if names.TRAIN_STEP in tags else spans)
 
 
 def traces_with(folder: RunFolder, span: str) -> list[str]:
@@ -428,19 +428,16 @@ def _asked(folder: RunFolder, method: str, call: str, **content: Any) -> dict[st
         raise TrackwayError(ErrorCode.UNAVAILABLE, message) from error
 
 
-def _of_sample(spans: list[Mapping[str, Any]], span_id: str) -> list[Mapping[str, Any]]:
-    """A step's trace has all samples of the step, so those from the sample's span down. Otherwise all spans."""
-    roots = [span for span in spans if not span.get("parent_span_id")]
+def _from(span_id: str, spans: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The span and those below it. All spans if it is not among them."""
     parents = {_hex(span["span_id"]): _hex(span.get("parent_span_id")) for span in spans}
-    if span_id not in parents or not any(_attributes(root).get(names.KIND) == SpanKind.TRAIN_STEP for root in roots):
-        return spans
 
     def is_below(own: str) -> bool:
         while own and own != span_id:
             own = parents.get(own, "")
         return bool(own)
 
-    return [span for span in spans if is_below(_hex(span["span_id"]))]
+    return [span for span in spans if is_below(_hex(span["span_id"]))] or spans
 
 
 def _page(spans: list[Mapping[str, Any]]) -> SpansPage:
@@ -472,12 +469,8 @@ def _page(spans: list[Mapping[str, Any]]) -> SpansPage:
     return SpansPage(spans=bars, total=len(spans))
 
 
-def _attributes(span: Mapping[str, Any]) -> dict[str, Any]:
-    return {pair["key"]: next(iter(pair.get("value", {}).values()), None) for pair in span.get("attributes", [])}
-
-
 def _facts(span: Mapping[str, Any]) -> dict[str, str]:
-    values = _attributes(span)
+    values = {pair["key"]: next(iter(pair.get("value", {}).values()), None) for pair in span.get("attributes", [])}
     known = conventions.as_our_own(values)
     prompt, written = known.get(names.INPUT_TOKENS), known.get(names.OUTPUT_TOKENS)
     tokens = None if prompt is None or written is None else f"{prompt} → {written} tokens"

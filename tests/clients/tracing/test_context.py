@@ -4,7 +4,7 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from trackway.tracing import Tracing, TracingSettings, extracted, inject, token2text, tool_span, trajectory_span
-from trackway.tracing.context import current_target
+from trackway.tracing.context import carried, current_target
 from trackway.tracing.span_handle import activated
 from trackway.wire.trajectory import Tags, TraceBackend, TraceTarget
 
@@ -38,6 +38,14 @@ def headers_inside(target: TraceTarget | None) -> dict[str, str]:
 def test_the_target_reaches_the_next_process_unchanged(tracing: Tracing, target: TraceTarget) -> None:
     with extracted(headers_inside(target)):
         assert current_target() == target
+
+
+def test_a_trace_may_continue_with_another_target(tracing: Tracing) -> None:
+    with extracted({"traceparent": SAMPLED, "baggage": "agentic.trajectory=t"}, TARGET):
+        inject(headers := dict[str, str]())
+    with extracted(headers):
+        assert (current_target(), carried(None)) == (TARGET, {"agentic.trajectory": "t"})
+    assert headers["traceparent"] == SAMPLED
 
 
 def test_a_trace_without_a_target_carries_its_trajectory_and_agent(tracing: Tracing) -> None:

@@ -71,7 +71,7 @@ def show(
     as_json: Annotated[bool, json_of("the run with its state and newest metrics")] = False,
 ) -> None:
     """Show where a run stands, its newest metrics and where its traces are.  Example: trackway runs show tiny-demo"""
-    from trackway.deploy.runs.found import LOSSES, find_run, idle_time, rewards
+    from trackway.deploy.runs.found import LOSS, OWN_LOSS, find_run, idle_time, rewards
     from trackway.deploy.terminal.tables import table, wide
 
     run = find_run(outputs, name)
@@ -84,13 +84,15 @@ def show(
         ("state", _state(run) + (f": {visible(info.message)}" if info.message else "")),
         ("step", info.progress + (f", {info.restarts} restarts" if info.restarts else "")),
         ("progress", f"{sparkline(rewards(rows))}  {run_detail(info)}"),
-        *([] if LOSSES & info.metrics.keys() else [("policy", info.policy or "the default one")]),
+        *([] if {LOSS, OWN_LOSS} & info.metrics.keys() else [("policy", info.policy or "the default one")]),
         ("folder", info.folder),
     ]
     if run.log is not None:
         lines.append(("log", f"trackway runs logs {name} --outputs {run.outputs}"))
-    if info.traces is not None:
-        lines.append(("traces", f"trackway traces list --run {name} --outputs {run.outputs}"))
+    of_steps = OWN_LOSS in info.metrics and info.mlflow_uri
+    if info.traces is not None or of_steps:
+        kind = " --kind step" if of_steps else ""
+        lines.append(("traces", f"trackway traces list{kind} --run {name} --outputs {run.outputs}"))
     lines += [("rollouts", sentence) for sentence in rollout_account(info)]
     if idle := idle_time(rows):
         lines.append(("idle", idle))

@@ -19,7 +19,7 @@ from trackway.trainer.run_state.heartbeat import LivenessMonitor
 from trackway.wire.trainer import ENDED, MetricsRow, RunInfo
 
 REWARD = "critic/score/mean"
-LOSSES = {"train/loss", "actor/loss_sum"}
+LOSS, OWN_LOSS = "train/loss", "actor/loss_sum"
 """Of supervised training, and of a loop of the caller's own."""
 
 
@@ -100,7 +100,7 @@ def find_run(outputs: Path, name: str | None) -> FoundRun:
 
 def rewards(rows: Sequence[MetricsRow]) -> list[float]:
     """The mean reward of each step that has one, or the loss of supervised training or of a caller's own loop."""
-    values = (row.data[name] for row in rows for name in (REWARD, *LOSSES) if name in row.data)
+    values = (row.data[name] for row in rows for name in (REWARD, LOSS, OWN_LOSS) if name in row.data)
     return [value for value in values if math.isfinite(value)]
 
 

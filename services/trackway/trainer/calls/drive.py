@@ -43,12 +43,15 @@ from trackway.trainer.calls.models import (
 from trackway.trainer.calls.protobuf import decode, encode
 from trackway.trainer.calls.results import Result, Results, model_folder, weights_file
 from trackway.trainer.delivery import ConsoleSink, FileSink, Sink, Tracking, open_tracking
+from trackway.trainer.loop.build_traces import mlflow_feedback, run_target
 from trackway.trainer.loop.from_config import experimental, learner_config, update_mode
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.settings import taken_over
+from trackway.trainer.traces.run import TraceFeedback, links_of
 from trackway.wire.errors import ERRORS, ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow, RunState
+from trackway.wire.trajectory import TraceTarget
 from trackway.wire.weights import policy_url
 
 LOOK_AGAIN_S = 1.0
@@ -83,12 +86,23 @@ class _Line:
 class CallDriver:
     """Executes the requests of a run's log. Not thread-safe."""
 
-    def __init__(self, folder: RunFolder, config: LearnerConfig, policy: Policy, sinks: Sequence[Sink]) -> None:
-        """Load the models of an earlier process. Raises CHECKPOINT_CORRUPT for a damaged file."""
+    def __init__(
+        self,
+        folder: RunFolder,
+        config: LearnerConfig,
+        policy: Policy,
+        sinks: Sequence[Sink],
+        target: TraceTarget | None = None,
+        links: TraceFeedback | None = None,
+    ) -> None:
+        """Load the models of an earlier process. Raises CHECKPOINT_CORRUPT for a damaged file.
+
+        `target` is the destination of the requests' spans, and `links` gets the traces of each step.
+        """
         self._folder, self._config, self._policy, self._sinks = folder, config, policy, sinks
         self._log, self._results = RequestLog(folder.calls), Results(folder.calls)
         self._lines: dict[str, _Line] = {}
-        self._offset = 0
+        self._offset, self._target, self._links = 0, target, links
         self._clock, self._step_ended = Clock(), time.monotonic()
         tokenizer = policy.folder / "tokenizer.json"
         self._tokenizer = Tokenizer.from_file(str(tokenizer)) if tokenizer.is_file() else None
@@ -138,7 +152,7 @@ class CallDriver:
             links, line.links = line.links, []
         try:
             with (
-                extracted({"traceparent": call.traceparent if known is None else ""}),
+                extracted({"traceparent": call.traceparent if known is None else ""}, self._target),
                 call_span(call.op, links) as span,
             ):
                 span.inputs({"id": call.id, **call.arguments})
@@ -223,7 +237,9 @@ class CallDriver:
             **self._clock.take(),
         }
         row = MetricsRow(step=self.step + 1, timestamp=time.time_ns() // 1_000_000, data=data)
-        write_step(self._folder.path, row.step, trained, self._tokenizer and self._tokenizer.decode)
+        used = write_step(self._folder.path, row.step, trained, self._tokenizer and self._tokenizer.decode)
+        if self._links is not None:
+            self._links.submit(links_of([*{trajectory.trace_id: trajectory for trajectory in used}.values()]))
         model.header.steps += 1
         result = self._changed(model, call, {"type": "optim_step", "metrics": dict(metrics)}, row)
         self._add_row(row)
@@ -373,7 +389,8 @@ def _driver(folder: RunFolder, tracking: Tracking) -> CallDriver:
     sinks: list[Sink] = [FileSink(folder), *tracking.backends]
     if "console" in config.trainer.logger:
         sinks.append(ConsoleSink())
-    return CallDriver(folder, settings, policy, sinks)
+    target = run_target(config, tracking.run)
+    return CallDriver(folder, settings, policy, sinks, target, mlflow_feedback(target, taken_over(), tracking))
 
 
 @contextmanager

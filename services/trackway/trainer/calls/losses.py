@@ -221,13 +221,13 @@ def step_metrics(data: Sequence[TrainedDatum]) -> Metrics:
     }
 
 
-def write_step(folder: Path, step: int, data: Sequence[TrainedDatum], text: Text | None = None) -> None:
-    """Write the trajectories of a step and the values of their tokens. Raises StorageError.
+def write_step(folder: Path, step: int, data: Sequence[TrainedDatum], text: Text | None = None) -> list[Trajectory]:
+    """Write the trajectories of a step and the values of their tokens, and return them. Raises StorageError.
 
     Without `text` the trajectories have no messages.
     """
     if not data:
-        return
+        return []
     trajectories = trajectories_of(folder.name, step, data, text)
     write_trajectories(folder / "trajectories" / f"step_{step}.parquet", trajectories)
     batch = FilteredBatch(trajectories, [TrainStatus.USED] * len(data))
@@ -247,6 +247,7 @@ def write_step(folder: Path, step: int, data: Sequence[TrainedDatum], text: Text
         kept=kept,
     )
     write_token_values(folder / TOKEN_VALUES / f"step_{step}.parquet", step, batch, values)
+    return trajectories
 
 
 def trajectories_of(run: str, step: int, data: Sequence[TrainedDatum], text: Text | None = None) -> list[Trajectory]:

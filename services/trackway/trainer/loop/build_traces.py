@@ -54,7 +54,7 @@ def open_traces(
         ),
         tracing=tracing,
         feedback=_feedback(folder, target, settings, tracking) if config.trackway.feedback else [],
-        links=_mlflow(target, settings, tracking),
+        links=mlflow_feedback(target, settings, tracking),
     )
 
 
@@ -70,7 +70,7 @@ def _feedback(
     folder: RunFolder, target: TraceTarget, settings: TracingSettings, tracking: Tracking
 ) -> list[TraceFeedback]:
     """MLflow if its traces go there. Weave if they go there and this process has its key."""
-    mlflow = _mlflow(target, settings, tracking)
+    mlflow = mlflow_feedback(target, settings, tracking)
     found: list[TraceFeedback] = [] if mlflow is None else [mlflow]
     weave = weave_feedback(folder, target.weave_project, settings) if TraceBackend.WEAVE in target.backends else None
     if weave is not None:
@@ -78,8 +78,8 @@ def _feedback(
     return found
 
 
-def _mlflow(target: TraceTarget, settings: TracingSettings, tracking: Tracking) -> TraceFeedback | None:
-    """None when MLflow is off, or the traces go elsewhere."""
+def mlflow_feedback(target: TraceTarget, settings: TracingSettings, tracking: Tracking) -> TraceFeedback | None:
+    """MLflow's queue of feedback and links. None when MLflow is off, or the traces go elsewhere."""
     is_there = not target.backends or TraceBackend.MLFLOW in settings.kept_by(target.backends)
     if tracking.run is None or not is_there:
         return None

@@ -11,9 +11,11 @@ from pydantic import JsonValue, TypeAdapter
 
 from trackway.clients import RolloutClient
 from trackway.clients.weights import WeightStore
+from trackway.run_config import resolve
 from trackway.serving import ServiceRouter, needs_admin
 from trackway.serving.auth import CALLER
 from trackway.serving.routes import ErrorFormatRoute, Handler
+from trackway.tracing.export.backends import experiment_by_name
 from trackway.trainer.calls.protobuf import decode, schema
 from trackway.trainer.settings import TrainerSettings
 from trackway.trainer.tinker.sampling import CALL_POLICY, MAX_DRAWS
@@ -65,6 +67,7 @@ from trackway.wire.tinker import (
     WeightsInfo,
     WeightsInfoRequest,
 )
+from trackway.wire.trajectory import TraceTarget
 
 PROTOBUF = "application/x-protobuf"
 MAX_INLINE_BYTES = 1024 * 1024
@@ -355,7 +358,10 @@ class TinkerApi:
         rollout = RolloutClient(
             settings.url("rollout"), policy=CALL_POLICY, token=settings.token, direct=settings.direct
         )
-        self._service = TinkerService(self._sessions, rollout)
+        target = TraceTarget()
+        if settings.tracing.mlflow_uri is not None:
+            target = TraceTarget(mlflow_experiment_id=experiment_by_name(resolve({}).trace_project))
+        self._service = TinkerService(self._sessions, rollout, target)
         self.routes = tinker_routes(self._service)
 
     @asynccontextmanager

@@ -17,6 +17,7 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai import Completion, CompletionChoice, CompletionRequest
 from trackway.wire.rollout import PromptLogprobs
 from trackway.wire.tinker import SampleRequest
+from trackway.wire.trajectory import TraceTarget
 
 MAX_DRAWS = 256
 """Most samples that are drawn at once. Others are refused with 429, which the SDK waits for."""
@@ -43,10 +44,18 @@ class Weights(NamedTuple):
 
 
 class Draws:
-    """The samples in progress, and the newest drawn ones. `weights_of` finds the weights of a sampling session."""
+    """The samples in progress, and the newest drawn ones. `weights_of` finds the weights of a sampling session.
 
-    def __init__(self, rollout: RolloutClient, weights_of: Callable[[str], Awaitable[Weights]]) -> None:
-        self._rollout, self._weights_of = rollout, weights_of
+    `target` is the destination of their spans.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutClient,
+        weights_of: Callable[[str], Awaitable[Weights]],
+        target: TraceTarget,
+    ) -> None:
+        self._rollout, self._weights_of, self._target = rollout, weights_of, target
         self._tasks: OrderedDict[str, asyncio.Task[Result]] = OrderedDict()
         self._kept_bytes = 0
 
@@ -99,7 +108,7 @@ class Draws:
 
     async def _drawn(self, record: SampleRecord) -> Result:
         try:
-            with extracted({"traceparent": record.traceparent}):
+            with extracted({"traceparent": record.traceparent}, self._target):
                 return Result("protobuf", await self._draw(record))
         except TrackwayError as error:
             category = "user" if error.status < 500 and not error.retryable else "server"

@@ -45,6 +45,7 @@ from trackway.wire.tinker import (
     WeightsInfo,
 )
 from trackway.wire.trainer import ENDED
+from trackway.wire.trajectory import TraceTarget
 
 ANSWER_S = 10.0
 """Longest wait for the rollout service's answer."""
@@ -129,17 +130,21 @@ _PRIVATE = frozenset({"policy", "version", "sampling_session_seq_id"})
 
 
 class TinkerService:
-    """The API over the sessions of an outputs folder. Methods raise TrackwayError."""
+    """The API over the sessions of an outputs folder. Methods raise TrackwayError.
 
-    def __init__(self, sessions: TinkerSessions, rollout: RolloutClient) -> None:
-        self.sessions = sessions
+    `target` is the destination of the sessions' traces.
+    """
+
+    def __init__(self, sessions: TinkerSessions, rollout: RolloutClient, target: TraceTarget) -> None:
+        self.sessions, self._target = sessions, target
         self.bases = BaseModels(rollout)
-        self.draws = Draws(rollout, self._weights_of)
+        self.draws = Draws(rollout, self._weights_of, target)
 
     def create_session(self, request: CreateSessionRequest) -> TinkerSession:
         """Open a session, whose first trace begins with a span of its name."""
         id, headers = new_session_id(), dict[str, str]()
-        with root_span("session", {"session": id}, {names.TITLE: id}, True, kind=SpanKind.OPERATION) as span:
+        tags, kind = {"session": id, "experiment_name": id}, SpanKind.OPERATION
+        with root_span("session", tags, {names.TITLE: id}, True, self._target, kind) as span:
             if span.recording:
                 inject(headers)
         return self.sessions.open(
@@ -193,7 +198,7 @@ class TinkerService:
             seq_id=0,
             op="create_model",
             arguments=arguments,
-            traceparent=await _trace(session),
+            traceparent=await self._trace(session),
         )
         async with session.lock:
             if self.sessions.runs.state(session.id) is None:
@@ -230,7 +235,7 @@ class TinkerService:
             seq_id=seq_id,
             op=op,
             arguments=arguments,
-            traceparent=await _trace(session),
+            traceparent=await self._trace(session),
             links=await asyncio.to_thread(session.samples.traceparents, samples) if samples else {},
         )
         async with session.lock:
@@ -317,8 +322,8 @@ class TinkerService:
         id = f"{session.sampler_id(number)}:{request.seq_id}"
         if self.draws.known(id) is None:
             self.draws.require_room()
-        seed, carried = request.sampling_params.seed, {"traceparent": await _trace(session)}
-        with extracted(carried), child_span("sample", SpanKind.OPERATION, {}) as span:
+        seed, carried = request.sampling_params.seed, {"traceparent": await self._trace(session)}
+        with extracted(carried, self._target), child_span("sample", SpanKind.OPERATION, {}) as span:
             span.inputs({"id": id, **request.model_dump(mode="json", include=_OF_SAMPLE)})
             if span.recording:
                 inject(carried)
@@ -409,6 +414,22 @@ class TinkerService:
             return None
         return Result.of_error("the sample was cancelled", "user") if task.cancelled() else task.result()
 
+    async def _trace(self, session: TinkerSession) -> str:
+        """Return the caller's trace, or else the one of the session's step. The first request of a step begins it."""
+        carried, record = dict[str, str](), session.record
+        inject(carried)
+        if "traceparent" not in carried and record.traceparent and session.step_end != record.step_after:
+            record.step, record.step_after = record.step + 1, session.step_end
+            title, tags = f"step {record.step}", {names.TRAIN_STEP: record.step, "experiment_name": session.id}
+            with (
+                extracted({"traceparent": record.traceparent}),  # to which the new trace links
+                root_span(title, tags, {names.TITLE: title}, True, self._target, SpanKind.TRAIN_STEP),
+            ):
+                inject(carried)
+            record.step_traceparent = carried["traceparent"]
+            await asyncio.to_thread(session.write)
+        return carried.get("traceparent") or record.step_traceparent or record.traceparent
+
     def _shown(self, session: TinkerSession, id: str, result: Result) -> Result:
         fields = {key: value for key, value in json.loads(result.body).items() if key not in _PRIVATE}
         return Result("json", json.dumps({**fields, **session.overlays.get(id, {})}).encode())
@@ -443,23 +464,6 @@ class TinkerService:
             last_sampler_checkpoint=newest.get("sampler"),
             user_metadata=model.metadata,
         )
-
-
-async def _trace(session: TinkerSession) -> str:
-    """Return the caller's trace, or else the one of the session's step. The first request of a step begins it."""
-    carried, record = dict[str, str](), session.record
-    inject(carried)
-    if "traceparent" not in carried and record.traceparent and session.step_end != record.step_after:
-        record.step, record.step_after = record.step + 1, session.step_end
-        title, tags = f"step {record.step}", {names.TRAIN_STEP: record.step, "experiment_name": session.id}
-        with (
-            extracted({"traceparent": record.traceparent}),  # to which the new trace links
-            root_span(title, tags, {names.TITLE: title}, True, kind=SpanKind.TRAIN_STEP),
-        ):
-            inject(carried)
-        record.step_traceparent = carried["traceparent"]
-        await asyncio.to_thread(session.write)
-    return carried.get("traceparent") or record.step_traceparent or record.traceparent
 
 
 _OF_SAMPLE = {"num_samples", "sampling_params"}

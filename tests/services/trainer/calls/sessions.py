@@ -17,6 +17,7 @@ from trackway.trainer.loop.from_config import learner_config
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.supervisor.manager import SESSION
+from trackway.trainer.traces.run import TraceFeedback
 
 LORA = {"rank": 4, "seed": 3, "train_unembed": False}
 LR = {"adam_params": {"learning_rate": 0.01}}
@@ -54,10 +55,11 @@ class Session:
         self.log.append(call, body)
         return id
 
-    def driver(self) -> CallDriver:
+    def driver(self, links: TraceFeedback | None = None) -> CallDriver:
         """A new process's driver."""
         settings = learner_config(self.folder.config(), total_steps=1)
-        return CallDriver(self.folder, settings, Policy(settings.policy_settings()), [FileSink(self.folder)])
+        policy, sinks = Policy(settings.policy_settings()), [FileSink(self.folder)]
+        return CallDriver(self.folder, settings, policy, sinks, links=links)
 
     def run(self) -> CallDriver:
         """Execute all requests in a new process's driver."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from tests.services.trainer.calls.requests import request_of
 from tests.services.trainer.calls.sessions import LORA, LR, Session
 from trackway.trainer.calls.protobuf import schema
 from trackway.trainer.calls.results import digest_of
+from trackway.trainer.delivery.feedback_queue import Assessment
 from trackway.trainer.run_state.trajectories import read_trajectories
 
 pytestmark = pytest.mark.slow
@@ -33,7 +35,13 @@ def test_a_step_has_a_trajectory_for_each_datum_with_the_sample_that_it_names(tm
     session.call(2, "forward_backward", body=request_of([wide], "cross_entropy"))
     session.call(3, "optim_step", LR)
     session.call(4, "optim_step", LR)
-    session.run()
+    linked = list[Assessment]()
+
+    class Links:
+        def submit(self, assessments: Sequence[Assessment]) -> None:
+            linked.extend(assessments)
+
+    session.driver(Links()).advance(lambda: False)
 
     first, second, flat = read_trajectories(tmp_path / "session" / "trajectories" / "step_1.parquet")
     prompt = digest_of("[3, 4]")[:10]
@@ -42,6 +50,8 @@ def test_a_step_has_a_trajectory_for_each_datum_with_the_sample_that_it_names(tm
     assert (first.trace_id, first.span_id) == (f"{3:032x}", f"{4:016x}") and second.trace_id is None
     assert (flat.trace_id, flat.span_id) == (f"{1:032x}", f"{2:016x}")  # of the request
     assert (second.prompt_ids, second.response_ids, second.response_mask) == ([3, 4], [5, 6, 8], [1, 0, 1])
+    links = [(found.trace_id, found.values, found.link) for found in linked]
+    assert links == [(f"{3:032x}", {}, True), (f"{1:032x}", {}, True)]
     assert second.response_logprobs == [-2.0, 0.0, -4.0]
     assert (flat.prompt_ids, flat.response_mask) == ([3, 4], [1, 0, 1])
     assert (second.data_source, second.reward) == ("importance_sampling", None)
