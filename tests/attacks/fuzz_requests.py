@@ -28,6 +28,8 @@ class Operation(NamedTuple):
     body: Json = None
     """JSON schema; None without a body."""
     query: tuple[str, ...] = ()
+    media: str = "application/json"
+    """Type of the body. A body of another type than JSON is text all the same."""
 
 
 class FuzzRequest(NamedTuple):
@@ -190,7 +192,7 @@ def request(operations: Sequence[Operation], known: Mapping[str, Sequence[str]],
     body = b"" if operation.body is None else _body(operation.body, draw, tricks)
     path = _path(operation, known, draw)
     headers = [(b"host", b"localhost"), (TIMEOUT, b"1"), (b"accept", b"application/json, text/event-stream")]
-    headers += [(b"content-type", b"application/json")] if body else []
+    headers += [(b"content-type", operation.media.encode())] if body else []
     if path.startswith("/v1") and known.get("api_key"):
         headers.append((b"authorization", b"Bearer " + draw.choice(known["api_key"]).encode()))
     method, target = operation.method.encode(), path.encode()
@@ -406,10 +408,11 @@ def operations(document: Json, paths: Mapping[str, Json]) -> list[Operation]:
     for path, methods in document["paths"].items():
         for method, route in methods.items():
             content = route.get("requestBody", {}).get("content", {})
-            schema = _resolved(content["application/json"]["schema"], document, ()) if content else None
-            query = tuple(part["name"] for part in route.get("parameters", ()) if part["in"] == "query")
+            media, part = next(iter(content.items()), ("", None))
+            schema = None if part is None else _resolved(part["schema"], document, ())
+            query = tuple(given["name"] for given in route.get("parameters", ()) if given["in"] == "query")
             weight = 4 if schema else 1
-            found += [Operation(method.upper(), path, schema, query)] * weight
+            found += [Operation(method.upper(), path, schema, query, media)] * weight
     return found + [Operation("POST", path, {"enum": bodies}) for path, bodies in paths.items()] * 4
 
 

@@ -69,7 +69,7 @@ def test_attached_services_are_looked_at_without_extras(there: Deployment, folde
     assert {status["service"]: status["status"] for status in statuses} == dict.fromkeys(SERVICES, "RUNNING")
     assert folder.name in out("runs", "list", *where)
     assert f"run {folder.name}" in out("runs", "show", folder.name, *where)
-    assert out("why", folder.name, *where).startswith(f"run {folder.name} is running, after step 0 of")
+    assert out("why", folder.name, *where).startswith(f"run {folder.name} is running, after step 0\n")
 
 
 def test_a_folder_of_runs_is_read_and_cleaned_without_extras(tmp_path: Path) -> None:
