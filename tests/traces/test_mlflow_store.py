@@ -102,6 +102,8 @@ def test_an_experiment_without_traces_is_named_with_those_that_have_some(exporte
         CliRunner().invoke(app, ["list", "--experiment-name", "nope", *where], catch_exceptions=False)
     with pytest.raises(UserError, match="no trace of --run gaps matches the other options"):
         CliRunner().invoke(app, ["list", "--experiment-name", "gaps", "--step", "9", *where], catch_exceptions=False)
+    with pytest.raises(UserError, match="expected a step of gaps, got traces of the kind trajectory alone; add --kind"):
+        CliRunner().invoke(app, ["list", "--experiment-name", "gaps", "--kind", "step", *where], catch_exceptions=False)
 
 
 def test_steps_of_the_trainer_are_listed_apart(exported: ExportedTraces) -> None:

@@ -64,7 +64,8 @@ def step_page(
     columns: dict[str, Any] = {name: [row[name] for row in rows] for name in COLUMNS}
     columns["parts"] = {title: [row[title] for row in rows] for title in _PARTS}
     columns["score"] = [None if score is None else finite(score) for score in columns["score"]]
-    advantages = {} if any(score is not None for score in columns["score"]) else advantages_of(reader, folder, step)
+    is_scored = any(score is not None for score in columns["score"])
+    advantages = {} if is_scored or validation else advantages_of(reader, folder, step)
     places = zip(columns["sample_index"], columns["rollout_n"], strict=True)
     columns["advantage"] = [advantages.get(place) for place in places]
     texts = _prompts(reader, folder, step, validation, set(columns["sample_index"]))

@@ -178,11 +178,9 @@ def _no_experiment(store: TraceStore, kind: TraceKind, name: str) -> str:
     names = sorted({tree.tags.get("experiment_name", "") for tree in newest})
     if name in names:
         return f"no trace of --run {name} matches the other options; leave one out"
-    others = (
-        kind_ for kind_ in TraceKind if any(True for _ in store.search(TraceFilter(kind_, {"experiment_name": name})))
-    )
-    if other := next(others, None):
-        return f"--run: expected a {kind} of {name}, got traces of the kind {other} alone; add --kind {other}"
+    for other in {*TraceKind} - {kind}:
+        if next(iter(store.search(TraceFilter(other, {"experiment_name": name}))), None) is not None:
+            return f"--run: expected a {kind} of {name}, got traces of the kind {other} alone; add --kind {other}"
     known = ", ".join(names) or "none"
     return f"--run: expected a run with traces (the newest are of {known}), got {name!r}"
 
