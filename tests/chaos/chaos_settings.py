@@ -42,11 +42,14 @@ class ChaosSettings(NamedTuple):
     kind: RunKind = RunKind.PLAIN
     targets: tuple[Target, ...] | None = None
     """What faults may hit; by default the targets of the kind of run."""
+    faults_until: int | None = None
+    """The last step with a fault; by default the run's. A run goes on while a process recovers: it needs more."""
 
     @property
     def schedule(self) -> tuple[Fault, ...]:
         """The faults."""
-        return fault_schedule(self.seed, self.faults, self.steps, TRAJECTORIES, self.targets or self.kind.targets)
+        steps, targets = self.faults_until or self.steps, self.targets or self.kind.targets
+        return fault_schedule(self.seed, self.faults, steps, TRAJECTORIES, targets)
 
     @property
     def name(self) -> str:
@@ -54,7 +57,13 @@ class ChaosSettings(NamedTuple):
         return f"{self.kind.name.lower()}-{self.seed}"
 
 
-IN_CI = ChaosSettings(seed=3, faults=4, steps=6, targets=(*SERVICES, Target.WORKER, Target.MLFLOW, Target.PROXY))
+IN_CI = ChaosSettings(
+    seed=3,
+    faults=4,
+    steps=20,
+    targets=(*SERVICES, Target.WORKER, Target.MLFLOW, Target.PROXY),
+    faults_until=6,
+)
 ON_DEMAND = [ChaosSettings(seed, faults=6, steps=40) for seed in range(10)]
 """Together they send every signal to every target of their kind."""
 OF_KINDS = [
