@@ -3,7 +3,7 @@
 import keyword
 import re
 import sys
-from importlib.util import find_spec
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Annotated
 
@@ -65,18 +65,10 @@ def _names(folder: Path) -> tuple[str, str]:
             f"expected a name of at most {MAX_NAME} small letters, digits, - and _ that begins with a letter, such as "
             f"my-agent, got {name!r}; give another"
         )
-    if (
-        keyword.iskeyword(module)
-        or module in {"tool", "reward", *sys.stdlib_module_names}
-        or _installed(module, folder)
-    ):
+    taken = {"tool", "reward", "trackway", *sys.stdlib_module_names, *packages_distributions()}
+    if keyword.iskeyword(module) or module in taken:
         raise UserError(f"expected a name that no Python module has, got {name!r}; give another, such as my-{name}")
     return name, module
-
-
-def _installed(module: str, folder: Path) -> bool:
-    spec = find_spec(module)
-    return spec is not None and str(folder) not in (spec.submodule_search_locations or ())
 
 
 app = typer.Typer()
