@@ -408,7 +408,7 @@ def operations(document: Json, paths: Mapping[str, Json]) -> list[Operation]:
     for path, methods in document["paths"].items():
         for method, route in methods.items():
             content = route.get("requestBody", {}).get("content", {})
-            media, part = next(iter(content.items()), ("", None))
+            media, part = next(iter(content.items()), ("application/json", None))
             schema = None if part is None else _resolved(part["schema"], document, ())
             query = tuple(given["name"] for given in route.get("parameters", ()) if given["in"] == "query")
             weight = 4 if schema else 1
