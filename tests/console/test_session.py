@@ -65,11 +65,14 @@ def test_the_rollouts_of_a_step_without_rewards_have_their_advantages(outputs: P
     assert page["score"] == [None] * 3 and page["num_turns"] == [4] * 3
     assert page["prompts"] == {first: "1 2", second: "1 8"}
     place = {"run": RUN, "step": 2, "sample": first, "rollout": 1}
-    one = client.get("/api/trajectory", params=place).json()
-    assert [(member["rollout"], member["advantage"]) for member in one["group"]] == [(0, 0.75), (1, -0.25)]
-    assert [[message["content"] for message in turn["messages"]] for turn in one["turns"]] == [["5 6", "7"], ["4"]]
-    assert (one["trace_id"], one["span_id"]) == (STEP_TRACE, f"{4:016x}")
-    assert one["trace"] == f"{MLFLOW}/#/experiments/3/traces?selectedEvaluationId=tr-{STEP_TRACE}"
+    trajectory = client.get("/api/trajectory", params=place).json()
+    assert [(member["rollout"], member["advantage"]) for member in trajectory["group"]] == [(0, 0.75), (1, -0.25)]
+    assert [[message["content"] for message in turn["messages"]] for turn in trajectory["turns"]] == [
+        ["5 6", "7"],
+        ["4"],
+    ]
+    assert (trajectory["trace_id"], trajectory["span_id"]) == (STEP_TRACE, f"{4:016x}")
+    assert trajectory["trace"] == f"{MLFLOW}/#/experiments/3/traces?selectedEvaluationId=tr-{STEP_TRACE}"
     tokens = client.get("/api/tokens", params=place).json()
     assert tokens["learner"]["advantages"] == [None, None, -0.25, -0.25, None, -0.25]
     over_steps = client.get("/api/prompt", params={"run": RUN, "sample": first}).json()

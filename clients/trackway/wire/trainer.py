@@ -161,7 +161,7 @@ class RunInfo(WireReply):
 
     @property
     def progress(self) -> str:
-        """The step, and the number of steps, which a caller's own loop does not say."""
+        """The step, and how many there will be if that is known, such as `3 of 30`."""
         return f"{self.step} of {self.total_steps}" if self.total_steps else f"{self.step}"
 
 

@@ -149,7 +149,7 @@ class GroupMember(WireReply):
     rollout: int
     score: float | None
     advantage: float | None
-    """As in StepPage."""
+    """Mean of its tokens' advantages, in a step without rewards."""
     error: str | None
     """Code of the error that ended it."""
     is_baseline: bool

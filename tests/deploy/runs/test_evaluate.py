@@ -381,7 +381,7 @@ def test_ctrl_c_names_the_command_that_continues(project: Path):
     process.send_signal(signal.SIGINT)
     _, printed = process.communicate(timeout=60)
 
-    assert process.returncode == 130
+    assert process.returncode == 130, printed
     assert "continue with: trackway evaluate --resume cut" in " ".join(printed.split())
 
 

@@ -20,7 +20,7 @@ from trackway.wire.trainer import ENDED, MetricsRow, RunInfo
 
 REWARD = "critic/score/mean"
 LOSS, OWN_LOSS = "train/loss", "actor/loss_sum"
-"""Of supervised training, and of a loop of the caller's own."""
+"""The losses of supervised training and of a loop over Tinker's API."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def find_run(outputs: Path, name: str | None) -> FoundRun:
 
 
 def rewards(rows: Sequence[MetricsRow]) -> list[float]:
-    """The mean reward of each step that has one, or the loss of supervised training or of a caller's own loop."""
+    """The mean reward of each step that has one, or the loss where there is no reward."""
     values = (row.data[name] for row in rows for name in (REWARD, LOSS, OWN_LOSS) if name in row.data)
     return [value for value in values if math.isfinite(value)]
 

@@ -92,7 +92,7 @@ VARIANTS = {
     "weights normalised": {"rollout_is": "sequence", "rollout_is_batch_normalize": True, "ppo_epochs": 2},
 }
 IN_CI = ("packed by tokens", "checkpointed", "next layer prefetched", "LoRA, head in chunks", "kl_cov, shuffled")
-"""Variants that have each way of padding, chunking, prefetching, adapting and valuing once."""
+"""Together they pack, checkpoint, prefetch, chunk the head, train adapters and a value model."""
 FOUR = pytest.param(4, marks=pytest.mark.extended)  # CI has four ranks in `test_updates_of_four_ranks`
 
 SECTIONS = tuple(f"actor_rollout_ref.{name}.fsdp_config" for name in ("actor", "ref"))

@@ -42,7 +42,7 @@ export const short = (score) => (Number.isInteger(score) ? String(score) : score
 export const scoreChip = (score, scale = [0, 1], measure = "reward") =>
   h("span", { class: `score ${scored(score, scale).class}`, style: { "--share": scored(score, scale).share } }, score === null ? `no ${measure}` : `${measure} ${number(score)}`);
 
-/** A run's step, and how many there are to be, which a loop of the caller's own does not say. */
+/** A run's step, and how many there will be if that is known. */
 export const stepOf = ({ step, total_steps: total }, of) => (total ? `${number(step)}${of}${number(total)}` : number(step));
 
 /** A list of names and values. */

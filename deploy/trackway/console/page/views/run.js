@@ -7,7 +7,7 @@ import { command, csv, facts, fileName, isLive, listed, nameField, outside, scor
 
 const SHOWN = ["actor/entropy", "actor/grad_norm", "response_length/mean", "timing_s/step"];
 const LOSSES = [[["train/loss", "training"], ["val/loss", "validation"]], [["actor/loss_sum", "sum over tokens"]]];
-/** Of supervised training, and of a loop of the caller's own, whose rewards are not known here: metrics and names. */
+/** Metrics and names of the losses of supervised training, and of a loop over Tinker's API, which keeps its rewards. */
 const lossesOf = (metrics) => LOSSES.find(([[first]]) => first in metrics);
 const IDLE = { "learner, waiting for rollouts": "fully_async/trainer/idle_ratio", "no rollout runs": "fully_async/rollouter/idle_ratio" };
 const MOST_CHOSEN = 8;
