@@ -46,10 +46,6 @@ _CHUNK = 256 * 1024
 """Bytes per chunk from which strings are removed."""
 
 
-_MOST_DIGITS = 1000
-_AS_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
-
-
 class JsonSize(NamedTuple):
     """The amount of JSON to parse."""
 
@@ -85,9 +81,6 @@ class RequestBounds:
                     "and object members, got more; send less at once"
                 )
                 raise TrackwayError(ErrorCode.PAYLOAD_TOO_LARGE, message)
-            if is_json and has_long_number(body):
-                message = f"expected numbers of at most {_MOST_DIGITS} digits, got a longer one; send it as a string"
-                raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
             receive = again({"type": "http.request", "body": body, "more_body": False}, receive)
         await self.app(scope, receive, send)
 
@@ -135,17 +128,6 @@ def json_exceeds(limit: JsonSize, body: bytes) -> bool:
     Most bodies have few commas, colons and brackets. Otherwise those within strings are excluded.
     """
     return len(body) > min(limit) and _size(body).exceeds(limit) and _exceeds_outside_strings(limit, body)
-
-
-def has_long_number(body: bytes) -> bool:
-    """Return whether JSON has a number of more than _MOST_DIGITS digits, whose conversion takes quadratic time."""
-    long = b"0" * (_MOST_DIGITS + 1)
-    return len(body) > _MOST_DIGITS and long in body.translate(_AS_ZEROS) and long in _strings_removed(body)
-
-
-def _strings_removed(body: bytes) -> bytes:
-    parts = body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
-    return b" ".join(parts[::2]).translate(_AS_ZEROS)
 
 
 def _exceeds_outside_strings(limit: JsonSize, body: bytes) -> bool:

@@ -181,23 +181,3 @@ async def test_a_body_whose_connection_breaks_is_an_incomplete_request(key: dict
 
     error = json.loads(b"".join(message.get("body", b"") for message in sent))["error"]
     assert (sent[0]["status"], error["code"], error["retryable"]) == (408, "request_incomplete", True)
-
-
-@pytest.mark.parametrize(
-    ("body", "is_refused"),
-    [
-        (b"[" + b"9" * 1001 + b"]", True),
-        (b'{"a": "\\"", "b": -' + b"12" * 501 + b"}", True),
-        (b"[" + b"9" * 1000 + b"]", False),
-        (b'["' + b"9" * 5000 + b'"]', False),
-        (b'["' + b"9" * 5000 + b'", 5, "a\\"' + b"9" * 5000 + b'"]', False),
-        (b"[" + b",".join([b"9" * 1000] * 20) + b"]", False),
-    ],
-)
-async def test_a_number_of_over_a_thousand_digits_is_refused(running, body: bytes, is_refused: bool) -> None:
-    async with running(app_of()) as client:
-        answer = await client.post("/size", content=body)
-    if is_refused:
-        assert error_of(answer)[:2] == (422, "invalid_request") and "at most 1000 digits" in error_of(answer)[2]
-    else:
-        assert answer.json() == len(body)
