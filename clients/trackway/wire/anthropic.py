@@ -2,12 +2,13 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, JsonValue, model_validator
+from pydantic import Discriminator, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
-from trackway.wire.base import NON_FINITE, Float, Int, WireReply, WireRequest
+from trackway.wire.base import Int, WireReply, WireRequest
 from trackway.wire.chat import MAX_MESSAGES, MAX_TOOLS
-from trackway.wire.openai import OpenAIRequest
+from trackway.wire.errors import ErrorBody
+from trackway.wire.openai import EchoedPart, GenerationRequest, OpenAIRequest
 from trackway.wire.trajectory import WeightSpan
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
@@ -139,14 +140,10 @@ class MessageStopEvent(WireReply):
     type: Literal["message_stop"] = "message_stop"
 
 
-class AnthropicError(WireReply):
+class AnthropicError(ErrorBody):
     """Our error, with Anthropic's type."""
 
     type: str
-    message: str
-    code: str
-    retryable: bool
-    detail: dict[str, JsonValue] = Field(default_factory=dict)
 
 
 class AnthropicErrorReply(WireReply):
@@ -168,20 +165,14 @@ MessagesEvent = (
 )
 
 
-class EchoedBlock(WireRequest):
-    """A content block. Clients add fields such as `cache_control`, which have no effect."""
-
-    model_config = ConfigDict(extra="ignore", ser_json_inf_nan=NON_FINITE)
-
-
-class TextBlockParam(EchoedBlock):
+class TextBlockParam(EchoedPart):
     """Text."""
 
     type: Literal["text"]
     text: str
 
 
-class ToolUseBlockParam(EchoedBlock):
+class ToolUseBlockParam(EchoedPart):
     """A call that the model made."""
 
     type: Literal["tool_use"]
@@ -190,7 +181,7 @@ class ToolUseBlockParam(EchoedBlock):
     input: dict[str, JsonValue]
 
 
-class ToolResultBlockParam(EchoedBlock):
+class ToolResultBlockParam(EchoedPart):
     """The result of a call."""
 
     type: Literal["tool_result"]
@@ -199,14 +190,14 @@ class ToolResultBlockParam(EchoedBlock):
     is_error: bool = False
 
 
-class ThinkingBlockParam(EchoedBlock):
+class ThinkingBlockParam(EchoedPart):
     """The model's reasoning, which is passed to the chat template."""
 
     type: Literal["thinking"]
     thinking: str
 
 
-class RedactedThinkingBlockParam(EchoedBlock):
+class RedactedThinkingBlockParam(EchoedPart):
     """Encrypted reasoning of another model; no effect."""
 
     type: Literal["redacted_thinking"]
@@ -240,7 +231,7 @@ class MessageParam(WireRequest):
         return self
 
 
-class MessagesTool(EchoedBlock):
+class MessagesTool(EchoedPart):
     """A tool that the model may call. Anthropic's server tools are refused."""
 
     type: Literal["custom"] | None = None
@@ -318,7 +309,7 @@ class CountTokensRequest(OpenAIRequest):
         return self
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(GenerationRequest, CountTokensRequest):
     """The next message of a conversation."""
 
     max_tokens: Int = Field(ge=1)
@@ -327,12 +318,3 @@ class MessagesRequest(CountTokensRequest):
         list[Annotated[str, Field(min_length=1)]],
         Field(max_length=256, fail_fast=True),
     ] = Field(default_factory=list[str])
-    temperature: Float = Field(default=1.0, ge=0.0)
-    top_p: Float = Field(default=1.0, ge=0.0, le=1.0)
-    top_k: Int = Field(default=-1, ge=-1)
-    seed: Int | None = None
-    stream: bool = False
-    return_token_ids: bool = False
-    """Also return the token ids of prompt and output, and the weight versions that generated them."""
-    min_weight_version: Int = Field(default=0, ge=0)
-    """Oldest weight version that may answer."""

@@ -86,6 +86,11 @@ def named_number(value: float) -> float | str:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
+def is_none(value: object) -> bool:
+    """Return whether a field is None, for `exclude_if`."""
+    return value is None
+
+
 class WireRequest(BaseModel):
     """A request body: unknown fields are refused."""
 

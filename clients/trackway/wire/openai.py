@@ -106,6 +106,12 @@ class OpenAIRequest(WireRequest):
         return {name: value for name, value in fields.items() if name not in dropped and value is not None}
 
 
+class EchoedPart(WireRequest):
+    """A part of a conversation. Clients return parts of answers with fields of any age, which have no effect."""
+
+    model_config = ConfigDict(extra="ignore", ser_json_inf_nan=NON_FINITE)
+
+
 @cache
 def _dropped(kind: type[OpenAIRequest]) -> frozenset[str]:
     return kind.without_effect | kind.neutral.keys()
@@ -120,17 +126,28 @@ class StreamOptions(OpenAIRequest):
     """No effect: padding is never sent."""
 
 
-class SampledRequest(OpenAIRequest):
-    """Fields shared by both kinds of request."""
+class GenerationRequest(OpenAIRequest):
+    """Fields of each request for generated text, with the same meaning in all three APIs."""
 
-    model: str
-    n: Int = Field(default=1, ge=1, le=128)
     temperature: Float = Field(default=1.0, ge=0.0)
     top_p: Float = Field(default=1.0, ge=0.0, le=1.0)
     """0 decodes greedily, as temperature 0."""
     top_k: Int = Field(default=-1, ge=-1)
     seed: Int | None = None
     """Choice i of a prompt samples with `seed + i`."""
+    stream: bool = False
+    return_token_ids: bool = False
+    """Also return the token ids of prompt and output, and the weight versions that generated them."""
+    min_weight_version: Int = Field(default=0, ge=0)
+    """Oldest weight version that may answer. A replica with an older one loads it first, or answers 409
+    `weights_behind`."""
+
+
+class SampledRequest(GenerationRequest):
+    """Fields shared by both kinds of request."""
+
+    model: str
+    n: Int = Field(default=1, ge=1, le=128)
     stop: Annotated[
         list[Annotated[str, Field(min_length=1)]],
         Field(max_length=256, fail_fast=True),
@@ -140,17 +157,11 @@ class SampledRequest(OpenAIRequest):
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    stream: bool = False
     stream_options: StreamOptions | None = None
-    return_token_ids: bool = False
-    """Also return the token ids of prompt and output, and the weight versions that generated them."""
     return_tokens_as_token_ids: bool = False
     """Name tokens of logprobs `token_id:17`, which is unambiguous, unlike their text."""
     prompt_logprobs: Int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     """Score each prompt, and return so many of the most likely tokens at each of its positions."""
-    min_weight_version: Int = Field(default=0, ge=0)
-    """Oldest weight version that may answer. A replica with an older one loads it first, or answers 409
-    `weights_behind`."""
 
     @property
     def most_likely(self) -> int:
@@ -179,6 +190,14 @@ MAX_CHOICES = 4096
 """Most choices of one request: `n` for each prompt."""
 
 TokenPrompt = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+
+
+def _each(given: str | list[int] | list[str | list[int]]) -> list[str | list[int]]:
+    """Return each of several prompts. A list of ids is one prompt."""
+    if isinstance(given, str):
+        return [given]
+    ids = [item for item in given if isinstance(item, int)]
+    return [ids] if ids else [item for item in given if not isinstance(item, int)]
 
 
 class CompletionRequest(SampledRequest):
@@ -212,10 +231,7 @@ class CompletionRequest(SampledRequest):
     @property
     def prompts(self) -> list[str | list[int]]:
         """Each prompt, as text or token ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        ids = [item for item in self.prompt if isinstance(item, int)]
-        return [ids] if ids else [item for item in self.prompt if not isinstance(item, int)]
+        return _each(self.prompt)
 
     @model_validator(mode="after")
     def _choices(self) -> "CompletionRequest":
@@ -560,10 +576,7 @@ class ClassifyRequest(OpenAIRequest):
     @property
     def inputs(self) -> list[str | list[int]]:
         """Each input, as text or token ids; none for a conversation."""
-        if self.input is None or isinstance(self.input, str):
-            return [] if self.input is None else [self.input]
-        ids = [item for item in self.input if isinstance(item, int)]
-        return [ids] if ids else [item for item in self.input if not isinstance(item, int)]
+        return [] if self.input is None else _each(self.input)
 
     @model_validator(mode="after")
     def _one_of_them(self) -> "ClassifyRequest":

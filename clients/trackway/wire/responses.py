@@ -2,23 +2,17 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from trackway.wire.base import NON_FINITE, Float, Int, WireReply, WireRequest
+from trackway.wire.base import Int, WireReply, WireRequest
 from trackway.wire.chat import MAX_MESSAGES, MAX_TOOLS
-from trackway.wire.openai import ChatLogprob, OpenAIRequest
+from trackway.wire.openai import ChatLogprob, EchoedPart, GenerationRequest, OpenAIRequest
 from trackway.wire.rollout import MAX_TOP_LOGPROBS
 from trackway.wire.trajectory import WeightSpan
 
 
-class EchoedItem(WireRequest):
-    """A part of the conversation. Clients return items of a response with fields of any age, which have no effect."""
-
-    model_config = ConfigDict(extra="ignore", ser_json_inf_nan=NON_FINITE)
-
-
-class ResponseTextPart(EchoedItem):
+class ResponseTextPart(EchoedPart):
     """A text part. Other kinds (images, files, audio) are refused."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
@@ -28,7 +22,7 @@ class ResponseTextPart(EchoedItem):
 TextParts = Annotated[list[ResponseTextPart], Field(fail_fast=True)]
 
 
-class InputMessage(EchoedItem):
+class InputMessage(EchoedPart):
     """A message, of a user or of an earlier response."""
 
     type: Literal["message"] = "message"
@@ -36,7 +30,7 @@ class InputMessage(EchoedItem):
     content: str | TextParts
 
 
-class InputFunctionCall(EchoedItem):
+class InputFunctionCall(EchoedPart):
     """A call that the model made in an earlier response."""
 
     type: Literal["function_call"]
@@ -45,7 +39,7 @@ class InputFunctionCall(EchoedItem):
     arguments: str
 
 
-class InputFunctionCallOutput(EchoedItem):
+class InputFunctionCallOutput(EchoedPart):
     """The result of a call."""
 
     type: Literal["function_call_output"]
@@ -53,21 +47,21 @@ class InputFunctionCallOutput(EchoedItem):
     output: str | TextParts
 
 
-class InputReasoning(EchoedItem):
+class InputReasoning(EchoedPart):
     """Reasoning of an earlier response. Its `content` is passed to the chat template, encrypted content is not."""
 
     type: Literal["reasoning"]
     content: Annotated[list[ResponseTextPart] | None, Field(fail_fast=True)] = None
 
 
-class InputItemReference(EchoedItem):
+class InputItemReference(EchoedPart):
     """An item of an earlier response, by its id. Only sessions of the agent service know earlier responses."""
 
     type: Literal["item_reference"]
     id: str
 
 
-def _kind(item: dict[str, JsonValue] | EchoedItem) -> str:
+def _kind(item: dict[str, JsonValue] | EchoedPart) -> str:
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
     return "message" if kind is None else str(kind)
 
@@ -121,7 +115,7 @@ class ResponseToolChoice(WireRequest):
     name: str
 
 
-class ReasoningOptions(EchoedItem):
+class ReasoningOptions(EchoedPart):
     """How much the model is to reason."""
 
     effort: str | None = Field(default=None, max_length=64)
@@ -157,7 +151,7 @@ _LOGPROBS = "message.output_text.logprobs"
 """The value of `include` that returns logprobs."""
 
 
-class ResponsesRequest(OpenAIRequest):
+class ResponsesRequest(GenerationRequest):
     """The next response of a conversation."""
 
     without_effect: ClassVar[frozenset[str]] = frozenset(
@@ -205,21 +199,12 @@ class ResponsesRequest(OpenAIRequest):
     parallel_tool_calls: bool = True
     """False keeps only the first call."""
     max_output_tokens: Int | None = Field(default=None, ge=1)
-    temperature: Float = Field(default=1.0, ge=0.0)
-    top_p: Float = Field(default=1.0, ge=0.0, le=1.0)
-    top_k: Int = Field(default=-1, ge=-1)
-    seed: Int | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     include: Annotated[list[str], Field(max_length=64, fail_fast=True)] = Field(default_factory=list[str])
     """`message.output_text.logprobs` returns logprobs of texts, not of calls. Other values have no effect."""
     top_logprobs: Int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
     """Most likely tokens to return at each position, the sampled one among them; with these logprobs."""
-    stream: bool = False
-    return_token_ids: bool = False
-    """Also return the token ids of prompt and output, and the weight versions that generated them."""
-    min_weight_version: Int = Field(default=0, ge=0)
-    """Oldest weight version that may answer."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
 
     @property

@@ -11,7 +11,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator, with_co
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from trackway.wire.base import NON_FINITE, Float, Int, TokenId, WireReply, WireRequest
+from trackway.wire.base import NON_FINITE, Float, Int, TokenId, WireReply, WireRequest, is_none
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
 from trackway.wire.trajectory import WeightSpan, add_span, settle_spans
 from trackway.wire.weights import TransportName, Verdict
@@ -159,10 +159,6 @@ def _too_large(bound: str, got: str) -> PydanticCustomError:
     return PydanticCustomError("schema", message, {"bound": bound, "got": got})
 
 
-def _is_none(value: object) -> bool:
-    return value is None
-
-
 class SamplingParams(WireRequest):
     """How tokens are sampled. Logprobs are under the distribution after temperature, top_k and top_p."""
 
@@ -177,10 +173,10 @@ class SamplingParams(WireRequest):
     ignore_eos: bool = False
     logprobs: Int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
     """Most likely tokens to return at each position, the sampled one among them. Needs an engine that returns them."""
-    prompt_logprobs: Annotated[Int | None, Field(ge=0, le=MAX_PROMPT_TOP_LOGPROBS, exclude_if=_is_none)] = None
+    prompt_logprobs: Annotated[Int | None, Field(ge=0, le=MAX_PROMPT_TOP_LOGPROBS, exclude_if=is_none)] = None
     """Score the prompt, and return so many of the most likely tokens at each of its positions. 0 returns the logprobs
     of the prompt's tokens alone. Needs an engine that scores prompts."""
-    structured_outputs: Annotated[StructuredOutputs | None, Field(exclude_if=_is_none)] = None
+    structured_outputs: Annotated[StructuredOutputs | None, Field(exclude_if=is_none)] = None
     """A grammar that guides the sampling. Needs an engine with grammars. Logprobs are then of what the grammar leaves,
     and no learner computes them."""
     seed: Int | None = None
@@ -342,7 +338,7 @@ class GenerateReply(WireReply):
     created: int
     usage: Usage
     choices: list[GenerateChoice]
-    prompt_logprobs: Annotated[PromptLogprobs | None, Field(exclude_if=_is_none)] = None
+    prompt_logprobs: Annotated[PromptLogprobs | None, Field(exclude_if=is_none)] = None
     """The scored prompt, if asked for. None if the generation was aborted before."""
 
 
@@ -446,7 +442,7 @@ class ModelCard(WireReply):
     created: int
     owned_by: str = "trackway"
     max_model_len: int
-    root: str | None = Field(default=None, exclude_if=_is_none)
+    root: str | None = Field(default=None, exclude_if=is_none)
     """Path of the model's folder at the service. None for a session's model."""
 
 
