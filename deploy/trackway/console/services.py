@@ -17,11 +17,11 @@ from trackway.clients import CallPolicy, ServiceClient
 from trackway.clients.base import replicas_of
 from trackway.console.replies import ReplicaState, ServiceState, SystemPage, TryAnswer, TryOffer
 from trackway.serving.auth import presented_key
-from trackway.wire.base import Float, Int, WireReply, WireRequest
-from trackway.wire.chat import Message
+from trackway.wire.base import Float, Int, WireRequest
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.openai import ChatCompletion
+from trackway.wire.openai import ChatCompletion, ChatMessage, ChatRequest
 from trackway.wire.reward import ScoreRequest, ScorerList
+from trackway.wire.rollout import ModelList
 from trackway.wire.service import ReplicaInfo
 from trackway.wire.tools import OneShotRequest, OneShotResult, ToolList
 from trackway.wire.trajectory import Reward
@@ -63,29 +63,6 @@ class TryTool(WireRequest):
     create_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
 
 
-class TryScore(WireRequest):
-    """A solution for a scorer."""
-
-    data_source: str = Field(min_length=1, max_length=1024)
-    solution_str: str = Field(max_length=MOST_CHARS)
-    ground_truth: str = Field(max_length=MOST_CHARS)
-
-
-class _Chat(WireRequest):
-    model: str
-    messages: list[Message]
-    max_tokens: Int
-    temperature: Float
-
-
-class _Model(WireReply):
-    id: str
-
-
-class _Models(WireReply):
-    data: list[_Model]
-
-
 def service_routes(urls: Mapping[str, str], http: httpx.AsyncClient | None = None) -> APIRouter:
     """The routes over services at these addresses, by name. Without addresses there is nothing to try."""
     router = APIRouter(tags=["services"], generate_unique_id_function=lambda route: route.name)
@@ -122,7 +99,7 @@ def service_routes(urls: Mapping[str, str], http: httpx.AsyncClient | None = Non
                 return None
 
         models, tools, scorers = await asyncio.gather(
-            ask("rollout", "/v1/models", _Models),
+            ask("rollout", "/v1/models", ModelList),
             ask("tools", "/tools", ToolList),
             ask("reward", "/scorers", ScorerList),
         )
@@ -136,10 +113,12 @@ def service_routes(urls: Mapping[str, str], http: httpx.AsyncClient | None = Non
     async def try_prompt(request: Request, body: TryPrompt) -> TryAnswer:
         """The model's answer to one user message."""
         rollout = client("rollout", request, TRY_S)
-        models = await rollout.call("GET", "/v1/models", reply=_Models)
-        message = Message(role="user", content=body.prompt)
-        chat = _Chat(
-            model=models.data[0].id, messages=[message], max_tokens=body.max_tokens, temperature=body.temperature
+        models = await rollout.call("GET", "/v1/models", reply=ModelList)
+        chat = ChatRequest(
+            model=models.data[0].id,
+            messages=[ChatMessage(role="user", content=body.prompt)],
+            max_tokens=body.max_tokens,
+            temperature=body.temperature,
         )
         answer = await rollout.call("POST", "/v1/chat/completions", reply=ChatCompletion, body=chat)
         [choice] = answer.choices
@@ -165,10 +144,10 @@ def service_routes(urls: Mapping[str, str], http: httpx.AsyncClient | None = Non
         )
 
     @router.post("/api/try/score", response_model=TryAnswer)
-    async def try_score(request: Request, body: TryScore) -> TryAnswer:
+    async def try_score(request: Request, body: ScoreRequest) -> TryAnswer:
         """The score of one solution."""
         reward = client("reward", request, TRY_S)
-        scored = await reward.call("POST", "/score", reply=Reward, body=ScoreRequest(**body.model_dump()))
+        scored = await reward.call("POST", "/score", reply=Reward, body=body)
         return TryAnswer(text=f"{scored.score:g}", facts={**scored.components})
 
     return router

@@ -110,19 +110,6 @@ def last_user_text(messages: str) -> str:
 
 _MOST_ROWS, _MOST_BYTES = 128, 16_000_000
 """Trajectories in memory at once, and their bytes in the file."""
-_COLUMNS = (
-    "sample_index",
-    "rollout_n",
-    "score",
-    "stop_reason",
-    "error",
-    "num_turns",
-    "tokens",
-    "seconds",
-    "incidents",
-    "traced",
-    "is_baseline",
-)
 
 
 def as_csv(reader: ParquetReader, folder: RunFolder, step: int, validation: bool) -> Iterator[str]:
@@ -133,8 +120,8 @@ def as_csv(reader: ParquetReader, folder: RunFolder, step: int, validation: bool
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         if offset == 0:
-            writer.writerow(("step", "validation", *_COLUMNS))
-        columns = [getattr(page, name) for name in _COLUMNS]
+            writer.writerow(("step", "validation", *COLUMNS))
+        columns = [getattr(page, name) for name in COLUMNS]
         writer.writerows((step, validation, *row) for row in zip(*columns, strict=True))
         yield text.getvalue()
         offset, total = offset + MOST_ROLLOUTS, page.total

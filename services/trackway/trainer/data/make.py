@@ -110,10 +110,9 @@ REACH_S = 10.0
 def hub_records() -> dict[Split, list[Record]]:
     """The records of both splits. Raises TrackwayError(UNAVAILABLE) when neither the hub nor the cache has them."""
     dataset, folder = _load(), Path(DATA_SOURCE, CONFIG)
-    splits: tuple[Split, ...] = ("train", "test")
     return {
         split: [Record(folder / split, line, dict(row)) for line, row in enumerate(dataset[split], start=1)]
-        for split in splits
+        for split in SPLITS
     }
 
 
