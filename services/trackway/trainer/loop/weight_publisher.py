@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,28 +33,6 @@ _CHUNK_BYTES = 1 << 30
 _KEY = "trackway.weights_transport=ipc"
 
 logger = logging.getLogger("trackway.trainer")
-
-
-class WeightSender(Protocol):
-    """Part of a publisher besides the store's version, so that engines get its tensors another way."""
-
-    def withdraw(self) -> None:
-        """Before a version is made: engines must no longer take the tensors of the one before from here."""
-        ...
-
-    def offer(self, version: int, folder: Path) -> None:
-        """Before the version becomes visible: engines may take the tensors that the folder has. Never raises."""
-        ...
-
-
-class StoreSender:
-    """The store alone."""
-
-    def withdraw(self) -> None:
-        """Implement `WeightSender.withdraw`."""
-
-    def offer(self, version: int, folder: Path) -> None:
-        """Implement `WeightSender.offer`."""
 
 
 def cuda_memory(buffer: Tensor) -> SharedMemory:
@@ -105,11 +83,11 @@ class IpcSender:
         self._failure = ""
 
     def withdraw(self) -> None:
-        """Implement `WeightSender.withdraw`."""
+        """Take back the offer before a version is made: engines must no longer take the tensors of the one before."""
         self._store.withdraw()
 
     def offer(self, version: int, folder: Path) -> None:
-        """Implement `WeightSender.offer`. A failure is logged once."""
+        """Offer the tensors that the folder has, before the version becomes visible. A failure is logged once."""
         try:
             self._fill(_published(folder))
             chunks = [_offered(chunk) for chunk in self._chunks or []]
@@ -201,10 +179,10 @@ async def require_takers(transport: TransportName, services: ServiceUrls) -> Non
         raise _cannot("one rollout replica, on the learner's GPU", f"{replicas}")
 
 
-def sender_of(name: TransportName, store: WeightStore, learner: Learner) -> WeightSender:
-    """Transport of this name, which offers versions."""
+def sender_of(name: TransportName, store: WeightStore, learner: Learner) -> IpcSender | None:
+    """Return what offers versions for the transport of this name. None for the store alone."""
     if name == "store":
-        return StoreSender()
+        return None
     device = learner.policy.device
     return IpcSender(store, learner, lambda size: torch.empty(size, dtype=torch.uint8, device=device))
 
@@ -242,7 +220,7 @@ class Publisher:
         update_mode: UpdateMode | None = None,
         anchor_every: int = 0,
         writers: Writers | None = None,
-        sender: WeightSender | None = None,
+        sender: IpcSender | None = None,
     ) -> None:
         self._store = store
         self._learner = learner
@@ -252,7 +230,7 @@ class Publisher:
         self._update_mode: UpdateMode | None = update_mode
         self._anchor_every = anchor_every
         self._writers = writers
-        self._sender = sender or StoreSender()
+        self._sender = sender
         self._kept = scratch.with_name(f"{scratch.name}-before")
         self._last: WholeWeights | None = None
         self._since_anchor = 0
@@ -282,7 +260,8 @@ class Publisher:
         self._doing = f"asks the weight store {self._store.url}"
         self._claim.renew()
         version = (self.newest() or 0) + 1
-        self._sender.withdraw()
+        if self._sender is not None:
+            self._sender.withdraw()
         shutil.rmtree(self._scratch, ignore_errors=True)
         try:
             with writing(self._scratch, f"weights version {version}"):
@@ -290,7 +269,8 @@ class Publisher:
                 self._doing = f"exports version {version} to {self._scratch}"
                 self._learner.export_to_engines(self._scratch)
             proof = self._learner.proof(self._scratch, self._published)
-            self._sender.offer(version, self._scratch)
+            if self._sender is not None:
+                self._sender.offer(version, self._scratch)
             self._doing = f"copies version {version} to the weight store {self._store.url}"
             manifest = self._store.publish(
                 version,
@@ -325,7 +305,8 @@ class Publisher:
 
     def close(self) -> None:
         """Let other runs publish."""
-        self._sender.withdraw()
+        if self._sender is not None:
+            self._sender.withdraw()
         shutil.rmtree(self._kept, ignore_errors=True)
         self._claim.close()
 

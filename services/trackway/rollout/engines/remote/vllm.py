@@ -28,7 +28,7 @@ from trackway.rollout.engines.remote.control import Call, TokenChunk
 from trackway.rollout.engines.remote.digests import Checksums, DigestValues
 from trackway.rollout.engines.remote.engine import KEPT, UNTOUCHED, RemoteEngine, require_untouched
 from trackway.rollout.engines.remote.server import Json
-from trackway.rollout.engines.remote.weight_transport import IpcReceiver, StoreReceiver, WeightReceiver
+from trackway.rollout.engines.remote.weight_transport import IpcReceiver
 from trackway.rollout.engines.weight_folder import adaptable_layers, check_same_model, is_adapter, lacks_head, with_head
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -88,7 +88,6 @@ class VllmEngine(RemoteEngine):
         """Name on the server of the adapter that new requests get, or None for the whole weights alone."""
         self._whole_folder: Path | None = None
         """Folder of the whole weights on the server, or None if unknown."""
-        self._from_folder = StoreReceiver(self._reload_whole)
         self._ipc: IpcReceiver | None = None
         if settings.weights_transport == "ipc" and settings.weights_url is not None:
             self._ipc = IpcReceiver(lambda: self.http, WeightStore(settings.weights_url))
@@ -156,15 +155,14 @@ class VllmEngine(RemoteEngine):
             self._ipc.give_up(self._wanted[1], error)
             await super().load_weights(*self._wanted, swapping)
 
-    def _receivers(self, version: int) -> list[WeightReceiver]:
-        """The ways into the server for a version, the store's last.
+    async def _transferred(self, version: int) -> bool:
+        """Return whether the version came from the learner's memory.
 
-        Only the store has weights that were verified before, those for a server that has just started, since it may be
-        the one after a transfer that ended it.
+        Weights that were verified before come from the store, as those for a server that has just started, since it may
+        be the one after a transfer that ended it.
         """
         is_new = self._wanted is not None and self._wanted[1] == version
-        shorter: list[WeightReceiver] = [] if self._ipc is None or not self.version or not is_new else [self._ipc]
-        return [*shorter, self._from_folder]
+        return self._ipc is not None and self.version > 0 and is_new and await self._ipc.load(version)
 
     def _command(self, port: int) -> list[str]:
         settings = self.settings
@@ -380,9 +378,8 @@ class VllmEngine(RemoteEngine):
                 return
             self._whole_folder = None
             await self.control.cut_short(self.calls.sent)  # they would go on with their adapter on other base weights
-        for receiver in self._receivers(version):
-            if await receiver.load(folder, version):
-                break
+        if not await self._transferred(version):
+            await self._reload_whole(folder)
         self._whole_folder = folder
 
     async def _reload_whole(self, folder: Path) -> None:

@@ -11,9 +11,7 @@ import base64
 import contextlib
 import logging
 import pickle
-from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
@@ -24,29 +22,6 @@ from trackway.wire.weights import OfferedTensors, WeightOffer
 
 _PHASE_S = 120.0
 _log = logging.getLogger(__name__)
-
-
-class WeightReceiver(Protocol):
-    """A way into a server for the tensors of a version."""
-
-    async def load(self, folder: Path, version: int) -> bool:
-        """Replaces the server's whole weights while its requests are frozen. `folder` has the version's files.
-
-        False when it did not, and the server can take them from the folder. The store's raises TrackwayError instead.
-        """
-        ...
-
-
-class StoreReceiver:
-    """The version's folder, which the server reads."""
-
-    def __init__(self, read: Callable[[Path], Awaitable[None]]) -> None:
-        self._read = read
-
-    async def load(self, folder: Path, version: int) -> bool:
-        """Implement `WeightReceiver.load`."""
-        await self._read(folder)
-        return True
 
 
 class IpcReceiver:
@@ -62,8 +37,11 @@ class IpcReceiver:
         self._given_up: int | None = None
         self._said = ""
 
-    async def load(self, folder: Path, version: int) -> bool:
-        """Implement `WeightReceiver.load`."""
+    async def load(self, version: int) -> bool:
+        """Replace the server's whole weights while its requests are frozen.
+
+        Returns False when it did not, and the server can take the version from its folder.
+        """
         offer = await asyncio.to_thread(self._store.offered)
         if offer is None or offer.version != version or version == self._given_up:
             return False
