@@ -17,8 +17,6 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-import httpx
-
 from trackway.system import log_tail, without_secrets
 from trackway.tracing.local_mlflow import mlflow_server
 from trackway.tracing.local_mlflow.mlflow_server import START_DEADLINE_S, ServerFiles, flocked
@@ -71,7 +69,6 @@ LINGER_S = 60.0
 RETRY_A_FAILED_START_S = 60.0
 """Seconds until a failed start is retried by any process. Each attempt costs seconds of CPU."""
 _POLL_S = 0.1
-_HEALTH_TIMEOUT_S = 5.0
 
 _guard = threading.Lock()
 _servers: dict[Path, "_LocalServer"] = {}
@@ -177,7 +174,7 @@ class _LocalServer:
         started = False
         while time.monotonic() < end:
             seen, address = _identity(self._files), _address(self._files)
-            if address is not None and _healthy(address):
+            if address is not None and mlflow_server.healthy(urlsplit(address).port):
                 self._seen = seen
                 return address
             lock = flocked(self._files.lock, exclusive=True)
@@ -273,13 +270,6 @@ def _identity(files: ServerFiles) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_ino, status.st_mtime_ns
-
-
-def _healthy(address: str) -> bool:
-    try:
-        return httpx.get(f"{address}/health", timeout=_HEALTH_TIMEOUT_S, trust_env=False).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 def _is_our_process(pid: object) -> bool:

@@ -234,7 +234,7 @@ def _environment(files: ServerFiles) -> dict[str, str]:
 def _wait_until_healthy(server: "subprocess.Popen[bytes]", port: int) -> bool:
     end = time.monotonic() + START_DEADLINE_S
     while time.monotonic() < end and server.poll() is None:
-        if _healthy(port):
+        if healthy(port):
             return True
         time.sleep(0.2)
     return False
@@ -248,7 +248,8 @@ def _lower_priority(server: "subprocess.Popen[bytes]") -> None:
         Path(f"/proc/{server.pid}/autogroup").write_text(str(NICENESS))
 
 
-def _healthy(port: int) -> bool:
+def healthy(port: int | None) -> bool:
+    """Return whether a server on this port of the machine answers."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5.0)
     try:
         connection.request("GET", "/health")
