@@ -2,8 +2,7 @@
 
 sinks          console, metrics.jsonl, TensorBoard. The interface of a backend, and the queue in front of it
 mlflow_run     the run in MLflow, sent from the files on disk
-wandb_run      the run in W&B. The only module that imports wandb
-opening        check of `trainer.logger` before a run starts. The tracking of a run
+opening        check of `trainer.logger` before a run starts. The run in W&B, and the tracking of a run
 leftovers      unsent data of ended runs, for MLflow and Weave, and its counts
 feedback_queue, jobs   queues on disk, and the thread that sends them
 
@@ -14,14 +13,13 @@ idempotent. Imported by `traces`.
 from trackway.trainer.delivery.leftovers import Leftovers, with_tracking
 from trackway.trainer.delivery.mlflow_run import MlflowRun
 from trackway.trainer.delivery.opening import Tracking, check_loggers, missing_for_loggers, open_tracking
-from trackway.trainer.delivery.sinks import ConsoleSink, FileSink, MlflowSink, QueuedSink, Sink
+from trackway.trainer.delivery.sinks import ConsoleSink, FileSink, QueuedSink, Sink
 
 __all__ = [
     "ConsoleSink",
     "FileSink",
     "Leftovers",
     "MlflowRun",
-    "MlflowSink",
     "QueuedSink",
     "Sink",
     "Tracking",

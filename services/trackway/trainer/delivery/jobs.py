@@ -14,7 +14,7 @@ from typing import Protocol
 
 from trackway.system import LockTaken, acquire_lock
 from trackway.system.waits import Backoff
-from trackway.wire.trainer import BackendSummary
+from trackway.wire.trainer import BackendSummary, MetricsRow
 
 logger = logging.getLogger("trackway.trainer")
 
@@ -70,6 +70,10 @@ class DeliveryThread:
         with self._changed:
             self._woken = True
             self._changed.notify_all()
+
+    def log(self, row: MetricsRow) -> None:
+        """Send the row, which is read from its file."""
+        self.wake()
 
     def wait_for_first_attempt(self, deadline_s: float) -> bool:
         """Wait until the first attempt to send has succeeded or failed; False at the deadline."""

@@ -11,7 +11,7 @@ from trackway.run_config import RunConfig
 from trackway.system.process import Experimental, warn_experimental
 from trackway.trainer.delivery.jobs import Delivery, DeliveryThread
 from trackway.trainer.delivery.mlflow_run import MlflowRun
-from trackway.trainer.delivery.sinks import MlflowSink, QueuedSink, Sink, TensorboardRun
+from trackway.trainer.delivery.sinks import QueuedSink, Sink, TensorboardRun
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.undelivered import sentences
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -112,8 +112,7 @@ class Tracking:
     @property
     def backends(self) -> list[Sink]:
         """The sinks outside this process and the run's folder."""
-        mlflow: list[Sink] = [] if self._mlflow is None else [MlflowSink(self._mlflow)]
-        return [*mlflow, *self._others]
+        return [*([] if self._mlflow is None else [self._mlflow]), *self._others]
 
     def deliver(self, delivery: Delivery) -> Callable[[], None]:
         """Start sending a further backend's queue, until `close`. Returns a function that signals new data."""

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from trackway.trainer.delivery.jobs import DeliveryThread
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.trainer import BackendSummary, MetricsRow
 
@@ -121,17 +120,6 @@ class FileSink:
     def log(self, row: MetricsRow) -> None:
         """Append the row."""
         self._folder.append_row(row)
-
-
-class MlflowSink:
-    """Signals new rows to the MLflow delivery, which reads them from metrics.jsonl. Must follow FileSink."""
-
-    def __init__(self, delivery: DeliveryThread) -> None:
-        self._delivery = delivery
-
-    def log(self, row: MetricsRow) -> None:
-        """Wake the delivery."""
-        self._delivery.wake()
 
 
 class MetricsRun(Protocol):
