@@ -190,7 +190,7 @@ def a_good_trace(outputs: Path) -> tuple[str, str]:
     """A training trajectory whose reward is 1, from the newest step."""
     uri = store_uri(outputs)
     [experiment] = traces.experiment_ids(uri, "trackway-demo")
-    trees = traces.search(uri, [experiment], "tags.validate = 'False'", limit=200)
+    trees = [*traces.MlflowStore(uri, [experiment]).trees("tags.validate = 'False'")]
     rewarded = [tree for tree in trees if reward_of(tree) == 1.0]
     newest = max(rewarded, key=lambda tree: int(tree.tags["step"]))
     return newest.trace_id, experiment

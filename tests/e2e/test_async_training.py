@@ -98,7 +98,9 @@ def test_each_trace_says_which_step_trained_it_where_that_is_a_later_one(
 
     def trained_steps() -> dict[str, object] | None:
         """The feedback, once all of it is there."""
-        found = {tree.trace_id: tree.feedback for tree in traces.search(deployment.mlflow_uri, [experiment], limit=500)}
+        found = {
+            tree.trace_id: tree.feedback for tree in traces.MlflowStore(deployment.mlflow_uri, [experiment]).trees()
+        }
         assessed = all("fate" in found.get(name, {}) for name in made)
         return {name: found[name].get("trained_step") for name in made} if assessed else None
 

@@ -47,8 +47,8 @@ def test_a_run_with_an_instrumented_agent(deployment: Deployment, started: Calla
     assert with_tools and {tool.name for called in with_tools.values() for tool in called} == {TOOL}
     assert {name: tool_calls(trees[name]) for name in with_tools} == {n: len(own) for n, own in with_tools.items()}
 
-    found = {tree.trace_id for tree in traces.search(deployment.mlflow_uri, [experiment], f"span.name = '{TOOL}'")}
-    assert found == with_tools.keys()
+    store = traces.MlflowStore(deployment.mlflow_uri, [experiment])
+    assert {tree.trace_id for tree in store.trees(f"span.name = '{TOOL}'")} == with_tools.keys()
     name = next(iter(with_tools))
     drawn = CliRunner().invoke(app, ["traces", "show", name, "--mlflow-uri", deployment.mlflow_uri])
     assert drawn.exit_code == 0 and TOOL in drawn.output and "invoke_agent agent" in drawn.output
@@ -63,7 +63,7 @@ def test_a_run_with_an_instrumented_agent(deployment: Deployment, started: Calla
 
 def complete(deployment: Deployment, experiment: str, names: Collection[str]) -> dict[str, TraceTree] | None:
     """The traces by id, once each has its reward and the framework's root, whose spans come last."""
-    found = {tree.trace_id: tree for tree in traces.search(deployment.mlflow_uri, [experiment], limit=500)}
+    found = {tree.trace_id: tree for tree in traces.MlflowStore(deployment.mlflow_uri, [experiment]).trees()}
     trees = {name: tree for name, tree in found.items() if name in names}
     last = [{"reward", "invoke_agent"} <= {span.name.split()[0] for span in tree.spans()} for tree in trees.values()]
     return trees if len(trees) == len(names) and all(last) else None

@@ -52,20 +52,18 @@ def test_what_a_filter_left_out_is_in_the_metrics_and_its_traces_say_so(
     evicted = int(sum(row["training/filter_groups/evicted_samples"] for row in rows))
     rollouts = {"used": 3 * 4 * 2, "dropped_filtered": 2 * evicted, "baseline": 3 * 4 + evicted}
 
+    store = traces.MlflowStore(deployment.mlflow_uri, [str(adapter.experiment_id)])
+
     def fates() -> dict[str, int] | None:
         """How many traces have each fate, once there are some of each and all of a group."""
-        found = traces.search(deployment.mlflow_uri, [str(adapter.experiment_id)], limit=500)
-        counts = Counter(str(tree.feedback["fate"]) for tree in found if "fate" in tree.feedback)
+        counts = Counter(str(tree.feedback["fate"]) for tree in store.trees() if "fate" in tree.feedback)
         is_whole = counts["used"] + counts["dropped_filtered"] == 2 * counts["baseline"]
         return counts if is_whole and counts.keys() == rollouts.keys() else None
 
     assert evicted > 0
     assert {name: rows[-1][f"rollouts/{name}"] for name in rollouts} == rollouts
     assert rows[-1]["rollouts/submitted"] == sum(rollouts.values())
-    until(
-        fates,
-        state=lambda: [tree.feedback for tree in traces.search(deployment.mlflow_uri, [str(adapter.experiment_id)])],
-    )
+    until(fates, state=lambda: [tree.feedback for tree in store.trees()])
 
 
 def test_a_run_without_the_nodes_of_its_learner_fails_with_what_they_offer(deployment: Deployment, started) -> None:

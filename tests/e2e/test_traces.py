@@ -20,6 +20,7 @@ from trackway.clients.http_client import authorization, resolve_token
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.deployment import serve_api
 from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.runs.demo import gaps_on_one_machine
 from trackway.traces import TraceTree
 from trackway.wire.agent import GroupRequest, Limits, RewardModel, Sample
 from trackway.wire.chat import Message
@@ -79,7 +80,7 @@ def stored(deployment: Deployment, experiment: str, wanted: Callable[[list[Trace
     """The experiment's traces by id, once they are as wanted."""
 
     def found() -> list[TraceTree] | None:
-        seen = traces.search(deployment.mlflow_uri, [experiment])
+        seen = [*traces.MlflowStore(deployment.mlflow_uri, [experiment]).trees()]
         return seen if wanted(seen) else None
 
     return {trace.trace_id: trace for trace in until(found)}
@@ -97,7 +98,7 @@ def gaps(trace: TraceTree, trajectory: Trajectory) -> list[str]:
     """
     if trajectory.error is not None:
         return [] if trace.tags["outcome"] == f"error:{trajectory.error.code.value}" else ["no outcome"]
-    missing = traces.missing_parts(trace, trajectory.turns)
+    missing = gaps_on_one_machine(trace, trajectory)
     answered_before = Incident.REPLICA_LOST not in trajectory.incidents
     return [gap for gap in missing if not (answered_before and "chat spans" in gap)]
 
@@ -127,7 +128,7 @@ def test_a_rollout_replica_killed_while_a_group_generates_is_seen_in_its_traces(
 
     found = stored(deployment, experiment, lambda seen: len(seen) == N and all(outcomes(seen)))
     assert found.keys() == made.keys()
-    searched = traces.search(deployment.mlflow_uri, [experiment], "tags.outcome = 'replica_lost'")
+    searched = traces.MlflowStore(deployment.mlflow_uri, [experiment]).trees("tags.outcome = 'replica_lost'")
     survived = {name for name in hit if made[name].error is None}
     assert {trace.trace_id for trace in searched} == survived and survived
     whole = stored(deployment, experiment, lambda seen: not any(gaps(trace, made[trace.trace_id]) for trace in seen))

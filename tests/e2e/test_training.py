@@ -29,6 +29,7 @@ from trackway.clients import TrainerClient, run
 from trackway.console.app import create_app
 from trackway.deploy.deployment import serve_api
 from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.runs.demo import gaps_on_one_machine
 from trackway.deploy.runs.session import RunSession
 from trackway.evaluation.summary import summary
 from trackway.trainer.run_state.folder import RunFolder
@@ -84,7 +85,7 @@ def test_a_run_leaves_a_whole_trace_for_each_traced_trajectory(deployment: Deplo
     first = {
         name for name, trajectory in traced.items() if trajectory.tags.step == 1 and not trajectory.tags.validation
     }
-    by_tag = traces.search(deployment.mlflow_uri, [experiment], "tags.step = '1'")
+    by_tag = traces.MlflowStore(deployment.mlflow_uri, [experiment]).trees("tags.step = '1'")
     client = MlflowClient(tracking_uri=deployment.mlflow_uri)
     by_run = {trace.info.trace_id: trace for trace in of_the_run(client, info)}
     assert {tree.trace_id for tree in by_tag} == first and len(first) == 16
@@ -166,9 +167,9 @@ def of_the_run(client: MlflowClient, info: RunInfo) -> list[Trace]:
 
 def whole(deployment: Deployment, experiment: str, traced: dict[str, Trajectory]) -> dict[str, Trajectory] | None:
     """The traced trajectories once each has a complete tree."""
-    found = {tree.trace_id: tree for tree in traces.search(deployment.mlflow_uri, [experiment], limit=500)}
+    found = {tree.trace_id: tree for tree in traces.MlflowStore(deployment.mlflow_uri, [experiment]).trees()}
     for name, trajectory in traced.items():
-        if name not in found or traces.missing_parts(found[name], trajectory.turns):
+        if name not in found or gaps_on_one_machine(found[name], trajectory):
             return None
     return {name: traced[name] for name in found if name in traced}
 

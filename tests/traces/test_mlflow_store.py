@@ -221,10 +221,11 @@ def test_the_demo_counts_whole_trees(exported: ExportedTraces, monkeypatch: pyte
 
 
 def test_traces_are_found_by_mlflows_filter_and_checked_by_their_turns(exported: ExportedTraces) -> None:
-    [tree] = traces.search(exported.uri, [exported.experiment_id], "tags.step = '1' AND tags.rollout_n = '1'")
-    assert traces.missing_parts(tree, exported.made["s1n1"].turns)[:-1] == []
-    assert "served two services" in traces.missing_parts(tree, exported.made["s1n1"].turns)[-1]
-    assert traces.missing_parts(tree, exported.made["s1n1"].turns[:1])[0] == "2 turn spans, expected 1"
+    store = traces.MlflowStore(exported.uri, [exported.experiment_id])
+    [tree] = store.trees("tags.step = '1' AND tags.rollout_n = '1'")
+    turns = exported.made["s1n1"].turns
+    assert rules.tree_gaps(tree, rules.expected_spans(turns, rewards=1)) == []
+    assert rules.tree_gaps(tree, rules.expected_spans(turns[:1], rewards=1))[0] == "2 turn spans, expected 1"
 
 
 def test_every_trace_is_read_as_mlflows_own_client_reads_it(exported: ExportedTraces) -> None:
@@ -307,4 +308,4 @@ def test_an_answer_that_is_not_mlflows_is_one_line(exported: ExportedTraces) -> 
         with pytest.raises(UserError, match=f"refused, or did not answer: .*({reason})"):
             traces.experiment_ids(uri, None)
     with pytest.raises(UserError, match="did not answer: Invalid entity type 'tagz'"):
-        traces.search(exported.uri, [exported.experiment_id], "tagz.step = '1'")
+        next(traces.MlflowStore(exported.uri, [exported.experiment_id]).trees("tagz.step = '1'"))

@@ -4,7 +4,7 @@ import pytest
 
 from tests.traces.example_trace import CALL, ExampleTrace, chat, framework, span
 from tests.traces.framework_spans import GEN_AI, GEN_AI_TOOL
-from trackway.traces.rules import Expected, gaps, shared_processes, tree_gaps
+from trackway.traces.rules import expected_spans, gaps, shared_processes, tree_gaps
 from trackway.traces.tree import SpanEvent
 from trackway.wire.errors import ErrorBody, ErrorCode
 from trackway.wire.trajectory import StopReason
@@ -229,7 +229,8 @@ def test_a_process_that_served_two_services_is_named() -> None:
 
 def test_a_tree_can_be_checked_by_its_turns_alone() -> None:
     example = ExampleTrace()
-    expected = Expected.of(example.trajectory().turns, rewards=1)
-    assert (expected, tree_gaps(example.tree(), expected)) == (Expected(turns=2, calls=1, rewards=1), [])
+    expected = expected_spans(example.trajectory().turns, rewards=1)
+    assert expected == {"turn": 2, "chat": 2, "execute_tool": 1, "reward": 1}
+    assert tree_gaps(example.tree(), expected) == []
     example.drop("c0", "c1")
     assert tree_gaps(example.tree(), expected) == ["0 of 2 chat spans: none below turn 0, turn 1"]

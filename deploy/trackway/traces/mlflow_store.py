@@ -8,7 +8,7 @@ import base64
 import itertools
 import re
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -271,8 +271,3 @@ def experiment_ids(mlflow_uri: str, project: str | None) -> list[str]:
         known = ", ".join(experiment["name"] for experiment in experiments)
         raise UserError(f"no MLflow experiment {project!r}; there are {known}")
     return ids
-
-
-def search(mlflow_uri: str, experiments: Iterable[str], filter_string: str = "", limit: int = 100) -> list[TraceTree]:
-    """The traces in these experiments (by id) that match MLflow's filter, newest first."""
-    return list(itertools.islice(MlflowStore(mlflow_uri, list(experiments)).trees(filter_string), limit))

@@ -2,8 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from trackway.traces import views
 from trackway.traces.tree import OF_AGENTS, OF_ENVIRONMENTS, SERVICE_OF_SPAN, SpanNode, TraceTree
@@ -23,22 +22,10 @@ REPEATING = frozenset(
 _REPEATABLE = frozenset({"chat", "execute_tool", "reward"})
 
 
-@dataclass(frozen=True)
-class Expected:
-    """Number of spans of each kind in a complete tree."""
-
-    turns: int
-    calls: int
-    rewards: int
-
-    @classmethod
-    def of(cls, turns: Sequence[Turn], rewards: int) -> "Expected":
-        """A turn and a generation per turn, an execution per call that reached its tool."""
-        return cls(len(turns), sum(turn.calls_executed for turn in turns), rewards)
-
-    def counts(self) -> dict[str, int]:
-        """The counts by kind of span."""
-        return {"turn": self.turns, "chat": self.turns, "execute_tool": self.calls, "reward": self.rewards}
+def expected_spans(turns: Sequence[Turn], rewards: int) -> dict[str, int]:
+    """The number of spans of each kind in a complete tree: an execution for each call that reached its tool."""
+    calls = sum(turn.calls_executed for turn in turns)
+    return {"turn": len(turns), "chat": len(turns), "execute_tool": calls, "reward": rewards}
 
 
 def gaps(tree: TraceTree | None, trajectory: Trajectory) -> list[str]:
@@ -55,7 +42,7 @@ def gaps(tree: TraceTree | None, trajectory: Trajectory) -> list[str]:
             *_different_tags(tree, trajectory),
             *_wrong_status(tree, trajectory),
         ]
-    expected = Expected.of(trajectory.turns, rewards=int(trajectory.reward is not None))
+    expected = expected_spans(trajectory.turns, rewards=int(trajectory.reward is not None))
     return [
         *tree_gaps(tree, expected),
         *_different_tags(tree, trajectory),
@@ -64,7 +51,7 @@ def gaps(tree: TraceTree | None, trajectory: Trajectory) -> list[str]:
     ]
 
 
-def tree_gaps(tree: TraceTree, expected: Expected) -> list[str]:
+def tree_gaps(tree: TraceTree, expected: Mapping[str, int]) -> list[str]:
     """Missing roots, parents and spans, and spans from the wrong service."""
     return [*_root_gaps(tree), *_count_gaps(tree, expected), *_wrong_services(tree)]
 
@@ -89,14 +76,14 @@ def _root_gaps(tree: TraceTree) -> list[str]:
     return problems
 
 
-def _count_gaps(tree: TraceTree, expected: Expected) -> list[str]:
+def _count_gaps(tree: TraceTree, expected: Mapping[str, int]) -> list[str]:
     spans = list(tree.spans())
     counts = Counter(span.kind for span in spans if span.service)
     events = {event.name for span in spans for event in span.events}
     repeated = not events.isdisjoint(REPEATING)
     died = "; a process died, and with it the spans it had not exported" if Incident.REPLICA_LOST in events else ""
     problems = []
-    for kind, wanted in expected.counts().items():
+    for kind, wanted in expected.items():
         count = counts[kind]
         if count < wanted:
             problems.append(f"{count} of {wanted} {kind} spans{_where(tree, kind)}{died}")
