@@ -266,11 +266,6 @@ class LearnerConfig:
         return self.actor.use_torch_compile or self.actor.fsdp_config.use_torch_compile
 
     @property
-    def lr_warmup_steps(self) -> int:
-        """Updates over which the rate rises; the first one trains at lr / steps."""
-        return self.actor.optim.warmup_updates(self.total_steps)
-
-    @property
     def clip_grad(self) -> float:
         """The gradient's norm is scaled down to this."""
         return self.actor.optim.clip_grad or self.actor.grad_clip
@@ -292,42 +287,28 @@ class LearnerConfig:
         return self.actor.ppo_mini_batch_size * self.rollout.n
 
     @property
-    def micro_batch_size(self) -> int:
-        """Trajectories per forward and backward of a rank. Memory only, results do not depend on it."""
-        return min(self.mini_batch_size, self.actor.ppo_micro_batch_size_per_gpu or self.mini_batch_size)
+    def update_limit(self) -> PassLimit:
+        """Limit of a rank's forward and backward. Memory only, results do not depend on it."""
+        rows = min(self.mini_batch_size, self.actor.ppo_micro_batch_size_per_gpu or self.mini_batch_size)
+        return PassLimit(rows, self.actor.ppo_max_token_len_per_gpu if self.actor.use_dynamic_bsz else None)
 
     @property
-    def log_prob_micro_batch_size(self) -> int:
-        """Trajectories per forward of the old-logprob pass."""
-        return self.rollout.log_prob_micro_batch_size_per_gpu or self.micro_batch_size
-
-    @property
-    def ref_micro_batch_size(self) -> int:
-        """Trajectories per forward of the reference model, except for the full KL, which takes `micro_batch_size`."""
-        return self.ref.log_prob_micro_batch_size_per_gpu or self.log_prob_micro_batch_size
-
-    @property
-    def micro_batch_tokens(self) -> int | None:
-        """Tokens per forward and backward, whatever the number of trajectories, or None for `micro_batch_size`."""
-        return self.actor.ppo_max_token_len_per_gpu if self.actor.use_dynamic_bsz else None
-
-    @property
-    def log_prob_micro_batch_tokens(self) -> int | None:
-        """Tokens per forward of the old-logprob pass, or None for `log_prob_micro_batch_size`."""
+    def log_prob_limit(self) -> PassLimit:
+        """Limit of the old-logprob pass."""
         rollout, actor = self.rollout, self.actor
-        is_dynamic = rollout.log_prob_use_dynamic_bsz
+        rows = rollout.log_prob_micro_batch_size_per_gpu or self.update_limit.rows
         tokens = rollout.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
-        return tokens if (actor.use_dynamic_bsz if is_dynamic is None else is_dynamic) else None
+        is_dynamic = rollout.log_prob_use_dynamic_bsz
+        return PassLimit(rows, tokens if (actor.use_dynamic_bsz if is_dynamic is None else is_dynamic) else None)
 
     @property
-    def ref_micro_batch_tokens(self) -> int | None:
-        """Tokens per forward of the reference model, or None for `ref_micro_batch_size`."""
-        ref, by_default = self.ref, self.log_prob_micro_batch_tokens
-        if ref.log_prob_use_dynamic_bsz is False:
-            return None
-        if ref.log_prob_use_dynamic_bsz or by_default:
-            return ref.log_prob_max_token_len_per_gpu or by_default or self.actor.ppo_max_token_len_per_gpu
-        return None
+    def ref_limit(self) -> PassLimit:
+        """Limit of the reference model's pass, except for the full KL, which takes `update_limit`."""
+        ref, by_default = self.ref, self.log_prob_limit
+        rows = ref.log_prob_micro_batch_size_per_gpu or by_default.rows
+        tokens = ref.log_prob_max_token_len_per_gpu or by_default.tokens or self.actor.ppo_max_token_len_per_gpu
+        is_dynamic = ref.log_prob_use_dynamic_bsz
+        return PassLimit(rows, tokens if (by_default.tokens if is_dynamic is None else is_dynamic) else None)
 
     @property
     def recompute_old_logprobs(self) -> bool:

@@ -203,7 +203,7 @@ def learner_memory(config: LearnerConfig, placement: Placement, size: ModelSize,
     """Forecast one rank of a learner. `critic` is the size of the value model, if the run trains one."""
     ranks, actor, fsdp = placement.ranks, config.actor, config.actor.fsdp_config
     sharing = _sharing(fsdp, ranks)
-    tokens = _tokens(config, PassLimit(config.micro_batch_size, config.micro_batch_tokens), ranks)
+    tokens = _tokens(config, config.update_limit, ranks)
     policy = _Trained.of(config, size, fsdp, ranks, config.model.enable_gradient_checkpointing, tokens)
     chunk = actor.fsdp_config.entropy_from_logits_chunk_size
     whole = {True: 0, False: tokens, None: WHOLE_LOGITS // size.vocabulary}[config.model.use_fused_kernels]

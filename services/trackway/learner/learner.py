@@ -62,7 +62,6 @@ from trackway.learner.measuring import Clock, Metrics
 from trackway.learner.metrics import batch_metrics, drift_metrics, mean_metrics, scores_of, value_metrics
 from trackway.learner.policy import BasePolicy, MicroBatch, Policy
 from trackway.learner.policy_losses import SELECTIONS, LossInputs, policy_loss_of
-from trackway.learner.ranks.balance import PassLimit
 from trackway.learner.ranks.publication import Work, own_files
 from trackway.learner.ranks.sharding import ALONE, Ranks, require_finite_shards
 from trackway.learner.ranks.snapshot import FILES, Publish, Snapshot, to_load, write_state
@@ -341,8 +340,7 @@ class Learner:
         """
         passes: list[MicroBatch] = []
         parts: list[MicroLoss] = []
-        limit = PassLimit(self.config.micro_batch_size, self.config.micro_batch_tokens)
-        for micro_batch in self.policy.micro_batches(batch, limit):
+        for micro_batch in self.policy.micro_batches(batch, self.config.update_limit):
             parts.append(self._backward(micro_batch, measures, loss))
             passes.append(micro_batch)
         return passes, parts
@@ -582,8 +580,7 @@ class Learner:
             batch, mismatch = self._corrected(batch, measured[0])
         if self._needs_ref_logprobs:
             assert self.reference is not None
-            limit = PassLimit(self.config.ref_micro_batch_size, self.config.ref_micro_batch_tokens)
-            ref_logprobs = self.reference.logprobs(sampled, self.config.rollout.temperature, limit)
+            ref_logprobs = self.reference.logprobs(sampled, self.config.rollout.temperature, self.config.ref_limit)
             batch = replace(batch, ref_logprobs=ref_logprobs)
         columns = ResponseColumns(rows, owners, sampled.response_mask.shape[1])
         mask, kl_metrics = columns.response(sampled.response_mask), Metrics()
@@ -638,7 +635,7 @@ class Learner:
         )
         if not measures:
             return []
-        return self.policy.measured(batch, self.config.rollout.temperature, self._log_prob_limit, *measures)
+        return self.policy.measured(batch, self.config.rollout.temperature, self.config.log_prob_limit, *measures)
 
     def _corrected(self, sampled: TrainingBatch, old: Tensor) -> tuple[TrainingBatch, Metrics]:
         """The batch with these old logprobs, importance weights and only the tokens that are not rejected.
@@ -668,11 +665,7 @@ class Learner:
         return drift_metrics(first.logp[mask], first.mini.old_logprobs[mask]) | mean_metrics(corrections)
 
     def _old_logprobs(self, batch: TrainingBatch) -> Tensor:
-        return self.policy.logprobs(batch, self.config.rollout.temperature, self._log_prob_limit)
-
-    @property
-    def _log_prob_limit(self) -> PassLimit:
-        return PassLimit(self.config.log_prob_micro_batch_size, self.config.log_prob_micro_batch_tokens)
+        return self.policy.logprobs(batch, self.config.rollout.temperature, self.config.log_prob_limit)
 
     @property
     def _needs_ref_logprobs(self) -> bool:

@@ -53,6 +53,6 @@ def test_each_size_that_is_not_given_is_that_of_the_pass_before_it(
 ):
     config = learner_config("m", mini_batch_size=6, **given)
 
-    assert config.micro_batch_size == actor
-    assert config.log_prob_micro_batch_size == old_logprobs
-    assert config.ref_micro_batch_size == reference
+    assert config.update_limit.rows == actor
+    assert config.log_prob_limit.rows == old_logprobs
+    assert config.ref_limit.rows == reference

@@ -30,13 +30,13 @@ def test_verl_counts_prompts_where_the_learner_counts_trajectories():
 
     learner = learner_config(config, total_steps=30)
 
-    assert (learner.mini_batch_size, learner.micro_batch_size) == (256, 4)
+    assert (learner.mini_batch_size, learner.update_limit.rows) == (256, 4)
 
 
 def test_a_micro_batch_is_never_larger_than_the_mini_batch():
     config = compose([], config_name="tiny_demo")
 
-    assert learner_config(config, total_steps=30).micro_batch_size == 96
+    assert learner_config(config, total_steps=30).update_limit.rows == 96
 
 
 def test_validation_is_greedy_unless_it_samples():

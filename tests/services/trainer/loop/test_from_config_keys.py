@@ -54,6 +54,7 @@ CORRECTION = "algorithm.rollout_correction"
 BUFFER = "reward.reward_kwargs.overlong_buffer_cfg"
 GIVEN: Keys = {"trackway.device": "cpu"}
 STEPS, STEPS_PER_EPOCH = 40, 7
+LIMITS = ("update_limit", "log_prob_limit", "ref_limit")
 
 
 def asks(**changed: object) -> Fields:
@@ -64,15 +65,12 @@ def asks(**changed: object) -> Fields:
 
 def passes(size: int) -> Fields:
     """The learner's passes that take the actor's micro-batch size."""
-    return {
-        f"learner.{name}": size for name in ("micro_batch_size", "log_prob_micro_batch_size", "ref_micro_batch_size")
-    }
+    return {f"learner.{name}.rows": size for name in LIMITS}
 
 
 def fills(tokens: int) -> Fields:
     """The learner's passes that take the actor's tokens per micro-batch."""
-    passes = ("micro_batch_tokens", "log_prob_micro_batch_tokens", "ref_micro_batch_tokens")
-    return {f"learner.{name}": tokens for name in passes}
+    return {f"learner.{name}.tokens": tokens for name in LIMITS}
 
 
 def retries(**changed: object) -> Fields:
@@ -225,10 +223,10 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     f"{ACTOR}.ppo_max_token_len_per_gpu": (4096, {}),
     f"{ROLLOUT}.log_prob_use_dynamic_bsz": (
         True,
-        {"learner.log_prob_micro_batch_tokens": 16384, "learner.ref_micro_batch_tokens": 16384},
+        {"learner.log_prob_limit.tokens": 16384, "learner.ref_limit.tokens": 16384},
     ),
     f"{ROLLOUT}.log_prob_max_token_len_per_gpu": (4096, {}),
-    f"{REF}.log_prob_use_dynamic_bsz": (True, {"learner.ref_micro_batch_tokens": 16384}),
+    f"{REF}.log_prob_use_dynamic_bsz": (True, {"learner.ref_limit.tokens": 16384}),
     f"{REF}.log_prob_max_token_len_per_gpu": (4096, {}),
     f"{ACTOR}.ppo_mini_batch_size": (32, {"learner.mini_batch_size": 32, **passes(32)}),
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": (4, passes(4)),
@@ -259,7 +257,7 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     f"{ACTOR}.use_kl_loss": (True, {"learner.actor.use_kl_loss": True, "learner.uses_reference": True}),
     f"{ACTOR}.kl_loss_coef": (0.6, {"learner.actor.kl_loss_coef": 0.6}),
     f"{ACTOR}.kl_loss_type": ("k1", {"learner.actor.kl_loss_type": "k1"}),
-    f"{REF}.log_prob_micro_batch_size_per_gpu": (9, {"learner.ref_micro_batch_size": 9}),
+    f"{REF}.log_prob_micro_batch_size_per_gpu": (9, {"learner.ref_limit.rows": 9}),
     f"{REF}.fsdp_config.param_offload": (True, {"learner.ref.fsdp_config.param_offload": True}),
     f"{ROLLOUT}.n": (
         8,
@@ -272,7 +270,7 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     ),
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": (
         10,
-        {"learner.log_prob_micro_batch_size": 10, "learner.ref_micro_batch_size": 10},
+        {"learner.log_prob_limit.rows": 10, "learner.ref_limit.rows": 10},
     ),
     f"{ROLLOUT}.temperature": (0.7, {"learner.rollout.temperature": 0.7, "training.sampling.temperature": 0.7}),
     f"{ROLLOUT}.top_p": (0.8, {"training.sampling.top_p": 0.8}),
@@ -480,19 +478,19 @@ TOGETHER: list[tuple[Keys, Fields]] = [
     ({f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 4096}, fills(4096)),
     (
         {f"{ACTOR}.use_dynamic_bsz": True, f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 8192},
-        {**fills(8192), "learner.micro_batch_tokens": 16384},
+        {**fills(8192), "learner.update_limit.tokens": 16384},
     ),
     (
         {f"{ACTOR}.use_dynamic_bsz": True, f"{REF}.log_prob_max_token_len_per_gpu": 8192},
-        {**fills(16384), "learner.ref_micro_batch_tokens": 8192},
+        {**fills(16384), "learner.ref_limit.tokens": 8192},
     ),
     (
         {f"{ACTOR}.use_dynamic_bsz": True, f"{ROLLOUT}.log_prob_use_dynamic_bsz": False},
-        {"learner.micro_batch_tokens": 16384},
+        {"learner.update_limit.tokens": 16384},
     ),
     (
         {f"{ACTOR}.use_dynamic_bsz": True, f"{REF}.log_prob_use_dynamic_bsz": False},
-        {"learner.micro_batch_tokens": 16384, "learner.log_prob_micro_batch_tokens": 16384},
+        {"learner.update_limit.tokens": 16384, "learner.log_prob_limit.tokens": 16384},
     ),
     ({f"{ACTOR}.optim.clip_grad": 4.0, f"{ACTOR}.grad_clip": 5.0}, {"learner.clip_grad": 4.0}),
     (
@@ -615,8 +613,11 @@ def _learner_fields(learner: LearnerConfig) -> Iterator[tuple[str, object]]:
         if not isinstance(value, Section) or name == "distillation_loss":  # None without teachers
             yield name, value
     for name, value in vars(LearnerConfig).items():
-        if isinstance(value, property):
+        if name in LIMITS:
+            yield from ((f"{name}.{field}", inner) for field, inner in getattr(learner, name)._asdict().items())
+        elif isinstance(value, property):
             yield name, getattr(learner, name)
+    yield "lr_warmup_steps", learner.actor.optim.warmup_updates(learner.total_steps)
     for name in READ_AS_GIVEN:
         yield name, attrgetter(name)(learner)
 
