@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from trackway.learner.algorithm import grpo_advantages
+from trackway.learner.algorithm import grpo_advantages, members_of
 from trackway.learner.filtering import REWARD_BASELINE
 from trackway.run_config.algorithm import AlgorithmConfig
 from trackway.serving.user_code import own_function
@@ -86,7 +86,7 @@ def grpo_passk(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     A group of one, whose other rollouts failed, lacks an advantage.
     """
     scores, advantages = inputs.scores, torch.zeros_like(inputs.scores)
-    for rows in _members(inputs.groups):
+    for rows in members_of(inputs.groups):
         if len(rows) == 1:
             continue
         (best, second), places = scores[rows].topk(2)
@@ -107,7 +107,7 @@ def gae(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
 def rloo(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     """REINFORCE leave-one-out (arXiv:2402.14740): the score less the mean of the others; of one, the score."""
     advantages = _centred(inputs.scores, inputs.groups)
-    for rows in _members(inputs.groups):
+    for rows in members_of(inputs.groups):
         advantages[rows] *= len(rows) / max(1, len(rows) - 1)
     return advantages
 
@@ -116,7 +116,7 @@ def rloo(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
 def rloo_vectorized(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     """`rloo`, but a group of one has no advantage."""
     advantages = rloo(config, inputs)
-    for rows in _members(inputs.groups):
+    for rows in members_of(inputs.groups):
         if len(rows) == 1:
             advantages[rows] = 0.0
     return advantages
@@ -126,7 +126,7 @@ def rloo_vectorized(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
 def opo(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     """On-policy optimization (arXiv:2505.23585): the baseline is the group's mean weighted by trained tokens."""
     scores, lengths, advantages = inputs.scores, inputs.mask.sum(1).double(), inputs.scores.clone()
-    for rows in _members(inputs.groups):
+    for rows in members_of(inputs.groups):
         if len(rows) > 1:
             advantages[rows] -= (lengths[rows] * scores[rows]).sum() / lengths[rows].sum().clamp(min=1)
     return advantages
@@ -294,14 +294,6 @@ def token_returns(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     return rewards_to_go(inputs.rewards, inputs.mask, gamma)
 
 
-def _members(groups: Sequence[str]) -> list[list[int]]:
-    """The rows of each group."""
-    members: dict[str, list[int]] = {}
-    for row, key in enumerate(groups):
-        members.setdefault(key, []).append(row)
-    return list(members.values())
-
-
 def _centred(scores: Tensor, groups: Sequence[str]) -> Tensor:
     """Scores less the mean of their group. A group of one keeps its score. Equal scores give exactly 0."""
     return grpo_advantages(scores, groups, norm_by_std=False)
@@ -333,7 +325,7 @@ def _optimal_baselines(to_go: Tensor, variance: Tensor, mask: Tensor, groups: Se
     """[B, R]: at each position the mean of the group's rewards to go, weighted by the path variance."""
     ends = (mask * torch.arange(1, mask.shape[1] + 1)).amax(1)
     baselines = torch.zeros_like(to_go)
-    for rows in _members(groups):
+    for rows in members_of(groups):
         if len(rows) == 1:
             continue
         baselines[rows] = (to_go[rows] * variance[rows]).sum(0) / (variance[rows].sum(0) + BASELINE_EPS)

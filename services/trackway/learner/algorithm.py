@@ -30,13 +30,18 @@ def grpo_advantages(scores: Tensor, groups: Sequence[str], norm_by_std: bool = T
         raise ValueError(
             f"expected one score per group key, [{len(groups)}], got {list(scores.shape)}; give both per trajectory"
         )
+    advantages = torch.empty_like(scores)
+    for rows in members_of(groups):
+        advantages[rows] = _group_advantages(scores[rows], norm_by_std, eps)
+    return advantages
+
+
+def members_of(groups: Sequence[str]) -> list[list[int]]:
+    """The rows of each group."""
     members: dict[str, list[int]] = {}
     for row, key in enumerate(groups):
         members.setdefault(key, []).append(row)
-    advantages = torch.empty_like(scores)
-    for rows in members.values():
-        advantages[rows] = _group_advantages(scores[rows], norm_by_std, eps)
-    return advantages
+    return list(members.values())
 
 
 def _group_advantages(scores: Tensor, norm_by_std: bool, eps: float) -> Tensor:

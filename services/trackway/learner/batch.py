@@ -10,13 +10,14 @@ and response token i (0-based) lies in column P - 1 + i:
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import count
 from typing import Self, TypeAlias
 
 import torch
 from torch import Tensor
 
+from trackway.learner.algorithm import by_token
 from trackway.learner.head import TopTokens
 from trackway.wire.trajectory import Trajectory
 
@@ -75,27 +76,18 @@ class TrainingBatch:
         Raises ValueError on an empty list, unequal lengths, or an empty prompt (nothing predicts its first token).
         """
         _check(trajectories, advantages)
-        lengths = torch.tensor([len(t.prompt_ids) + len(t.response_ids) for t in trajectories])
-        rows, width = len(trajectories), int(lengths.max())
-        input_ids = torch.zeros(rows, width, dtype=torch.int64)
-        response_mask = torch.zeros(rows, width - 1, dtype=torch.bool)
-        old_logprobs = torch.zeros(rows, width - 1, dtype=dtype)
+        rows = [(t.prompt_ids + t.response_ids, [0] * len(t.prompt_ids) + t.response_mask) for t in trajectories]
+        batch = cls.of_tokens(rows, dtype)
+        old_logprobs = torch.zeros_like(batch.old_logprobs)
         for row, trajectory in enumerate(trajectories):
             first = len(trajectory.prompt_ids) - 1
             columns = slice(first, first + len(trajectory.response_ids))
-            ids = trajectory.prompt_ids + trajectory.response_ids
-            input_ids[row, : len(ids)] = torch.tensor(ids)
-            response_mask[row, columns] = torch.tensor(trajectory.response_mask, dtype=torch.bool)
             old_logprobs[row, columns] = torch.tensor(trajectory.response_logprobs, dtype=dtype)
-        return cls(
-            **_teacher_columns(trajectories, response_mask, dtype),
-            input_ids=input_ids,
-            attention_mask=torch.arange(width) < lengths.unsqueeze(-1),
-            response_mask=response_mask,
-            old_logprobs=old_logprobs * response_mask,
-            ref_logprobs=torch.zeros_like(old_logprobs),
+        return replace(
+            batch,
+            **_teacher_columns(trajectories, batch.response_mask, dtype),
+            old_logprobs=old_logprobs * batch.response_mask,
             advantages=torch.tensor(advantages, dtype=dtype),
-            lengths=lengths,
         )
 
     @classmethod
@@ -294,16 +286,13 @@ class TokenRecord:
         def numbers(values: Tensor) -> Tensor:
             return flat(values).masked_fill(~is_own, torch.nan)
 
-        advantages = self._advantages
-        if advantages.dim() == 1:
-            advantages = advantages.unsqueeze(-1).expand(self._logprobs.shape)
         # A token that no step trained has a zero in the columns of its row.
         kept = flat(self._kept)
         return TokenValues(
             lengths=lengths,
             logprobs=numbers(self._logprobs),
             entropies=numbers(self._entropies).masked_fill(~kept, torch.nan),
-            advantages=numbers(advantages),
+            advantages=numbers(by_token(self._advantages).expand(self._logprobs.shape)),
             clipped=flat(self._clipped),
             kept=kept,
         )

@@ -220,7 +220,7 @@ class Policy:
         given = self.model_inputs(batch)
         with torch.no_grad():
             if not self.chunks.are_possible:
-                return RefInputs(self._tempered(self._logits(given), temperature), _as_it_is)
+                return RefInputs(self._tempered(self._logits(given), temperature), lambda values: values)
             hidden = self._run(lambda states: states[given.where].unsqueeze(0), given)
 
         def logits(part: Tensor) -> Tensor:
@@ -489,10 +489,6 @@ def _groups(sequences: Sequence[list[int]]) -> Iterator[Sequence[list[int]]]:
         if end == len(sequences) or longest * (end + 1 - start) > LONGEST:
             yield sequences[start:end]
             start = end
-
-
-def _as_it_is(values: Tensor) -> Tensor:
-    return values
 
 
 def export_model(model: PreTrainedModel, folder: Path, state: dict[str, Tensor], dtype: torch.dtype) -> None:
