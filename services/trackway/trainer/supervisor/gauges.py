@@ -17,6 +17,12 @@ OF_A_STEP = {
     "failed_trajectories": ("training/rollout_failure/failed_trajectories", "Failed trajectories of the newest step"),
 }
 """Gauge name after `trackway_run_` -> the step's metric and the gauge's description."""
+OF_TRACKING = {
+    "rows_waiting": ("rows_waiting", "Rows of metrics that wait on disk"),
+    "feedback_waiting": ("feedback_waiting", "Feedback values that wait on disk"),
+    "tracking_lost": ("lost", "Values of metrics and feedback that a backend will never get"),
+}
+"""Gauge name after `trackway_run_` -> the field of a backend's summary and the gauge's description."""
 _ACCURACY = re.compile("val-core/(.+)/acc/mean@[0-9]+")
 
 
@@ -31,51 +37,30 @@ class RunGauges(Collector):
         infos = self._shown()
         if not infos:
             return
-        labels = ["run", "state", "policy"]
-        state = GaugeMetricFamily("trackway_run_state", "1 for a run's current state and its policy", labels=labels)
-        for info in infos:
-            state.add_metric([info.run, info.state.value, info.policy or ""], 1.0)
-        yield state
-        yield _gauge("step", "Last finished step", {info.run: info.step for info in infos})
-        yield _gauge("total_steps", "Steps of the whole run", {info.run: info.total_steps for info in infos})
-        yield _gauge("restarts", "Automatic restarts of the run", {info.run: info.restarts for info in infos})
+        states = {(info.run, info.state.value, info.policy or ""): 1.0 for info in infos}
+        yield _gauge("state", "1 for a run's current state and its policy", states, "state", "policy")
+        yield _gauge("step", "Last finished step", {(info.run,): info.step for info in infos})
+        yield _gauge("total_steps", "Steps of the whole run", {(info.run,): info.total_steps for info in infos})
+        yield _gauge("restarts", "Automatic restarts of the run", {(info.run,): info.restarts for info in infos})
         for name, (key, description) in OF_A_STEP.items():
-            values = {info.run: info.metrics[key] for info in infos if key in info.metrics}
+            values = {(info.run,): info.metrics[key] for info in infos if key in info.metrics}
             if values:
                 yield _gauge(name, description, values)
-        yield _accuracy(infos)
-        if any(info.tracking for info in infos):
-            yield from _tracking(infos)
+        accuracies = {
+            (info.run, match[1]): value
+            for info in infos
+            for key, value in info.metrics.items()
+            if (match := _ACCURACY.fullmatch(key))
+        }
+        yield _gauge("accuracy", "Mean accuracy of the newest validation", accuracies, "data_source")
+        summaries = {(info.run, summary.backend): summary for info in infos for summary in info.tracking}
+        for name, (field, description) in OF_TRACKING.items() if summaries else ():
+            values = {labels: getattr(summary, field) for labels, summary in summaries.items()}
+            yield _gauge(name, description, values, "backend")
 
 
-def _gauge(name: str, description: str, values: Mapping[str, float]) -> Metric:
-    family = GaugeMetricFamily(f"trackway_run_{name}", description, labels=["run"])
-    for run, value in values.items():
-        family.add_metric([run], value)
+def _gauge(name: str, description: str, values: Mapping[tuple[str, ...], float], *labels: str) -> Metric:
+    family = GaugeMetricFamily(f"trackway_run_{name}", description, labels=["run", *labels])
+    for label_values, value in values.items():
+        family.add_metric(label_values, value)
     return family
-
-
-def _accuracy(infos: Sequence[RunInfo]) -> Metric:
-    name, description = "trackway_run_accuracy", "Mean accuracy of the newest validation"
-    family = GaugeMetricFamily(name, description, labels=["run", "data_source"])
-    for info in infos:
-        for key, value in info.metrics.items():
-            if match := _ACCURACY.fullmatch(key):
-                family.add_metric([info.run, match[1]], value)
-    return family
-
-
-def _tracking(infos: Sequence[RunInfo]) -> Iterator[Metric]:
-    labels = ["run", "backend"]
-    rows = GaugeMetricFamily("trackway_run_rows_waiting", "Rows of metrics that wait on disk", labels=labels)
-    feedback = GaugeMetricFamily("trackway_run_feedback_waiting", "Feedback values that wait on disk", labels=labels)
-    lost = GaugeMetricFamily(
-        "trackway_run_tracking_lost", "Values of metrics and feedback that a backend will never get", labels=labels
-    )
-    for info in infos:
-        for summary in info.tracking:
-            label_values = [info.run, summary.backend]
-            rows.add_metric(label_values, summary.rows_waiting)
-            feedback.add_metric(label_values, summary.feedback_waiting)
-            lost.add_metric(label_values, summary.lost)
-    yield from (rows, feedback, lost)

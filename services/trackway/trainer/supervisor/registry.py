@@ -14,11 +14,11 @@ from pathlib import Path
 
 from trackway.system import StorageError, storage_problem
 from trackway.trainer.delivery import with_tracking
-from trackway.trainer.run_state.folder import STATE, OutputsLock, RunFolder
+from trackway.trainer.run_state.folder import STATE, OutputsLock, RunFolder, run_folders
 from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S, LivenessMonitor
 from trackway.trainer.run_state.session_inbox import SessionInbox
 from trackway.trainer.supervisor.process import Supervised
-from trackway.wire.base import RESERVED_NAMES, checked_run_name
+from trackway.wire.base import checked_run_name
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.sessions import FinishedSession, SessionRun, WaitingSessions
 from trackway.wire.trainer import ENDED, MetricsRow, RunInfo, RunState
@@ -97,15 +97,9 @@ class RunRegistry:
 
     def newest_first(self) -> Iterator[RunInfo]:
         """All runs, the most recently changed first."""
-        for folder in sorted(self._folders(), key=_changed, reverse=True):
+        for folder in sorted(run_folders(self._outputs), key=_changed, reverse=True):
             with self.reading(folder.name):
                 yield self.info(folder.name)
-
-    def _folders(self) -> Iterator[RunFolder]:
-        """The subfolders in which a run was started."""
-        if self._outputs.is_dir():
-            folders = (RunFolder(path) for path in self._outputs.iterdir() if path.is_dir())
-            yield from (folder for folder in folders if folder.exists and folder.name not in RESERVED_NAMES)
 
     @contextmanager
     def reading(self, name: str) -> Iterator[None]:
@@ -158,7 +152,7 @@ class RunRegistry:
         """The folder of a run. NOT_FOUND, with the names of the runs, when there is none."""
         folder = self.folder(name)
         if not folder.exists:
-            known = ", ".join(sorted(folder.name for folder in self._folders())) or "none"
+            known = ", ".join(folder.name for folder in run_folders(self._outputs)) or "none"
             raise TrackwayError(ErrorCode.NOT_FOUND, f"no run {name!r}; the runs are: {known}", run=name)
         return folder
 
