@@ -11,8 +11,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -351,8 +350,10 @@ async def serve_calls(
         if tracing is not None:
             with waits("the run", "its last spans to be delivered", TRACES_DEADLINE_S):
                 await asyncio.to_thread(tracing.shutdown, TRACES_DEADLINE_S)
-        with _said_if_full():
+        try:
             folder.update(tracking=summaries, **tracking.ids)
+        except StorageError as error:
+            logger.warning("the final counts of metrics cannot be written: %s", error)
     return state, driver.step
 
 
@@ -391,11 +392,3 @@ def _driver(folder: RunFolder, tracking: Tracking) -> CallDriver:
         sinks.append(ConsoleSink())
     target = run_target(config, tracking.run)
     return CallDriver(folder, settings, policy, sinks, target, mlflow_feedback(target, taken_over(), tracking))
-
-
-@contextmanager
-def _said_if_full() -> Iterator[None]:
-    try:
-        yield
-    except StorageError as error:
-        logger.warning("the final counts of metrics cannot be written: %s", error)

@@ -101,7 +101,7 @@ class TrainedModel:
         """
         self._check(request)
         self.learner.activate()
-        parameters = self._parameters()
+        parameters = [each for each in self.learner.policy.model.parameters() if each.requires_grad]
         before = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
         try:
             output = forward_backward(self.learner, request)
@@ -172,9 +172,6 @@ class TrainedModel:
         state = adamw.named_state(self.learner.optimizer, policy.model)
         tensors |= {f"{_OPTIMIZER}{name}": tensor for name, tensor in state.items()}
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-
-    def _parameters(self) -> list[torch.nn.Parameter]:
-        return [parameter for parameter in self.learner.policy.model.parameters() if parameter.requires_grad]
 
     def _check(self, request: ForwardBackward) -> None:
         config = self.learner.policy.model.config.get_text_config()

@@ -12,7 +12,8 @@ and false stand for values that were not computed (TokenValues).
 the reward, and "turn_scores" where there are some}.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -129,18 +130,19 @@ def write_trajectories(path: Path, trajectories: Sequence[Trajectory]) -> None:
     if any(trajectory.teacher for trajectory in trajectories):
         schema = schema.append(_TEACHER)
     table = pa.Table.from_pylist(records, schema=schema)
-    with writing(path, "trajectories"):
+    _write_table(path, table, "trajectories")
+
+
+def _write_table(path: Path, table: pa.Table, what: str) -> None:
+    with writing(path, what):
         path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path, "trajectories") as draft:
+    with replacing(path, what) as draft:
         pq.write_table(table, draft, compression="zstd")
 
 
 def read_trajectories(path: Path) -> list[Trajectory]:
     """The trajectories of a file written by `write_trajectories`. Columns that an older file lacks get defaults."""
     return [from_record(record) for record in pq.read_table(path).to_pylist()]
-
-
-WHAT = "values of tokens"
 
 
 def write_token_values(path: Path, step: int, batch: FilteredBatch, values: "TokenValues") -> int:
@@ -156,7 +158,7 @@ def write_token_values(path: Path, step: int, batch: FilteredBatch, values: "Tok
     lengths = iter(values.lengths)
     # Null, and no place in the flat values, for a trajectory that was not trained on.
     ends = [next(lengths) if status is TrainStatus.USED else None for _, status, _ in rows]
-    offsets = list(_offsets(ends))
+    offsets = list(accumulate((length or 0 for length in ends), initial=0))
     is_null = pa.array([length is None for length in ends], pa.bool_())
 
     def lists(flat: "Tensor") -> pa.Array:
@@ -177,19 +179,8 @@ def write_token_values(path: Path, step: int, batch: FilteredBatch, values: "Tok
             "kept": lists(values.kept),
         }
     )
-    with writing(path, WHAT):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path, WHAT) as draft:
-        pq.write_table(table, draft, compression="zstd")
+    _write_table(path, table, "values of tokens")
     return path.stat().st_size
-
-
-def _offsets(lengths: list[int | None]) -> Iterator[int]:
-    end = 0
-    yield end
-    for length in lengths:
-        end += length or 0
-        yield end
 
 
 @dataclass(frozen=True)

@@ -260,7 +260,8 @@ def export_trajectories(
             yield kept
         report(len(source.files), len(source.files))
         if not counts["trajectories"]:
-            raise _refused(f"expected trajectories that match, got none of {counts['filtered']}; widen --where")
+            message = f"expected trajectories that match, got none of {counts['filtered']}; widen --where"
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
 
     with writing(target, "the export"):
         if kind == "chat":
@@ -336,7 +337,3 @@ def _cells(trajectory: Trajectory) -> dict[str, Cell]:
 def _texts(trajectory: Trajectory) -> dict[str, Cell]:
     """The columns, with an index as text, since loaders expect one type in a column."""
     return {**_cells(trajectory), "sample_index": str(trajectory.tags.sample_index)}
-
-
-def _refused(reason: str) -> TrackwayError:
-    return TrackwayError(ErrorCode.INVALID_REQUEST, reason)
