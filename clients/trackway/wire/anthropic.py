@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 from trackway.wire.base import Int, WireReply, WireRequest
 from trackway.wire.chat import MAX_MESSAGES, MAX_TOOLS
 from trackway.wire.errors import ErrorBody
-from trackway.wire.openai import EchoedPart, GenerationRequest, OpenAIRequest
+from trackway.wire.openai import EchoedPart, GenerationRequest, OpenAIRequest, check_tool_choice
 from trackway.wire.trajectory import WeightSpan
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
@@ -302,10 +302,9 @@ class CountTokensRequest(OpenAIRequest):
 
     @model_validator(mode="after")
     def _choice_among_the_tools(self) -> "CountTokensRequest":
-        names, choice = [tool.name for tool in self.tools], self.tool_choice
-        if (choice.type == "tool" and choice.name not in names) or (choice.type == "any" and not names):
-            got = {"param": "tool_choice", "names": str(names), "wanted": choice.name or choice.type}
-            raise PydanticCustomError("tool", "{param}: expected one of the tools {names}, got {wanted}", got)
+        choice, names = self.tool_choice, [tool.name for tool in self.tools]
+        is_named = choice.type == "tool"
+        check_tool_choice(names, str(choice.name) if is_named else choice.type, is_named=is_named)
         return self
 
 

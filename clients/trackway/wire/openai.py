@@ -329,6 +329,13 @@ class ResponseFormat(OpenAIRequest):
         return StructuredOutputs(json=self.json_schema.json_schema)
 
 
+def check_tool_choice(names: list[str], wanted: str, *, is_named: bool) -> None:
+    """Refuse a request that must call a tool which it does not offer, or any without offering one."""
+    if (is_named and wanted not in names) or (wanted in ("required", "any") and not names):
+        got = {"param": "tool_choice", "names": str(names), "wanted": wanted}
+        raise PydanticCustomError("tool", "{param}: expected one of the tools {names}, got {wanted}", got)
+
+
 class ChatRequest(SampledRequest):
     """The next message of a conversation."""
 
@@ -391,11 +398,9 @@ class ChatRequest(SampledRequest):
 
     @model_validator(mode="after")
     def _choice_among_the_tools(self) -> "ChatRequest":
-        names = [tool.name for tool in self.tools]
-        wanted = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else self.tool_choice
-        if (isinstance(self.tool_choice, NamedTool) and wanted not in names) or (wanted == "required" and not names):
-            got = {"param": "tool_choice", "names": str(names), "wanted": wanted}
-            raise PydanticCustomError("tool", "{param}: expected one of the tools {names}, got {wanted}", got)
+        choice, names = self.tool_choice, [tool.name for tool in self.tools]
+        is_named = isinstance(choice, NamedTool)
+        check_tool_choice(names, choice.function.name if is_named else choice, is_named=is_named)
         return self
 
 

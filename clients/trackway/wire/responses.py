@@ -7,7 +7,7 @@ from pydantic_core import PydanticCustomError
 
 from trackway.wire.base import Int, WireReply, WireRequest
 from trackway.wire.chat import MAX_MESSAGES, MAX_TOOLS
-from trackway.wire.openai import ChatLogprob, EchoedPart, GenerationRequest, OpenAIRequest
+from trackway.wire.openai import ChatLogprob, EchoedPart, GenerationRequest, OpenAIRequest, check_tool_choice
 from trackway.wire.rollout import MAX_TOP_LOGPROBS
 from trackway.wire.trajectory import WeightSpan
 
@@ -221,13 +221,9 @@ class ResponsesRequest(GenerationRequest):
         if self.top_logprobs and not self.has_logprobs:
             message = "{param}: expected include=['{name}'] with it, got none; add it, or leave {param} out"
             raise PydanticCustomError("unsupported", message, {"param": "top_logprobs", "name": _LOGPROBS})
-        names = [tool.name for tool in self.tools]
-        wanted = self.tool_choice.name if isinstance(self.tool_choice, ResponseToolChoice) else self.tool_choice
-        if (isinstance(self.tool_choice, ResponseToolChoice) and wanted not in names) or (
-            wanted == "required" and not names
-        ):
-            got = {"param": "tool_choice", "names": str(names), "wanted": wanted}
-            raise PydanticCustomError("tool", "{param}: expected one of the tools {names}, got {wanted}", got)
+        choice, names = self.tool_choice, [tool.name for tool in self.tools]
+        is_named = isinstance(choice, ResponseToolChoice)
+        check_tool_choice(names, choice.name if is_named else choice, is_named=is_named)
         return self
 
 
