@@ -262,6 +262,11 @@ class ChatMessage(OpenAIRequest):
     reasoning_content: str | None = None
     """Passed to the chat template unchanged."""
 
+    @property
+    def text(self) -> str:
+        """Its content, the parts joined by newlines."""
+        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+
 
 class ChatTool(WireRequest):
     """A function that the model may call. The chat template receives its keys in the client's order."""

@@ -95,17 +95,12 @@ def most_tokens(request: ChatRequest, left: int) -> int:
     return request.max_completion_tokens or request.max_tokens or max(1, left)
 
 
-def _chars(message: ChatMessage) -> int:
-    content = message.content
-    return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
-
-
 def _checked_size(tokenizer: ChatTokenizer, messages: Sequence[ChatMessage], max_tokens: int, remedy: str) -> int:
     """The size of the work to render messages. Raises TooLong, and INVALID_REQUEST without a chat template."""
     if tokenizer.chat_template is None:
         message = f"messages: expected a model with a chat template, got one without; {remedy}"
         raise TrackwayError(ErrorCode.INVALID_REQUEST, message, param="messages")
-    chars = sum(map(_chars, messages))
+    chars = sum(len(message.text) for message in messages)
     check_chars(chars, max_tokens, _most_chars(tokenizer))
     return chars + 1000 * len(messages)
 
@@ -174,11 +169,9 @@ def _template_tool(tool: ChatTool) -> dict[str, JsonValue]:
 
 def template_form(message: ChatMessage) -> dict[str, JsonValue]:
     """A message in the form of chat templates: plain text, arguments as objects, and a known role."""
-    content = message.content
-    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
     shown: dict[str, JsonValue] = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": text,
+        "content": message.text,
         "name": message.name,
         "tool_call_id": message.tool_call_id,
         "reasoning_content": message.reasoning_content,

@@ -14,11 +14,12 @@ their JSON, and is not validated and digested again.
 
 import ast
 import json
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import NamedTuple
 
 from pydantic import BaseModel, JsonValue
@@ -72,7 +73,7 @@ def joined_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
 def meaning(message: ChatMessage) -> Meaning:
     """Meaning of the message."""
     role = "system" if message.role == "developer" else message.role
-    text = text_of(message)
+    text = message.text
     calls = tuple(_call(call.id, call.function.name, call.function.arguments) for call in message.tool_calls)
     if role == "assistant" and not calls:
         text, calls = _unflattened(text)
@@ -90,7 +91,7 @@ class _KnownMeanings:
     def __call__(self, message: ChatMessage) -> Meaning:
         """Meaning of the message."""
         calls = [(call.id, call.function.name, call.function.arguments) for call in message.tool_calls]
-        key = (message.role, text_of(message), *calls, message.tool_call_id, message.reasoning_content)
+        key = (message.role, message.text, *calls, message.tool_call_id, message.reasoning_content)
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= _MAX_KNOWN:
@@ -99,17 +100,11 @@ class _KnownMeanings:
         return known
 
 
-def text_of(message: ChatMessage) -> str:
-    """The text of a message, its parts joined by newlines."""
-    content = message.content
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
-
-
 def plain_message(message: ChatMessage) -> Message:
     """The message with its text in one piece, and a role that chat templates know."""
     return Message(
         role="system" if message.role == "developer" else message.role,
-        content=text_of(message),
+        content=message.text,
         tool_calls=message.tool_calls or None,
         tool_call_id=message.tool_call_id,
         name=message.name,
@@ -124,7 +119,7 @@ def is_auxiliary(chat: ChatRequest) -> bool:
         not chat.tools
         and first.role in ("system", "developer")
         and all(message.role != "assistant" for message in chat.messages)
-        and bool(_TITLE.search(text_of(first)))
+        and bool(_TITLE.search(first.text))
     )
 
 
@@ -140,7 +135,7 @@ def canonical(value: JsonValue) -> str:
 
 
 def _both(first: ChatMessage, second: ChatMessage) -> ChatMessage:
-    texts = [text for message in (first, second) if (text := text_of(message))]
+    texts = [message.text for message in (first, second) if message.text]
     return first.model_copy(
         update={
             "content": "\n".join(texts),
@@ -214,7 +209,7 @@ class ChatReader:
                 return SessionChat.model_validate_json(body)
             others = to_json(fields)
             before = self._call if others == self._others else None
-            known = [] if before is None else before.messages[: self._same(messages)]
+            known = [] if before is None else before.messages[: _common(messages, self._sent)]
             if before is not None and 0 < len(messages) <= MAX_MESSAGES:
                 new = map(ChatMessage.model_validate, messages[len(known) :])
                 call = before.model_copy(update={"messages": [*known, *new]})
@@ -226,15 +221,6 @@ class ChatReader:
             self._digested = call, self._digested[1]
         self._call, self._sent, self._others = call, messages, others
         return call
-
-    def _same(self, messages: Sequence[JsonValue]) -> int:
-        """The number of messages at the beginning that the call before had."""
-        same = 0
-        for new, old in zip(messages, self._sent, strict=False):
-            if new != old:
-                break
-            same += 1
-        return same
 
     def digest(self, call: SessionChat) -> str:
         """Digest of all that the call asks for, without how it is sent (`stream`)."""
@@ -257,7 +243,7 @@ class _Digests:
 
     def of(self, models: Sequence[BaseModel]) -> "_Digests":
         """Digests of other models. Objects that both lists begin with are not digested again."""
-        same = same_objects(models, self._models)
+        same = _common(models, self._models, operator.is_)
         if same == len(models) == len(self._models):
             return self
         new = accumulate(models[same:], _digest, initial=self._digests[same])
@@ -268,14 +254,11 @@ def _digest(before: bytes, model: BaseModel) -> bytes:
     return sha256(before + model.model_dump_json().encode()).digest()
 
 
-def same_objects(first: Sequence[object], second: Sequence[object]) -> int:
-    """The number of objects at the beginning of both."""
-    same = 0
-    for one, other in zip(first, second, strict=False):
-        if one is not other:
-            break
-        same += 1
-    return same
+def _common(
+    first: Sequence[object], second: Sequence[object], are_same: Callable[[object, object], bool] = operator.eq
+) -> int:
+    """The number of objects at the beginning that both have."""
+    return sum(1 for _ in takewhile(lambda pair: are_same(*pair), zip(first, second, strict=False)))
 
 
 @dataclass(frozen=True)
@@ -328,7 +311,7 @@ class Conversations:
         """Implement `Conversation.of`."""
         if tools != self._tools or template != self._template:
             self._last, self._messages = Conversation.of((), tools, template), ()
-        same = same_objects(messages, self._messages)
+        same = _common(messages, self._messages, operator.is_)
         self._last = self._last.first(same).followed_by(*map(self.meaning, messages[same:]))
         self._messages, self._tools, self._template = messages, tools, template
         return self._last
@@ -513,9 +496,3 @@ class TokenGraph:
 def _key_of(before: bytes, message: Meaning) -> bytes:
     values = (message.role, message.text, message.call_id, *(text for call in message.calls for text in call))
     return sha256(before + repr(values).encode()).digest()
-
-
-def _common(said: Sequence[Meaning], other: Sequence[Meaning]) -> int:
-    """The number of messages at the beginning that are equal."""
-    pairs = zip(said, other, strict=False)
-    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(said), len(other)))

@@ -31,7 +31,6 @@ from trackway.agent.sessions.graph import (
     is_auxiliary,
     joined_turns,
     meaning,
-    text_of,
 )
 from trackway.chat.tokenizer import ChatTokenizer, TooLong
 from trackway.chat.tokens import ChatTokens
@@ -502,7 +501,7 @@ class Session:
     def _continue(self, node: GraphNode, conversation: Conversation, echo: ChatMessage, delta: Delta) -> None:
         """Let calls continue the message, also with its stop string, which some clients put back."""
         if delta.stop is not None:
-            whole = echo.model_copy(update={"content": text_of(echo) + delta.stop})
+            whole = echo.model_copy(update={"content": echo.text + delta.stop})
             self.graph.continue_message(node, conversation, meaning(whole))
         self.graph.continue_message(node, conversation, self._conversations.meaning(echo))
 
