@@ -21,7 +21,7 @@ from typing import NamedTuple
 from pydantic import JsonValue
 
 from trackway.chat.tool_calls import BEGIN, END, ParsedCall, blocks_in, read_call, unclosed_call
-from trackway.tools.core.server import SessionInstances, SessionKey, ToolServer
+from trackway.tools.core.server import SessionInstances, SessionKey, ToolServer, kwargs_of
 from trackway.wire.errors import ErrorCode, ModelSees, TrackwayError
 from trackway.wire.tools import (
     DetailedObservation,
@@ -187,8 +187,10 @@ class ObservationFace:
     async def _result(self, key: SessionKey, call: ParsedCall, fields: Fields) -> ToolResult:
         if call.error is not None:
             raise TrackwayError(ErrorCode.INVALID_REQUEST, call.error)
-        create_kwargs = _kwargs(fields, call.name, "create_kwargs")
-        request = ExecuteRequest(arguments=call.arguments, execute_kwargs=_kwargs(fields, call.name, "execute_kwargs"))
+        create_kwargs = kwargs_of(fields, call.name, "create_kwargs")
+        request = ExecuteRequest(
+            arguments=call.arguments, execute_kwargs=kwargs_of(fields, call.name, "execute_kwargs")
+        )
         if call.name in self._server.stateless():
             once = OneShotRequest(**request.model_dump(), session_id=key[-1], create_kwargs=create_kwargs)
             return await self._server.one_shot(call.name, once)
@@ -219,14 +221,6 @@ def _by_trajectory(request: ObservationRequest) -> dict[str, dict[int, _Step]]:
             last=last[index] or row_fields.get("is_last_step") is True,
         )
     return steps
-
-
-def _kwargs(fields: Fields, tool: str, which: str) -> dict[str, JsonValue]:
-    """`tools_kwargs.<tool>.<which>` of the row, or an empty dict."""
-    value: JsonValue = {**fields}
-    for name in ("tools_kwargs", tool, which):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value if isinstance(value, dict) else {}
 
 
 def _failed(call: ParsedCall, message: str) -> ActionResult:

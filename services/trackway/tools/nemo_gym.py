@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pydantic import JsonValue
 
 from trackway.clients import RewardClient
-from trackway.tools.core.server import SessionInstances, SessionKey, ToolServer
+from trackway.tools.core.server import SessionInstances, SessionKey, ToolServer, kwargs_of
 from trackway.wire.agent import GymVerify
 from trackway.wire.reward import ScoreRequest
 from trackway.wire.tools import ExecuteRequest
@@ -51,8 +51,10 @@ class NemoGymFace:
     async def call(self, key: SessionKey, tool: str, arguments: Json) -> str:
         """The text of one call."""
         session = self._seeded.setdefault(key, _Session({}))
-        request = ExecuteRequest(arguments=arguments, execute_kwargs=_kwargs(session, tool, "execute_kwargs"))
-        create_kwargs = _kwargs(session, tool, "create_kwargs")
+        request = ExecuteRequest(
+            arguments=arguments, execute_kwargs=kwargs_of(session.extra_info, tool, "execute_kwargs")
+        )
+        create_kwargs = kwargs_of(session.extra_info, tool, "create_kwargs")
         _, result = await self.sessions.execute(key, tool, request, create_kwargs)
         place = f"call_{len(session.calls)}"
         session.calls.append(
@@ -81,13 +83,6 @@ class NemoGymFace:
             extra_info={**row.extra_info, **facts},
         )
         return await self._reward.score(request)
-
-
-def _kwargs(session: _Session, tool: str, stage: str) -> Json:
-    value: JsonValue = session.extra_info
-    for name in ("tools_kwargs", tool, stage):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value if isinstance(value, dict) else {}
 
 
 def _text(message: Json) -> str:

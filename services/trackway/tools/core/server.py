@@ -320,6 +320,14 @@ def _show(span: SpanHandle, result: ToolResult) -> None:
     span.outputs({"text": result.text, "reward": result.reward})
 
 
+def kwargs_of(extra_info: Mapping[str, JsonValue], tool: str, which: str) -> dict[str, JsonValue]:
+    """`tools_kwargs.<tool>.<which>` of a row's `extra_info`, or an empty dict."""
+    value: JsonValue = {**extra_info}
+    for name in ("tools_kwargs", tool, which):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value if isinstance(value, dict) else {}
+
+
 SessionKey = tuple[str, ...]
 """The caller, and its name of the session: callers cannot reach each other's sessions by name."""
 
