@@ -354,6 +354,11 @@ KEEP_ALIVE_S = 15.0
 """Seconds without an event after which a stream sends one that means nothing; proxies close idle connections at 60."""
 
 
+def whole_or_stream(whole: Any) -> dict[int | str, dict[str, Any]]:
+    """The responses of a route that `respond` answers, for OpenAPI."""
+    return {200: {"model": whole, "content": {"text/event-stream": {}}, "description": "whole, or chunks of a stream"}}
+
+
 async def respond(
     request: Request,
     generator: Generates,

@@ -6,14 +6,14 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Body, FastAPI, Request, Response
 from pydantic import JsonValue
 
 from trackway.chat.tokenizer import ChatTokenizer
 from trackway.model_api.anthropic import AnthropicRoute, MessagesResponseBuilder, chat_of_messages
-from trackway.model_api.choices import jobs_of, respond
+from trackway.model_api.choices import jobs_of, respond, whole_or_stream
 from trackway.model_api.openai.completions import ChatResponseBuilder, CompletionResponseBuilder, OpenAIRoute
 from trackway.model_api.openai.responses import ResponsesBuilder, chat_of_response
 from trackway.model_api.prompts import chat_prompt, completion_prompts, conversation_ids, input_ids, most_tokens
@@ -76,7 +76,7 @@ def model_routes(policies: Policies, text: TokenText) -> list[APIRouter]:
         """A policy that a request can name. 404 for any other name."""
         return await policies.card(model)
 
-    @router.post("/v1/completions", response_model=None, responses=_either(Completion))
+    @router.post("/v1/completions", response_model=None, responses=whole_or_stream(Completion))
     async def completions(body: Annotated[CompletionRequest, Body(examples=[PROMPT])], request: Request) -> Response:
         """Continue prompts, given as text or token ids."""
         card = await policies.card(body.model)
@@ -88,12 +88,12 @@ def model_routes(policies: Policies, text: TokenText) -> list[APIRouter]:
         jobs = jobs_of(builder.id, prompts, body, body.max_tokens, tokenizer, card.id)
         return await respond(request, policies, builder, jobs, stream=body.stream)
 
-    @router.post("/v1/chat/completions", response_model=None, responses=_either(ChatCompletion))
+    @router.post("/v1/chat/completions", response_model=None, responses=whole_or_stream(ChatCompletion))
     async def chat(body: Annotated[ChatRequest, Body(examples=[CONVERSATION])], request: Request) -> Response:
         """The next message of a conversation, rendered by the model's chat template."""
         return await converse(request, body, lambda tokenizer, prompt: ChatResponseBuilder(body, tokenizer, prompt))
 
-    @router.post("/v1/responses", response_model=None, responses=_either(ResponsesReply))
+    @router.post("/v1/responses", response_model=None, responses=whole_or_stream(ResponsesReply))
     async def responses(body: Annotated[ResponsesRequest, Body(examples=[INPUT])], request: Request) -> Response:
         """The next response of a conversation, which the client sends in full: no response is stored."""
         if body.previous_response_id is not None:
@@ -107,7 +107,7 @@ def model_routes(policies: Policies, text: TokenText) -> list[APIRouter]:
 
     anthropic = APIRouter(tags=["anthropic"], route_class=AnthropicRoute)
 
-    @anthropic.post("/v1/messages", response_model=None, responses=_either(MessagesReply))
+    @anthropic.post("/v1/messages", response_model=None, responses=whole_or_stream(MessagesReply))
     async def messages(body: Annotated[MessagesRequest, Body(examples=[MESSAGES])], request: Request) -> Response:
         """The next message of a conversation, for Anthropic's clients."""
         chat = chat_of_messages(body)
@@ -122,10 +122,6 @@ def model_routes(policies: Policies, text: TokenText) -> list[APIRouter]:
         return CountTokensReply(input_tokens=len(prompt))
 
     return [router, anthropic]
-
-
-def _either(whole: Any) -> dict[int | str, dict[str, Any]]:
-    return {200: {"model": whole, "content": {"text/event-stream": {}}, "description": "whole, or chunks of a stream"}}
 
 
 CLASSIFIED: dict[str, JsonValue] = {

@@ -17,6 +17,7 @@ from trackway.agent.sessions.session import Session
 from trackway.agent.sessions.store import Sessions, session_of
 from trackway.chat.tokenizer import ChatTokenizer
 from trackway.model_api.anthropic import AnthropicRoute, MessagesResponseBuilder, chat_of_messages
+from trackway.model_api.choices import whole_or_stream
 from trackway.model_api.openai.completions import ChatResponseBuilder, OpenAIRoute
 from trackway.model_api.openai.responses import ResponsesBuilder, chat_of_response
 from trackway.serving import ServiceRouter
@@ -252,17 +253,17 @@ def _openai(at: str) -> APIRouter:
             raise TrackwayError(ErrorCode.MODEL_NOT_FOUND, message, param="model")
         return _model_of(session)
 
-    @router.post("/v1/chat/completions", response_model=None, responses=_either(ChatCompletion))
+    @router.post("/v1/chat/completions", response_model=None, responses=whole_or_stream(ChatCompletion))
     async def chat(body: Annotated[SessionChat, Body()], session: Called, request: Request) -> Response:
         """The next message of a conversation, with the run's sampling."""
         return await _chat(body, session, request)
 
-    @router.post("/v1/completions", response_model=None, responses=_either(Completion))
+    @router.post("/v1/completions", response_model=None, responses=whole_or_stream(Completion))
     async def completions(body: Annotated[SessionCompletion, Body()], session: Called, request: Request) -> Response:
         """Continue prompts. One that begins with an earlier prompt and its completion continues the recorded ids."""
         return await _completions(body, session, request)
 
-    @router.post("/v1/responses", response_model=None, responses=_either(ResponsesReply))
+    @router.post("/v1/responses", response_model=None, responses=whole_or_stream(ResponsesReply))
     async def responses(body: Annotated[SessionResponse, Body()], session: Called, request: Request) -> Response:
         """The next response of a conversation: the whole input, or what is new after `previous_response_id`."""
         return await _responses(body, session, request)
@@ -280,7 +281,7 @@ def _anthropic(at: str) -> APIRouter:
     """The model of a session, for Anthropic's clients."""
     router = APIRouter(prefix=at, tags=["model of a session"], route_class=AnthropicSessionRoute)
 
-    @router.post("/v1/messages", response_model=None, responses=_either(MessagesReply))
+    @router.post("/v1/messages", response_model=None, responses=whole_or_stream(MessagesReply))
     async def messages(body: Annotated[SessionMessages, Body()], session: Called, request: Request) -> Response:
         """The next message of a conversation, with the run's sampling."""
         return await _messages(body, session, request)
@@ -378,10 +379,6 @@ def _said(route: str, session: Session, body: SessionCall, digest: str | None = 
     if digest is None:
         digest = body.model_dump_json(exclude={"stream", "stream_options"})
     return f"{route} {canonical({**sampling}) if sampling else ''} {digest}"
-
-
-def _either(whole: Any) -> dict[int | str, dict[str, Any]]:
-    return {200: {"model": whole, "content": {"text/event-stream": {}}, "description": "whole, or chunks of a stream"}}
 
 
 def guest(sessions: Sessions, method: str, path: str, headers: RawHeaders) -> Caller | None:
