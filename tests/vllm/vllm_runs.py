@@ -82,8 +82,8 @@ class Misled(CanBeMisled, VllmEngine):
     async def _reload(self, folder: Path) -> None:
         await super()._reload(self.instead.get(folder, folder))
 
-    async def _load_adapter(self, folder: Path, name: str) -> None:
-        await super()._load_adapter(self.instead.get(folder, folder), name)
+    async def load_adapter(self, folder: Path, name: str) -> None:
+        await super().load_adapter(self.instead.get(folder, folder), name)
 
 
 class Weights(NamedTuple):

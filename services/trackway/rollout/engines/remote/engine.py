@@ -175,8 +175,8 @@ _SLOWEST_CHECKSUM = 2e8
 class RemoteEngine(ABC):
     """An `Engine` over a server's HTTP API. The server is a child process, or runs already."""
 
-    capabilities: frozenset[Capability]
-    """The server's optional features."""
+    version_route: str
+    """Route that names the weights."""
     unload_route: str
     """Route that unloads an adapter."""
     checksum_route: str
@@ -192,12 +192,20 @@ class RemoteEngine(ABC):
         self.calls = Calls(settings, self.facts, self.max_len)
         self.control = ServerControl(self, self.calls, settings.model_path, self.dtype, self.max_len)
         check_server(settings)
+        lacking = set() if settings.enable_sleep else {Capability.SLEEP}
+        lacking |= set() if self.guides else {Capability.STRUCTURED_OUTPUTS}
+        self.capabilities = frozenset(Capability) - lacking
+        """The server's optional features."""
         self._process: SideProcess | None = None
         self._client: EngineHttp | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.adapters = SharedAdapters(settings)
         self.loaded: list[str] = []
         """Names of this engine's adapters on the server, the newest last."""
+        self.adapter: str | None = None
+        """The one that new requests get, or None for the whole weights alone."""
+        self.whole_folder: Path | None = None
+        """Folder of the whole weights on the server, or None if unknown."""
         self._merged: tempfile.TemporaryDirectory[str] | None = None
         """Base weights with adapters in them, for a server that takes no adapters."""
         self.server_digests: ServerDigests | None = None
@@ -470,9 +478,28 @@ class RemoteEngine(ABC):
         """Abort the request on the server in the background, ignoring failures."""
         self.in_background(self.cut([call]))
 
-    def unload_all_but(self, newest: int) -> None:
-        """Unload the other adapters in the background. SGLang answers when no request runs with one."""
-        for name in self.loaded[:-newest]:
+    async def load_adapter(self, folder: Path, name: str) -> None:
+        """Load an adapter under a name of its own, and let new requests have it."""
+        adapter = f"{name}-{uuid.uuid4().hex[:8]}"
+        if self.shared:
+            self.untouched(await self.version_there())
+            await self.adapters.admit(self.http)
+            adapter = self.adapters.name(name)
+        await self._send_adapter({"lora_name": adapter, "lora_path": str(folder)})
+        self.loaded.append(adapter)
+        self.adapter = adapter
+
+    @abstractmethod
+    async def _send_adapter(self, body: Json) -> None:
+        """Have the server load an adapter."""
+
+    async def version_there(self) -> object:
+        """The name of the server's weights."""
+        return (await self.http.get(self.version_route)).get("weight_version")
+
+    def unload_old_adapters(self) -> None:
+        """Do so in the background. vLLM forgets the name, SGLang answers when no request runs with one."""
+        for name in self.loaded[: -(KEPT if self.shared else self.settings.max_loras)]:
             self.in_background(self._unload(name))
 
     async def _unload(self, name: str) -> None:

@@ -8,7 +8,6 @@ per weights keeps old KV from new requests instead. Releasing memory while a req
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -17,10 +16,10 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from trackway.rollout.engines.protocol import Capability, FinishReason, MemoryPart, top_logprobs
+from trackway.rollout.engines.protocol import FinishReason, MemoryPart, top_logprobs
 from trackway.rollout.engines.remote.control import Call, TokenChunk
 from trackway.rollout.engines.remote.digests import Checksums, DigestChanges
-from trackway.rollout.engines.remote.engine import KEPT, UNTOUCHED, RemoteEngine, require_untouched
+from trackway.rollout.engines.remote.engine import UNTOUCHED, RemoteEngine, require_untouched
 from trackway.rollout.engines.remote.server import Json
 from trackway.rollout.engines.weight_folder import is_adapter
 from trackway.rollout.settings import RolloutSettings
@@ -97,18 +96,12 @@ class _Answer(BaseModel):
 class SglangEngine(RemoteEngine):
     """An `Engine` over SGLang's native routes."""
 
+    version_route = "/model_info"
     unload_route = "/unload_lora_adapter"
     checksum_route = "/weights_checker"
 
     def __init__(self, settings: RolloutSettings) -> None:
         super().__init__(settings)
-        lacking = set() if settings.enable_sleep else {Capability.SLEEP}
-        lacking |= set() if self.guides else {Capability.STRUCTURED_OUTPUTS}
-        self.capabilities = frozenset(Capability) - lacking
-        self._adapter: str | None = None
-        """Name on the server of the adapter that new requests get, or None for the whole weights alone."""
-        self._whole_folder: Path | None = None
-        """Folder of the whole weights on the server, or None if unknown."""
         self._overlaps = False
         """True if the server samples a token before it has handled the one before."""
 
@@ -163,15 +156,15 @@ class SglangEngine(RemoteEngine):
         return {**after_temperature, **graphs, **on_loopback(folder, self.settings.engine_args)}
 
     async def _prepare(self) -> None:
-        loaded = await self._version_there()
+        loaded = await self.version_there()
         if self.shared:
             require_untouched(self.http, loaded)
-            self._whole_folder = self.settings.model_path
+            self.whole_folder = self.settings.model_path
             return
         server = await self.http.get("/server_info")
         self._overlaps = not server["disable_overlap_schedule"]
         if loaded == UNTOUCHED:
-            self._whole_folder = self.settings.model_path
+            self.whole_folder = self.settings.model_path
             await self._call_weights(self.control.serving.name)
         else:  # the server was used before
             await self.freeze()
@@ -203,9 +196,6 @@ class SglangEngine(RemoteEngine):
             for rank, held in enumerate(reply["ranks"])
             for name, digest in held["checksums"].items()
         }
-
-    async def _version_there(self) -> object:
-        return (await self.http.get("/model_info")).get("weight_version")
 
     async def _tokens(self, call: Call) -> AsyncGenerator[TokenChunk]:
         params = call.params
@@ -262,27 +252,23 @@ class SglangEngine(RemoteEngine):
     async def swap(self, folder: Path, name: str) -> None:
         if not is_adapter(folder):
             await self._load_whole(folder, name)
-            self._adapter = None
+            self.adapter = None
             return
-        if self._whole_folder != self.settings.model_path:
+        if self.whole_folder != self.settings.model_path:
             await self._load_whole(self.settings.model_path, name)
-        adapter, most = f"{name}-{uuid.uuid4().hex[:8]}", self.settings.max_loras
-        if self.shared:
-            self.untouched(await self._version_there())
-            await self.adapters.admit(self.http)
-            adapter, most = self.adapters.name(name), KEPT
-        body = {"lora_name": adapter, "lora_path": str(folder)}
-        reply = await self.http.post("/load_lora_adapter", body, timeout_s=self.settings.engine_start_s)
-        if not reply.get("success"):
-            raise TrackwayError(ErrorCode.ENGINE_FAILED, f"SGLang did not load {folder}: {reply.get('error_message')}")
-        self._adapter = adapter
-        self.loaded.append(adapter)
+        await self.load_adapter(folder, name)
         if not self.shared:
             await self._call_weights(name)
-        self.unload_all_but(most)
+        self.unload_old_adapters()
+
+    async def _send_adapter(self, body: Json) -> None:
+        reply = await self.http.post("/load_lora_adapter", body, timeout_s=self.settings.engine_start_s)
+        if not reply.get("success"):
+            message = f"SGLang did not load {body['lora_path']}: {reply.get('error_message')}"
+            raise TrackwayError(ErrorCode.ENGINE_FAILED, message)
 
     def _model(self) -> Json:
-        return {} if self._adapter is None else {"lora_path": self._adapter}
+        return {} if self.adapter is None else {"lora_path": self.adapter}
 
     def _key(self) -> str:
         """A cache namespace of the loaded weights, which other replicas of a shared server do not use."""
@@ -295,7 +281,7 @@ class SglangEngine(RemoteEngine):
     async def _load_whole(self, folder: Path, name: str) -> None:
         if self.shared:  # the base, as it started
             return
-        self._whole_folder = None
+        self.whole_folder = None
         if self.takes_adapters or self._overlaps:
             # Adapters must not continue on other base weights. With overlap SGLang 0.5.23 omits the pending batch when
             # it counts the tokens of a version.
@@ -310,7 +296,7 @@ class SglangEngine(RemoteEngine):
         reply = await self.http.post("/update_weights_from_disk", body, timeout_s=self.settings.engine_start_s)
         if not reply.get("success"):
             raise TrackwayError(ErrorCode.ENGINE_FAILED, f"SGLang did not load {folder}: {reply.get('message')}")
-        self._whole_folder = folder
+        self.whole_folder = folder
         if not self.calls.sent:
             with suppress(TrackwayError):  # frees memory sooner; nothing depends on it
                 await self.http.post("/flush_cache", idempotent=True)
@@ -343,7 +329,7 @@ class SglangEngine(RemoteEngine):
     async def give_back(self, part: MemoryPart) -> None:
         await self._empty()
         if part == "weights":
-            self._whole_folder = None
+            self.whole_folder = None
         await self.http.post("/release_memory_occupation", {"tags": _TAGS[part]})
 
     async def _empty(self) -> None:

@@ -23,10 +23,10 @@ from http import HTTPStatus
 from pathlib import Path
 
 from trackway.clients.weights import WeightStore
-from trackway.rollout.engines.protocol import Capability, EngineStats, MemoryPart, Swapping, top_logprobs
+from trackway.rollout.engines.protocol import EngineStats, MemoryPart, Swapping, top_logprobs
 from trackway.rollout.engines.remote.control import Call, TokenChunk
 from trackway.rollout.engines.remote.digests import Checksums, DigestValues
-from trackway.rollout.engines.remote.engine import KEPT, UNTOUCHED, RemoteEngine, require_untouched
+from trackway.rollout.engines.remote.engine import UNTOUCHED, RemoteEngine, require_untouched
 from trackway.rollout.engines.remote.server import Json
 from trackway.rollout.engines.remote.weight_transport import IpcReceiver
 from trackway.rollout.engines.weight_folder import adaptable_layers, check_same_model, is_adapter, lacks_head, with_head
@@ -71,6 +71,7 @@ def safe_environment() -> dict[str, str]:
 class VllmEngine(RemoteEngine):
     """An `Engine` over the routes of vLLM 0.32."""
 
+    version_route = "/weight_info"
     unload_route = "/v1/unload_lora_adapter"
     checksum_route = "/weight_checker"
     loses_weights_asleep = False
@@ -78,16 +79,9 @@ class VllmEngine(RemoteEngine):
 
     def __init__(self, settings: RolloutSettings) -> None:
         super().__init__(settings)
-        lacking = set() if settings.enable_sleep else {Capability.SLEEP}
-        lacking |= set() if self.guides else {Capability.STRUCTURED_OUTPUTS}
-        self.capabilities = frozenset(Capability) - lacking
         self._salt = uuid.uuid4().hex
         self._watch: asyncio.Task[None] | None = None
         self._sleeping: set[MemoryPart] = set()
-        self._adapter: str | None = None
-        """Name on the server of the adapter that new requests get, or None for the whole weights alone."""
-        self._whole_folder: Path | None = None
-        """Folder of the whole weights on the server, or None if unknown."""
         self._ipc: IpcReceiver | None = None
         if settings.weights_transport == "ipc" and settings.weights_url is not None:
             self._ipc = IpcReceiver(lambda: self.http, WeightStore(settings.weights_url))
@@ -213,11 +207,11 @@ class VllmEngine(RemoteEngine):
         return {**safe_environment(), **adapters, **transfer}
 
     async def _prepare(self) -> None:
-        loaded = await self._version_there()
+        loaded = await self.version_there()
         if not self.shared:
             await self.thaw()
         if self.shared or loaded == UNTOUCHED:
-            self._whole_folder = self.settings.model_path
+            self.whole_folder = self.settings.model_path
         if self.shared:
             require_untouched(self.http, loaded)
         elif loaded == UNTOUCHED:
@@ -237,9 +231,6 @@ class VllmEngine(RemoteEngine):
                 )
             self.server_digests = digests if digests.forms else None
         self._watch = asyncio.create_task(self._watch_progress(), name="vllm-progress")
-
-    async def _version_there(self) -> object:
-        return (await self.http.get("/weight_info")).get("weight_version")
 
     def _by_rank(self, reply: Json) -> Checksums:
         return reply["checksums"]
@@ -338,23 +329,18 @@ class VllmEngine(RemoteEngine):
     async def swap(self, folder: Path, name: str) -> None:
         if is_adapter(folder):
             await self._load_whole(self.settings.model_path, 0)
-            await self._load_adapter(folder, name)
+            await self.load_adapter(folder, name)
+            self.unload_old_adapters()
         else:
             await self._load_whole(folder, self.control.version_of(name))
-            self._adapter = None
+            self.adapter = None
         if not self.shared:
             await self._call_weights(name)
             await self.http.post("/reset_prefix_cache", idempotent=True)
 
-    async def _load_adapter(self, folder: Path, name: str) -> None:
-        """Under a name of its own: with `load_inplace` vLLM 0.32 reads the files again at every step of a request, and
-        those of an earlier request's adapter replace the new one's."""
-        adapter, most = f"{name}-{self._salt[:8]}", self.settings.max_loras
-        if self.shared:
-            self.untouched(await self._version_there())
-            await self.adapters.admit(self.http)
-            adapter, most = self.adapters.name(name), KEPT
-        body = {"lora_name": adapter, "lora_path": str(folder)}
+    async def _send_adapter(self, body: Json) -> None:
+        """Without `load_inplace`: with it vLLM 0.32 reads the files again at every step of a request, and those of an
+        earlier request's adapter replace the new one's."""
         try:
             await self.http.post("/v1/load_lora_adapter", body, timeout_s=self.settings.engine_start_s)
         except TrackwayError as error:
@@ -365,22 +351,19 @@ class VllmEngine(RemoteEngine):
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or set max_lora_rank=0"
             )
             raise TrackwayError(ErrorCode.ENGINE_FAILED, message) from error
-        self.loaded.append(adapter)
-        self._adapter = adapter
-        self.unload_all_but(most)  # vLLM forgets the name; requests that run keep the adapter
 
     def _model(self) -> Json:
-        return {} if self._adapter is None else {"model": self._adapter}
+        return {} if self.adapter is None else {"model": self.adapter}
 
     async def _load_whole(self, folder: Path, version: int) -> None:
         if self.takes_adapters:
-            if folder == self._whole_folder:
+            if folder == self.whole_folder:
                 return
-            self._whole_folder = None
+            self.whole_folder = None
             await self.control.cut_short(self.calls.sent)  # they would go on with their adapter on other base weights
         if not await self._transferred(version):
             await self._reload_whole(folder)
-        self._whole_folder = folder
+        self.whole_folder = folder
 
     async def _reload_whole(self, folder: Path) -> None:
         trusted = folder in (self.control.serving.folder, self.settings.model_path)
