@@ -6,7 +6,7 @@ own keys are under `trackway.*`.
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, JsonValue, SecretStr, ValidationInfo, field_validator, model_validator
+from pydantic import Field, JsonValue, SecretStr, field_validator, model_validator
 
 from trackway.run_config.algorithm import AlgorithmConfig
 from trackway.run_config.asynchronous import AsyncTrainingConfig, RolloutSectionConfig, V1Config
@@ -14,7 +14,7 @@ from trackway.run_config.distillation import DistillationConfig
 from trackway.run_config.placement import Placement
 from trackway.run_config.policy import ActorRolloutRefConfig, CriticConfig
 from trackway.run_config.rollout_correction import RolloutCorrectionConfig
-from trackway.run_config.section import Section, Seed
+from trackway.run_config.section import Section, Seed, null_is_the_default
 from trackway.run_config.unsupported_keys import LOGGERS, OTHER_LOGGERS, UnsupportedError, UnsupportedKey
 from trackway.tracing import TracingSettings
 from trackway.tracing.export.backends import full_project
@@ -106,12 +106,7 @@ class CustomRewardFunctionConfig(Section):
     reward_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Keyword arguments passed to the function in addition."""
 
-    @field_validator("name", "reward_kwargs", mode="before")
-    @classmethod
-    def _null_is_the_default(cls, value: object, info: ValidationInfo) -> object:
-        if value is None:
-            return cls.model_fields[str(info.field_name)].get_default(call_default_factory=True)
-        return value
+    _null_is_the_default = field_validator("name", "reward_kwargs", mode="before")(null_is_the_default)
 
 
 class OverlongBufferConfig(Section):
@@ -127,10 +122,7 @@ class OverlongBufferConfig(Section):
     log: bool = False
     """Record the penalty as the reward's component `overlong_reward`, and as `critic/overlong_reward`."""
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _null_is_the_default(cls, value: object, info: ValidationInfo) -> object:
-        return cls.model_fields[str(info.field_name)].get_default() if value is None else value
+    _null_is_the_default = field_validator("*", mode="before")(null_is_the_default)
 
 
 class RewardKwargsConfig(Section):

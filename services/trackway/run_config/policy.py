@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from trackway.run_config.algorithm import known_function
-from trackway.run_config.section import Section, Seed
+from trackway.run_config.section import Section, Seed, null_is_the_default
 from trackway.wire.base import Label
 from trackway.wire.trajectory import TraceBackend
 
@@ -138,10 +138,7 @@ class OptimConfig(Section):
     clip_grad: float | None = Field(default=None, gt=0)
     """Bound on the gradient's norm. None takes `actor.grad_clip`."""
 
-    @field_validator("lr_scheduler_type", mode="before")
-    @classmethod
-    def _null_is_constant(cls, value: object) -> object:
-        return "constant" if value is None else value
+    _null_is_the_default = field_validator("lr_scheduler_type", mode="before")(null_is_the_default)
 
     def warmup_updates(self, total: int) -> int:
         """Updates, of `total` in the run, over which the rate rises; the first one trains at lr / updates."""
@@ -207,11 +204,7 @@ class WeightsConfig(Section):
     """Take PyTorch's deterministic kernels and seed its generators by `actor.fsdp_config.seed`. The learner is one
     process per rank: true for one of its models holds for all. An operation without such a kernel is warned of."""
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _null_is_the_default(cls, value: object, info: ValidationInfo) -> object:
-        field = cls.model_fields[str(info.field_name)]
-        return field.get_default(call_default_factory=True) if value is None else value
+    _null_is_the_default = field_validator("*", mode="before")(null_is_the_default)
 
     @property
     def is_bfloat16(self) -> bool:
@@ -430,10 +423,7 @@ class TraceConfig(Section):
             return []
         return list(dict.fromkeys(value)) if isinstance(value, list) else [value] if isinstance(value, str) else value
 
-    @field_validator("token2text", mode="before")
-    @classmethod
-    def _null_is_the_default(cls, value: object) -> object:
-        return False if value is None else value
+    _null_is_the_default = field_validator("token2text", mode="before")(null_is_the_default)
 
 
 class AgentConfig(Section):

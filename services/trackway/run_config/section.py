@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -11,6 +11,12 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 MOST = 3.4e38
 """Largest number of float32, in which losses are computed."""
+
+
+def null_is_the_default(cls: type[BaseModel], value: object, info: ValidationInfo) -> object:
+    """Validate a field that verl's files may set to null. Use it as `field_validator(<names>, mode="before")`."""
+    field = cls.model_fields[str(info.field_name)]
+    return field.get_default(call_default_factory=True) if value is None else value
 
 
 class Section(BaseModel):
