@@ -63,10 +63,12 @@ class ChatTokens:
         if tokenizer.chat_template is None:
             name = tokenizer.name_or_path
             raise ValueError(f"{name}: expected a tokenizer with a chat template, got none; add one to its folder")
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
+        """The tokenizer itself, for loops that render text on their own."""
         self.fast = ChatTokenizer(tokenizer, tool_parser, template_kwargs)
         """The same tokenizer, without the time that transformers takes around it."""
-        self._template_kwargs: dict[str, Any] = dict(template_kwargs or {})
+        self.template_kwargs: dict[str, Any] = dict(template_kwargs or {})
+        """Variables of the chat template."""
         self._most_chars = chars_per_token(tokenizer.get_vocab(), tokenizer.unk_token_id)
         # The rollouts of a group share a prompt, and observations repeat.
         self._prompt = cached(LRUCache(_CACHE_CHARS, _weight), lock=Lock())(self._render_prompt)
@@ -91,16 +93,6 @@ class ChatTokens:
         # Texts come one by one; handing each to a pool of threads doubles its cost.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         return cls(AutoTokenizer.from_pretrained(model_path), template_kwargs, tool_parser)
-
-    @property
-    def tokenizer(self) -> "PreTrainedTokenizerBase":
-        """The tokenizer itself, for loops that render text on their own."""
-        return self._tokenizer
-
-    @property
-    def template_kwargs(self) -> Mapping[str, JsonValue]:
-        """Variables of the chat template."""
-        return self._template_kwargs
 
     async def prompt(self, messages: Sequence[Message], schemas: Sequence[ToolSchema], max_tokens: int) -> list[int]:
         """Ids of the conversation and the tools' schemas, including the generation prompt.
@@ -141,7 +133,7 @@ class ChatTokens:
         if self.support.lacks_results and any(message["role"] == "tool" for message in messages):
             raise TrackwayError(ErrorCode.INVALID_REQUEST, self.support.lacks_results, param="messages")
         shown = to_json([*messages])
-        kwargs = to_json({**(self._template_kwargs if template_kwargs is None else template_kwargs)})
+        kwargs = to_json({**(self.template_kwargs if template_kwargs is None else template_kwargs)})
         try:
             ids = (await offload(len(shown), self._behind, shown, kwargs)).ids
         except REJECTIONS as error:
@@ -157,7 +149,7 @@ class ChatTokens:
         """
         try:
             text = self._turn.written(template_message(message))
-            end = self._behind(_NEXT_QUESTION, to_json(self._template_kwargs)).ids[0]
+            end = self._behind(_NEXT_QUESTION, to_json(self.template_kwargs)).ids[0]
         except REJECTIONS as error:
             raise _rejected(error) from error
         ids = encoded_behind("\n", text, self._encode)
@@ -197,18 +189,18 @@ class ChatTokens:
 
     @cached_property
     def _turn(self) -> AssistantTurn:
-        return AssistantTurn(self.fast, self._template_kwargs)
+        return AssistantTurn(self.fast, self.template_kwargs)
 
     @cached_property
     def _added(self) -> frozenset[int]:
         """Tokens such as `<|im_end|>`, which stand for themselves in any text."""
-        return frozenset(self._tokenizer.added_tokens_decoder)
+        return frozenset(self.tokenizer.added_tokens_decoder)
 
     @cached_property
     def _ends_of_turn(self) -> set[int | None]:
         """The tokens that end a turn of the model: the end of text, and what the template writes after an answer."""
         try:
-            end_of_turn = self._behind(_NEXT_QUESTION, to_json(self._template_kwargs)).ids[0]
+            end_of_turn = self._behind(_NEXT_QUESTION, to_json(self.template_kwargs)).ids[0]
         except REJECTIONS:
             return {self.fast.eos_token_id}
         return {self.fast.eos_token_id, *({end_of_turn} & self._added)}
@@ -217,17 +209,17 @@ class ChatTokens:
         return self.fast.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def _char_spans(self, text: str) -> list[tuple[int, int]]:
-        if not self._tokenizer.is_fast:
-            name = self._tokenizer.name_or_path
+        if not self.tokenizer.is_fast:
+            name = self.tokenizer.name_or_path
             message = (
                 f"max_tool_response_tokens: expected a fast tokenizer, got that of {name}; limit characters instead"
             )
             raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return [(start, end) for start, end in encoded["offset_mapping"]]
 
     def _render_prompt(self, conversation: str, tools: str, max_tokens: int) -> _Rendered:
-        text = self._render(json.loads(conversation), json.loads(tools) or None, self._template_kwargs)
+        text = self._render(json.loads(conversation), json.loads(tools) or None, self.template_kwargs)
         ids = encode_within(max_tokens, text, self._encode, self._most_chars)
         return _Rendered(tuple(ids), len(conversation) + len(tools))
 

@@ -51,7 +51,8 @@ class DiskQueue:
         self._next = 1
         self._sizes: OrderedDict[Path, int] = OrderedDict()
         """Bytes of each file, oldest first."""
-        self._bytes = self._spans = 0
+        self.bytes = self.spans = 0
+        """Of the batches in the queue."""
         self._newest: tuple[Path, Batch] | None = None
         """The file that the next batch may be merged into. None once it is being sent."""
         self.broken_spans = 0
@@ -73,16 +74,6 @@ class DiskQueue:
                 shutil.rmtree(hidden, ignore_errors=True)
                 raise
 
-    @property
-    def bytes(self) -> int:
-        """Bytes in the queue."""
-        return self._bytes
-
-    @property
-    def spans(self) -> int:
-        """Spans in the queue."""
-        return self._spans
-
     def push(self, batch: Batch) -> bool:
         """Store a batch. False when the bound would be exceeded or the disk is full."""
         with self._guard:
@@ -95,7 +86,7 @@ class DiskQueue:
                 if stored.headers == batch.headers and stored.spans + batch.spans <= MAX_ROOTS:
                     replaced, whole, freed = newest, joined(stored, batch), self._sizes[newest]
             data = whole.to_bytes()
-            if self._bytes - freed + len(data) > self._max_bytes:
+            if self.bytes - freed + len(data) > self._max_bytes:
                 return False
             path = self._name(whole.spans)
             try:
@@ -116,9 +107,9 @@ class DiskQueue:
             folder, lock = self._made()
         except OSError:
             return False
-        self.broken_spans += self._spans
+        self.broken_spans += self.spans
         self._sizes.clear()
-        self._bytes = self._spans = 0
+        self.bytes = self.spans = 0
         self._newest = None
         if self._lock is not None:
             self._lock.release()
@@ -202,16 +193,16 @@ class DiskQueue:
 
     def _add(self, path: Path, size: int) -> None:
         self._sizes[path] = size
-        self._bytes += size
-        self._spans += _spans(path)
+        self.bytes += size
+        self.spans += _spans(path)
 
     def _forget(self, path: Path) -> bool:
         """Remove a file from the counts. False when it was not in the queue."""
         size = self._sizes.pop(path, None)
         if size is None:
             return False
-        self._bytes -= size
-        self._spans -= _spans(path)
+        self.bytes -= size
+        self.spans -= _spans(path)
         return True
 
     def close(self) -> None:

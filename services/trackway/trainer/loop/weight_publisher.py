@@ -234,14 +234,10 @@ class Publisher:
         self._kept = scratch.with_name(f"{scratch.name}-before")
         self._last: WholeWeights | None = None
         self._since_anchor = 0
-        self._published: int | None = None
+        self.published: int | None = None
+        """The version that this process published last."""
         self._doing = ""
         self._claim = _claim(store, f"run {run} ({uid[:8]})")
-
-    @property
-    def published(self) -> int | None:
-        """The version that this process published last."""
-        return self._published
 
     def progress(self) -> str:
         """Present work of `publish`."""
@@ -268,7 +264,7 @@ class Publisher:
                 self._scratch.mkdir(parents=True)
                 self._doing = f"exports version {version} to {self._scratch}"
                 self._learner.export_to_engines(self._scratch)
-            proof = self._learner.proof(self._scratch, self._published)
+            proof = self._learner.proof(self._scratch, self.published)
             if self._sender is not None:
                 self._sender.offer(version, self._scratch)
             self._doing = f"copies version {version} to the weight store {self._store.url}"
@@ -284,7 +280,7 @@ class Publisher:
             self._keep_files(manifest)
         finally:
             shutil.rmtree(self._scratch, ignore_errors=True)
-        self._published = version
+        self.published = version
         self._store.prune(self._keep)
         return version
 

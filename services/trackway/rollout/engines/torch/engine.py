@@ -60,15 +60,16 @@ class TorchEngine:
         self._settings = settings
         self._config = DecoderConfig.read(settings.model_path)
         longest = settings.max_position_embeddings or self._config.max_positions
-        self._max_len = settings.max_model_len or min(longest, DEFAULT_MAX_LEN)
-        if problem := too_long(self._max_len, longest):
+        self.max_len = settings.max_model_len or min(longest, DEFAULT_MAX_LEN)
+        """Longest prompt plus response in tokens."""
+        if problem := too_long(self.max_len, longest):
             raise TrackwayError(ErrorCode.INVALID_REQUEST, problem)
         device = device_of(settings)
-        self._decoder = Decoder(self._config, self._max_len, device, dtype_of(settings, device))
+        self._decoder = Decoder(self._config, self.max_len, device, dtype_of(settings, device))
         self._core: EngineCore | None = None
         self._waiting: dict[Sequence, Pending] = {}
         self._retry_after = RetryAfterEstimator(settings.max_num_seqs, _FIRST_GUESS_S)
-        self._paused = self._broken = False
+        self.paused = self._broken = False
         self._memory = asyncio.Lock()
         """Held to read weights, to go to sleep and to wake up."""
         self._read: DecoderWeights | None = None
@@ -79,16 +80,6 @@ class TorchEngine:
     def version(self) -> int:
         """Weight version of the next token."""
         return self._core.version if self._core else 0
-
-    @property
-    def max_len(self) -> int:
-        """Longest prompt plus response in tokens."""
-        return self._max_len
-
-    @property
-    def paused(self) -> bool:
-        """Return whether new requests are refused."""
-        return self._paused
 
     @property
     def asleep(self) -> frozenset[MemoryPart]:
@@ -111,7 +102,7 @@ class TorchEngine:
         """Abort requests in flight and stop the thread."""
         if self._core is None:
             return
-        self._paused = True
+        self.paused = True
         with suppress(TrackwayError):  # a dead thread holds no sequences
             await self._abort(None)
         await self._thread.stop()
@@ -145,7 +136,7 @@ class TorchEngine:
     async def pause(self, mode: PauseMode) -> None:
         """Refuse new requests and finish, abort or freeze those in flight."""
         self._started()
-        self._paused = True
+        self.paused = True
         await self._thread.freeze(mode == "keep")
         if mode == "abort":
             await self._abort(None)
@@ -157,7 +148,7 @@ class TorchEngine:
         core = self._started()
         if core.asleep:
             raise asleep(core.asleep)
-        self._paused = False
+        self.paused = False
         await self._thread.freeze(False)
 
     async def load_weights(
@@ -193,8 +184,8 @@ class TorchEngine:
         """Release memory. See `Engine.sleep`. A GPU's weights go to pinned main memory, a CPU's to a file."""
         core = self._started()
         in_flight = sum(not done.done() for done in self._waiting.values())
-        if not self._paused or in_flight:
-            got = f"{in_flight} requests in flight" if self._paused else "one that is not paused"
+        if not self.paused or in_flight:
+            got = f"{in_flight} requests in flight" if self.paused else "one that is not paused"
             message = f"expected a paused engine without requests, got {got}; POST /pause?mode=wait or abort first"
             raise TrackwayError(ErrorCode.CONFLICT, message)
         async with self._memory:
@@ -292,17 +283,17 @@ class TorchEngine:
             prompt=list(token_ids),
             params=params,
             stops=stops if params.ignore_eos else stops | self._config.eos_token_ids,
-            limit=min(params.max_tokens, self._max_len - len(token_ids)),
+            limit=min(params.max_tokens, self.max_len - len(token_ids)),
             on_token=on_token,
         )
 
     def _admissible(self, token_ids: abc.Sequence[int]) -> None:
-        if self._paused:
+        if self.paused:
             raise paused()
         slots, bound = self._settings.max_num_seqs, self._settings.max_num_seqs + self._settings.max_queue
         if len(self._waiting) >= bound:
             raise overloaded(bound, self._retry_after.turn_away(max(0, len(self._waiting) - slots), time.monotonic()))
-        check_prompt(token_ids, self._max_len, self._config.vocab_size)
+        check_prompt(token_ids, self.max_len, self._config.vocab_size)
 
 
 def _result(result: Generation | TrackwayError) -> Generation:
