@@ -2,7 +2,7 @@
 
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from opentelemetry import trace
 from opentelemetry.context import Context, attach, detach, get_current
@@ -134,23 +134,19 @@ def operation_span(name: str, target: TraceTarget | None = None) -> Iterator[Spa
         yield handle
 
 
-@contextmanager
 def train_step_span(
     step: int, experiment_name: str, target: TraceTarget, name: str = "train step"
-) -> Iterator[SpanHandle]:
+) -> AbstractContextManager[SpanHandle]:
     """One training step, or another part of a run: a separate trace named `<name> <step>`."""
     tags = {names.TRAIN_STEP: step, "experiment_name": experiment_name}
     title = f"{name} {step}"
-    with root_span(title, tags, {names.TITLE: title}, record=True, target=target, kind=SpanKind.TRAIN_STEP) as handle:
-        yield handle
+    return root_span(title, tags, {names.TITLE: title}, record=True, target=target, kind=SpanKind.TRAIN_STEP)
 
 
-@contextmanager
-def optimizer_step_span(index: int, consumed: Sequence[tuple[str, str]]) -> Iterator[SpanHandle]:
+def optimizer_step_span(index: int, consumed: Sequence[tuple[str, str]]) -> "EnteredSpan":
     """One optimizer step. `consumed` has the (trace id, root span id) in hex of the trajectories it trained on."""
     links = [_link(*span) for span in consumed]
-    with child_span(f"optimizer_step {index}", SpanKind.OPTIMIZER_STEP, {}, links) as handle:
-        yield handle
+    return child_span(f"optimizer_step {index}", SpanKind.OPTIMIZER_STEP, {}, links)
 
 
 def call_span(op: str, samples: Sequence[str]) -> "EnteredSpan":
