@@ -90,6 +90,7 @@ def failed_call(record: ToolCallRecord, message: str) -> Observation:
 
 def not_run(name: str, max_parallel_calls: int) -> Observation:
     """The observation for a call beyond the turn's `max_parallel_calls` (verl drops it silently)."""
+    add_event("call_not_run", tool=name)
     text = f"The call of '{name}' was not run: at most {max_parallel_calls} tool call(s) run in one turn."
     return Observation(text, reward=None)
 
@@ -379,7 +380,7 @@ class Toolbox:
             raise failures.exceptions[0] from None
         finally:
             self.records += [sent[call_id] for call_id in calls if call_id in sent]
-        refused = [_refuse(call, max_parallel_calls) for call in list(calls.values())[max_parallel_calls:]]
+        refused = [not_run(call.name, max_parallel_calls) for call in list(calls.values())[max_parallel_calls:]]
         return [*(answer.result() for answer in answers), *refused]
 
     async def _answer(
@@ -483,8 +484,3 @@ def tool_facts(records: Sequence[ToolCallRecord], rewards: Mapping[str, float]) 
 def _code_of(error: Exception) -> ErrorCode:
     failure = error.error if isinstance(error, CallFailed) else error
     return failure.code if isinstance(failure, TrackwayError) else ErrorCode.INTERNAL
-
-
-def _refuse(call: ParsedCall, max_parallel_calls: int) -> Observation:
-    add_event("call_not_run", tool=call.name)
-    return not_run(call.name, max_parallel_calls)

@@ -202,13 +202,9 @@ def _traces(plan: Forecast, config: RunConfig) -> str:
     bound = config.trackway.trace_bytes_per_day
     day = f"at most {size_of(bound)} a day" if bound else "no bound a day (trackway.trace_bytes_per_day)"
     return (
-        f"{plan.traced} a step to {backends or 'the services own backends'}, each {_range(plan.spans)} spans and "
-        f"{_bytes(plan.trace_bytes)}: {_bytes(step)} a step{whole}; {day}"
+        f"{plan.traced} a step to {backends or 'the services own backends'}, each {plan.spans.least} to "
+        f"{plan.spans.most} spans and {_bytes(plan.trace_bytes)}: {_bytes(step)} a step{whole}; {day}"
     )
-
-
-def _range(bounds: Bounds) -> str:
-    return f"{bounds.least} to {bounds.most}"
 
 
 def _bytes(bounds: Bounds) -> str:
