@@ -61,7 +61,7 @@ def main() -> None:
     compare(outputs, PICTURES / "compare.png")
     console(outputs)
     port = free_port()
-    server = mlflow_server.start(outputs / "mlflow", port)
+    server = mlflow_server.start(outputs.resolve() / "mlflow" / "mlflow.db", port)
     try:
         photograph(f"http://127.0.0.1:{port}", outputs, PICTURES / "trajectory.png")
         filter_dialog(f"http://127.0.0.1:{port}", outputs, PICTURES / "filter.png")

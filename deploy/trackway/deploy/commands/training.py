@@ -160,11 +160,12 @@ def ui(
         raise UserError(f"{outputs} is attached to remote services, whose MLflow runs elsewhere; open {where}")
     found = [(run.outputs, run.info.experiment_id) for run in find_runs(outputs) if run.info.experiment_id]
     folder, experiment = next(iter(found), (outputs, None))
-    if not (folder / "mlflow" / "mlflow.db").exists():
+    database = folder.resolve() / "mlflow" / "mlflow.db"
+    if not database.exists():
         raise UserError(f"no MLflow database in {folder}; run `trackway demo` first, or give --outputs")
     preflight.check_port("--port", port)
     url = f"http://127.0.0.1:{port}"
-    server = mlflow_server.start(folder / "mlflow", port)
+    server = mlflow_server.start(database, port)
     try:
         with board(as_json) as shown:
             shown.report("mlflow", "starting")

@@ -14,12 +14,7 @@ START_DEADLINE_S = 180.0
 """Longest wait for a server's first answer. The first start of a database migrates it."""
 
 
-def start(folder: Path, port: int) -> ProcessRecord:
-    """Do `start_for` for `<folder>/mlflow.db`."""
-    return start_for(folder.resolve() / "mlflow.db", port)
-
-
-def start_for(database: Path, port: int) -> ProcessRecord:
+def start(database: Path, port: int) -> ProcessRecord:
     """Start MLflow on 127.0.0.1 for a database, in place of a shared server that workers started for it.
 
     Raises:

@@ -151,7 +151,7 @@ def _mlflow(settings: UpSettings, port: int) -> tuple[str, list[ProcessRecord]]:
     database = settings.mlflow_database
     if database is None:
         return str(settings.mlflow_uri), []
-    return f"http://127.0.0.1:{port}", [mlflow_server.start_for(database, port)]
+    return f"http://127.0.0.1:{port}", [mlflow_server.start(database, port)]
 
 
 def _completed(

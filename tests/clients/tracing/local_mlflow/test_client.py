@@ -126,7 +126,7 @@ def shared(folder: Path) -> str:
 def deployed(shared: str, folder: Path) -> Iterator[tuple[str, ProcessRecord]]:
     """A server as `trackway up` starts it, on the database that has a shared one."""
     port = free_port()
-    record = mlflow_server.start(folder, port)
+    record = mlflow_server.start(folder / "mlflow.db", port)
     until(lambda: local_mlflow.answers(f"sqlite:///{folder}/mlflow.db"))
     yield f"http://127.0.0.1:{port}", record
     processes.stop_tree(record)
@@ -176,7 +176,7 @@ def test_the_server_of_a_deployment_takes_the_place_of_a_shared_one_and_of_no_ot
     uri, record = deployed
     assert uri != shared and len(servers(folder)) == 1
     with pytest.raises(UserError, match=f"is already running at {uri}: process [0-9]+; use it, or stop the program"):
-        mlflow_server.start(folder, free_port())
+        mlflow_server.start(folder / "mlflow.db", free_port())
     processes.check_alive(record)
 
 
