@@ -122,8 +122,8 @@ def test_on_a_gpu(): pass
 
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == (
-        "3 passed, 1 failed, 3 skipped: bubblewrap is not installed (1), redis-server is not installed (1), "
-        "needs a GPU (1)"
+        "3 passed, 1 failed, 3 skipped: bubblewrap is not installed (1), needs a GPU (1), "
+        "redis-server is not installed (1)"
     )
 
 
