@@ -6,14 +6,17 @@ import os
 import re
 import socket
 import ssl
+import time
 import weakref
 from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import httpx
@@ -318,25 +321,47 @@ def _is_in_a_loop() -> bool:
     return True
 
 
-_START_S = 5.0
-"""Longest wait for a thread to begin the submitted work."""
+_WAIT_S = 0.5
+"""Longest part of a wait. Python sees a signal that came just before a wait only when that ends."""
 
 
 def _run_beside(work: Coroutine[object, object, T]) -> T:
     """Do `asyncio.run` in a thread with this context. Ctrl-C cancels the work, and is raised once that has ended."""
-    started: Future[asyncio.Task[T]] = Future()
+    # An interrupt can break the locks of a Condition or a Future, but not these queues.
+    begin, ended = SimpleQueue[None](), SimpleQueue[None]()
+    tasks: list[asyncio.Task[T]] = []
+    results: list[Future[T]] = []
 
     async def main() -> T:
-        started.set_result(cast("asyncio.Task[T]", asyncio.current_task()))
+        tasks.append(cast("asyncio.Task[T]", asyncio.current_task()))
         return await work
 
-    with ThreadPoolExecutor(1, "trackway-run") as thread:
-        # With the thread there, an interrupted submit() leaves no thread that the end of the block does not wait for.
-        thread.submit(int).result()
+    def done() -> None:
+        begin.get()
+        result: Future[T] = Future()
         try:
-            return thread.submit(copy_context().run, asyncio.run, main()).result()
-        except KeyboardInterrupt:
-            with suppress(TimeoutError):  # interrupted before the work was submitted
-                running = started.result(_START_S)
-                running.get_loop().call_soon_threadsafe(running.cancel)
-            raise
+            result.set_result(asyncio.run(main()))
+        except BaseException as error:
+            result.set_exception(error)
+        results.append(result)
+        ended.put(None)
+
+    def wait() -> None:
+        while not results:
+            with suppress(Empty):
+                ended.get(timeout=_WAIT_S)
+
+    Thread(target=copy_context().run, args=[done], name="trackway-run", daemon=True).start()
+    try:
+        begin.put(None)
+        wait()
+    except KeyboardInterrupt:
+        begin.put(None)  # the interrupt may have come earlier
+        while not (tasks or results):
+            time.sleep(0.01)
+        for task in tasks:
+            with suppress(RuntimeError):  # its loop has ended
+                task.get_loop().call_soon_threadsafe(task.cancel)
+        wait()
+        raise
+    return results[0].result()
