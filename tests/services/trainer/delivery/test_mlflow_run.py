@@ -158,7 +158,7 @@ def test_mlflow_keeps_metrics_that_are_not_finite_and_those_beside_them(
 def test_a_run_whose_making_got_no_answer_is_found_again_and_made_once(
     folder: RunFolder, config: RunConfig, client: MlflowClient, mlflow_server: str, serving, monkeypatch
 ):
-    monkeypatch.setattr(mlflow_api, "CREATE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(mlflow_api, "CREATE_TIMEOUT_S", 3.0)
     proxy = Proxy(mlflow_server, unanswered=["runs/create"])
     with serving(proxy.app()) as uri:
         tracking = open_tracking(folder, config, uri)
@@ -319,14 +319,14 @@ def test_what_a_killed_process_left_is_sent_by_a_later_one_and_its_run_is_closed
 def test_rows_that_were_sent_without_an_answer_are_kept_once(
     folder: RunFolder, config: RunConfig, client: MlflowClient, mlflow_server: str, serving, monkeypatch
 ):
-    monkeypatch.setattr(mlflow_api, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(mlflow_api, "TIMEOUT_S", 2.0)
     proxy = Proxy(mlflow_server)
     with serving(proxy.app()) as uri:
         tracking = open_tracking(folder, config, uri)
         until(lambda: proxy.count("runs/log-batch") >= 2)  # its params
         proxy.unanswered.append("runs/log-batch")
         log(folder, tracking, row(0))
-        until(lambda: not proxy.unanswered)
+        until(lambda: not proxy.unanswered and not any(summary.waiting for summary in tracking.summaries()))
         end(folder, tracking, "FINISHED")
 
     assert history(client, the_run(client, config).info.run_id) == [(0, 0.0, 1_700_000_000_000)]
