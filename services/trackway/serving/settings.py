@@ -30,7 +30,9 @@ class ConnectionSettings(BaseSettings):
     """Seconds for a request's header to be complete; then its connection is closed."""
     max_connections: int = Field(default=4096, ge=1)
     """Connections of one process, at most three quarters of its limit of open files. Beyond it the longest idle
-    connection is closed. When none is idle, a new connection is answered 429."""
+    connection is closed. When none is idle, a new connection is answered 429. Serve's proxy in a Ray of your own has
+    these limits with `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=trackway.deploy.http_proxy.bound_connections` in Ray's
+    environment."""
 
 
 class ServiceSettings(ConnectionSettings):
