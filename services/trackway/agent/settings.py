@@ -143,7 +143,8 @@ class AgentSettings(OwnCodeSettings):
     session_room_s: float = Field(default=300.0, ge=0)
     """Seconds without a request after which an open session may end to make room for another."""
     external: ExternalSettings | None = None
-    """The agent of `agent_name: external`, which calls the model through a session."""
+    """The agent of `agent_name: external`, which calls the model through a session. Its `bounds`, `max_running` and
+    `max_output_bytes` limit it."""
     external_agents: dict[AgentName, ExternalSettings] = Field(default_factory=dict[str, ExternalSettings])
     """Further ones by name, each for `agent_name: external:NAME`."""
     environments: dict[AgentName, EnvironmentSettings] = Field(default_factory=dict[str, EnvironmentSettings])
