@@ -27,7 +27,7 @@ class TrainerSettings(ServiceSettings):
     """Runs that train at once. One trains the rollout service's default policy. Each other one trains a policy of its
     own name, which takes a place there (`max_policies`) and memory here."""
     tinker_max_sessions: int = Field(default=32, ge=1)
-    """Open sessions of Tinker's API. Each that trains is a run, counted by `max_runs`."""
+    """Open sessions of Tinker's API, each with up to 16 models. Each that trains is a run, counted by `max_runs`."""
     tinker_idle_s: float = Field(default=300.0, gt=0)
     """Seconds without a heartbeat or a request after which a session of Tinker's API ends."""
     resume_interrupted: bool = False
