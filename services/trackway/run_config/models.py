@@ -268,7 +268,8 @@ class TrainerConfig(Section):
     v1: V1Config = Field(default_factory=V1Config)
     n_gpus_per_node: int | None = Field(default=None, ge=0)
     """GPUs per machine, for rollout replicas, and with `nnodes` above 1 for the learner. null leaves it to the
-    deployment."""
+    deployment. A run that starts its services then takes all GPUs if `rollout.name` or
+    `rollout.tensor_model_parallel_size` is given."""
     nnodes: int | None = Field(default=None, ge=1)
     """Machines of the learner: the trainer's own, and Ray nodes that offer the resource `trackway_learner`. They share
     the outputs folder and the weights' store. Null is one."""
@@ -392,7 +393,8 @@ class TrackwayConfig(Section):
     mlflow_uri: str | None = None
     """MLflow tracking server. None takes the trainer service's, and MLflow is off if that is unset."""
     feedback: bool = True
-    """Record reward, advantage and training status (`fate`) on each trace, in MLflow and in Weave."""
+    """Record reward, advantage and training status (`fate`) on each trace, in MLflow and in Weave, and a ground truth
+    of up to 1,000 characters."""
     feedback_deadline_s: float = Field(default=3600.0, gt=0)
     """Seconds a trace may be missing from a reachable MLflow before its feedback is dropped. Longer than a backlog of
     traces takes."""
