@@ -65,7 +65,12 @@ _PAUSE_S = 0.2
 
 
 class AgentLoop(ABC):
-    """One conversation between the model and its environment."""
+    """One conversation between the model and its environment.
+
+    `converse` appends a `Turn` to `episode.turns` for each turn. `self.services.parser.parse(text)` returns the tool
+    calls of a text, and `toolbox.answer(calls, tools, limit)` runs them. `self.services.tokens` converts text to token
+    ids, and its `observation` returns the ids between two turns of the model.
+    """
 
     agent_name: ClassVar[str]
     offers_tools: ClassVar[bool] = False
