@@ -40,7 +40,7 @@ class DataConfig(Section):
     gen_batch_size: int | None = Field(default=None, ge=1)
     """Prompts that are requested at once with `algorithm.filter_groups`, as in verl's DAPO: more than
     `train_batch_size` samples on stock, and what a step of a synchronous run does not need is discarded. Null requests
-    one prompt for each group that is left out. No effect without the filter."""
+    one prompt for each group that is left out. No effect without the filter, and none in verl 0.9.1."""
     val_batch_size: int | None = Field(default=None, ge=1)
     """Most validation prompts that are requested concurrently. Null takes `trackway.max_inflight_groups`."""
     train_max_samples: int = Field(default=-1, ge=-1)
@@ -375,7 +375,8 @@ class TrackwayConfig(Section):
     are traced as it is used up. Weave's free plan is 1 GB a month, about 33000000 a day. None means no limit."""
     proximal_logprobs: Literal["recompute", "loglinear"] = "recompute"
     """Old log-probabilities of the loss: `recompute` runs a pass of the weights before the update; `loglinear` saves it
-    and estimates them from the sampler's, the trained policy's and each token's weight version (AReaL)."""
+    and estimates them from the sampler's and the trained policy's (AReaL): log p_old = log p_s + a (log p - log p_s)
+    with a = (v - v_s) / (v + 1 - v_s), of the versions that sampled the token (v_s) and before the update (v)."""
     max_staleness: int | None = Field(default=None, ge=0)
     """Drop trajectories whose oldest token comes from weights more than this many versions behind those being trained
     (verl's `max_off_policy_threshold`). None keeps all."""

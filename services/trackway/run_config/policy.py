@@ -79,8 +79,8 @@ class ModelConfig(LoraConfig):
     """Folder or Hugging Face id of the model and its tokenizer. With null, `trackway train` trains the model that the
     services on this machine serve."""
     use_remove_padding: bool = True
-    """Compute a micro batch as one packed row without padding if all layers have full attention. The result does not
-    change."""
+    """Compute a micro batch as one packed row without padding; it needs no flash-attn. Models with sliding windows,
+    chunked attention or recurrent layers are padded regardless. The result does not change."""
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass to save memory."""
     use_fused_kernels: bool | None = None
@@ -124,7 +124,8 @@ class OptimConfig(Section):
     weight_decay: float = Field(default=0.01, ge=0)
     """AdamW's decoupled weight decay."""
     lr_warmup_steps: int = Field(default=-1, ge=-1)
-    """Steps over which the rate rises linearly. -1 or 0 uses `lr_warmup_steps_ratio`."""
+    """Steps over which the rate rises linearly, from `lr` / steps (in verl from 0). -1 or 0 uses
+    `lr_warmup_steps_ratio`."""
     lr_warmup_steps_ratio: float = Field(default=0.0, ge=0, le=1)
     """Warm-up steps as a share of the run's steps. 0 starts at the full rate."""
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"
@@ -327,7 +328,7 @@ class ActorConfig(Section):
     data_loader_seed: Seed | None = None
     """Seed of this order, and of the draws of `clip_cov`. Null takes `trackway.seed`."""
     clip_ratio: float = Field(default=0.2, ge=0)
-    """PPO's clip range in both directions."""
+    """PPO's clip range in both directions. In verl's own files it has no effect, because they set low and high."""
     clip_ratio_low: float | None = Field(default=None, ge=0)
     """The range below 1. None takes `clip_ratio`."""
     clip_ratio_high: float | None = Field(default=None, ge=0)
@@ -339,9 +340,11 @@ class ActorConfig(Section):
     tau_neg: float = Field(default=1.05, gt=0)
     """Temperature of `sapo` for the other advantages."""
     loss_agg_mode: LossAggregation = "token-mean"
-    """Aggregation of the token losses."""
+    """Aggregation of the token losses. A mean over sequences divides by the trained trajectories, in verl by the
+    nominal mini batch."""
     loss_scale_factor: float | None = Field(default=None, gt=0)
-    """Divisor of `seq-mean-token-sum-norm`. None takes `data.max_response_length`."""
+    """Divisor of `seq-mean-token-sum-norm`. None takes `data.max_response_length`, verl the width of its padded
+    batch."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     use_torch_compile: bool = False
@@ -356,7 +359,8 @@ class ActorConfig(Section):
     """Weight of the KL term."""
     kl_loss_type: KlKind = "low_var_kl"
     """Estimator of the KL term. `k1`, k2 and k3 are other names of kl, mse and low_var_kl. `full` sums over the whole
-    vocabulary. A name with `+` keeps its value and takes the gradient of k2."""
+    vocabulary, with the memory of a second set of logits. A name with `+` keeps its value and takes the gradient of
+    k2."""
     grad_clip: float = Field(default=1.0, gt=0)
     """Bound on the gradient's norm."""
 

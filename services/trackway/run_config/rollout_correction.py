@@ -53,7 +53,7 @@ class RolloutCorrectionConfig(Section):
     rollout_is_threshold: float | str | None = 2.0
     """A number truncates weights from above. `lo_hi`, such as `0.5_5.0`, sets weights outside to zero (IcePop)."""
     rollout_is_batch_normalize: bool = False
-    """Divide weights by their mean over the batch."""
+    """Divide weights by their mean over the mini batch."""
     rollout_rs: str | None = None
     """Tokens or sequences to leave out of the loss: names such as `token_k1` or `seq_mean_k3`, separated by commas. A
     token must pass all of them. k1 is -log r, k2 is (log r)^2 / 2, k3 is r - 1 - log r."""
