@@ -16,7 +16,7 @@ from pydantic_settings import BaseSettings
 
 from generators.docstrings import field_docstrings
 from generators.markdown import breakable, code, page, table
-from trackway.agent.settings import AgentSettings
+from trackway.agent.settings import AgentSettings, EnvironmentSettings, ExternalSettings
 from trackway.deploy.local.settings import UpSettings
 from trackway.reward.models import JudgeSettings, RewardModelSettings
 from trackway.reward.settings import RewardSettings
@@ -26,6 +26,8 @@ from trackway.serving import ServiceSettings
 from trackway.tools.base import ToolLimits
 from trackway.tools.builtin.python import PythonSettings
 from trackway.tools.builtin.search import SearchConfig
+from trackway.tools.mcp.connection import McpServer
+from trackway.tools.mcp.source import McpLimits
 from trackway.tools.settings import ToolsSettings
 from trackway.trainer.settings import TrainerSettings
 
@@ -72,6 +74,16 @@ def settings_page() -> str:
         table(("Key", "Default", "Meaning"), _cells(settings_of(PythonSettings))),
         "### `search`",
         table(("Key", "Default", "Meaning"), _cells(settings_of(SearchConfig))),
+        "### MCP servers",
+        "Keys of the `config` of an entry with `type: mcp`:",
+        table(("Key", "Default", "Meaning"), _cells(settings_of(McpLimits))),
+        "Keys of a server in its JSON file:",
+        table(("Key", "Default", "Meaning"), _cells(settings_of(McpServer))),
+        "## External agents and environments",
+        "Keys of the agent service's `external`, and of the entries of `external_agents`:",
+        table(("Key", "Default", "Meaning"), _cells(settings_of(ExternalSettings))),
+        "Keys of the entries of its `environments`:",
+        table(("Key", "Default", "Meaning"), _cells(settings_of(EnvironmentSettings))),
         "## Judges and sums of scorers",
         "Keys of the entries of the reward service's `judges`:",
         table(("Key", "Default", "Meaning"), _cells(settings_of(JudgeSettings))),

@@ -66,6 +66,12 @@ def test_a_nested_setting_has_the_variable_that_reaches_it_and_the_default_of_it
     assert row(settings_page(), names)[1:] == ["`600.0`", "Seconds to wait for the next bytes of an answer."]
 
 
+def test_a_key_of_an_environment_and_of_an_mcp_server_has_its_sentence() -> None:
+    meaning = "Seconds for a server's first response. Without it the tool server does not start."
+    assert row(settings_page(), "`connect_timeout_s`") == ["`connect_timeout_s`", "`30.0`", meaning]
+    assert row(settings_page(), "`max_open`")[1:] == ["`64`", "Episodes at once on this replica; others wait."]
+
+
 def test_a_default_is_not_what_the_environment_of_the_build_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow.internal")
     assert "mlflow.internal" not in settings_page()

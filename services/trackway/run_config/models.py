@@ -52,10 +52,12 @@ class DataConfig(Section):
     max_response_length: int = Field(default=512, ge=1)
     """Most tokens of the whole multi-turn response, including observations."""
     filter_overlong_prompts: bool = False
-    """Drop rows whose templated prompt, including tool schemas, exceeds `max_prompt_length`."""
+    """Drop rows whose templated prompt, including tool schemas, exceeds `max_prompt_length`. It is measured with
+    `apply_chat_template_kwargs`: leave room if the agent service has other `chat_template_kwargs`."""
     truncation: Literal["left", "right", "middle", "error"] = "error"
-    """Treatment of an overlong prompt: cut its first, last or middle tokens, or fail its trajectory. In supervised
-    training of an overlong row: `middle` is not possible, and `error` fails the run before its first step."""
+    """Treatment of an overlong prompt: cut its first, last or middle tokens (incident `prompt_cut`), or fail its
+    trajectory. In supervised training of an overlong row: `middle` is not possible, and `error` fails the run before
+    its first step."""
     shuffle: bool = True
     """Draw a new order of the rows for each epoch, and the rows of `train_max_samples` and `val_max_samples`."""
     apply_chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])

@@ -139,15 +139,19 @@ class McpServer(UserEntry):
     type: Literal["http", "streamable-http", "streamable_http", "streamableHttp", "stdio"] | None = None
     """Written by other clients. Must match `url` or `command`."""
     url: str | None = None
+    """URL of a server over streamable HTTP."""
     auth_token: SecretStr | None = None
     """Sent as `Authorization: Bearer ...`; verl's key."""
     headers: dict[str, SecretStr] = Field(default_factory=dict)
     """Sent with each request."""
     command: str | None = None
+    """Program of a server over stdio."""
     args: list[str] = Field(default_factory=list)
+    """Its arguments."""
     env: dict[str, SecretStr] = Field(default_factory=dict)
     """Added to PATH, HOME and the like: the process gets nothing else of this process's environment."""
     cwd: Path | None = None
+    """Its working folder."""
     name_prefix: str = ""
     """Prefix of its tools' names, for servers whose tools have the same names."""
 

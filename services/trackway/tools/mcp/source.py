@@ -42,12 +42,13 @@ class McpLimits(UserEntry):
     """How sessions are kept; from the YAML entry's `config`."""
 
     sessions: Literal["auto", "trajectory", "shared"] = "auto"
-    """One session per trajectory, or a shared one. "auto": per trajectory if the server has sessions, which a process
-    that we start always has."""
+    """One session per trajectory, or a shared one. `auto`: per trajectory if the server keeps sessions, as every
+    process does."""
     connect_timeout_s: float = Field(default=30.0, gt=0)
-    """Seconds for a server's first response. A process may have to be downloaded first."""
+    """Seconds for a server's first response. Without it the tool server does not start."""
     max_sessions: int | None = Field(default=None, ge=1)
-    """Maximum trajectories with a session, by default 64 processes or 1024 ids. Beyond it calls are answered 429."""
+    """Maximum trajectories with a session, by default 64 with a command and 1024 with a URL. Beyond it calls are
+    answered 429."""
 
 
 @dataclass(eq=False)
