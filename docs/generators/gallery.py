@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from generators.markdown import code, page, table
+from generators.markdown import code, page
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "start" / "examples.md"
@@ -78,7 +78,7 @@ def _parts(group: Group) -> Iterator[str]:
     yield f"Guide: {group.guide}."
     if group.picture:
         yield f"![{group.alt}](../pictures/{group.picture})"
-    yield table(("", ""), ((code(_name(path)), first_line(path)) for path in files(group)))
+    yield "\n".join(f"- {code(_name(path))}: {first_line(path)}" for path in files(group))
 
 
 def _name(path: Path) -> str:

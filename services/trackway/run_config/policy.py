@@ -494,9 +494,9 @@ class RolloutConfig(Section):
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """Share of a GPU's memory for the engine's weights and KV cache."""
     free_cache_engine: bool | None = None
-    """Release the engines' memory while the learner trains. null does so if every engine can (`enable_sleep`). Services
-    that `trackway train` starts can: vLLM and SGLang on GPUs unless this is false, the embedded engine if it is true.
-    Experimental: no engine has slept on a GPU."""
+    """Release the engines' memory while the learner trains. null does so if every engine can (`enable_sleep`), and true
+    refuses a run whose engines cannot. Services that `trackway train` starts can: vLLM and SGLang on GPUs unless this
+    is false, the embedded engine if it is true. Experimental: no engine has slept on a GPU."""
     multi_stage_wake_up: bool | None = None
     """Allocate memory for weights first, and for the KV cache once the new weights are loaded. Null is true."""
     enforce_eager: bool | None = None
