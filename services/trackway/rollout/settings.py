@@ -71,8 +71,10 @@ class RolloutSettings(ServiceSettings):
     main memory, as its weights go to a file in the temporary folder. vLLM on a CPU ignores it.
     Experimental: no engine has slept on a GPU."""
     weight_digests: bool = True
-    """Compare the digests of a server's parameters after each load. vLLM hashes 1 to 2 GB/s on each rank, and generates
-    nothing meanwhile."""
+    """Compare the digests of a server's parameters after each load. vLLM shows all of them on GPUs (by its code, which
+    has not run), norms and embedding on a CPU, and none with quantisation. It hashes 1 to 2 GB/s on each rank, and
+    generates nothing meanwhile. SGLang shows which tensors kept their digests, without parts of fused parameters and
+    quantised weights."""
     max_lora_rank: int = Field(default=0, ge=0)
     """Load published LoRA adapters of up to this rank by the server's own routes (vLLM, SGLang). With 0 each is merged
     into a copy of the base weights first, and the embedded engine always merges."""
