@@ -48,10 +48,10 @@ PLACES = {
     Experimental.IPC: Met(
         ["trackway.weights_transport"], "guides/gpu-sharing.md", {RolloutSettings: "weights_transport"}
     ),
-    Experimental.NCCL: Met(["trackway.learner_ranks"], "concepts/algorithms.md"),
+    Experimental.NCCL: Met(["trackway.learner_ranks"], "guides/gpu-memory.md"),
     Experimental.OFFLOAD: Met(
         [f"{ACTOR}.fsdp_config.{name}" for name in ("param_offload", "optimizer_offload", "offload_policy")],
-        "concepts/algorithms.md",
+        "guides/gpu-memory.md",
     ),
     Experimental.WANDB: Met(
         [f"{ROLLOUT}.trace.backend", "trainer.logger"], "guides/weave.md", {TracingSettings: "weave_url"}
