@@ -58,7 +58,7 @@ class _Lease(BaseModel):
     owner: str
     token: str
     seconds: float
-    """How long it holds after it was written."""
+    """Seconds that it holds after it was written."""
 
 
 class LeasePublisherLock:

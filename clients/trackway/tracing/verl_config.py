@@ -65,8 +65,8 @@ class RolloutTraceConfig:
         disables tracing.
 
         Keys and addresses come from the environment (`TracingSettings`). MLflow: the experiment is `project_name`,
-        created with the first spans. Weave: the project is `entity/project`; without an entity, it is that of
-        WANDB_ENTITY, or the API key's default, which is queried from W&B.
+        created with the first spans. Weave: the project is `entity/project`; without an entity, it is
+        WANDB_ENTITY's, or the API key's default, which is queried from W&B.
         A second call does nothing until `reset`.
 
         Raises:

@@ -241,7 +241,7 @@ class MessagesTool(EchoedPart):
 
 
 class MessagesToolChoice(WireRequest):
-    """How the model chooses a tool."""
+    """The tool that the model must, can or cannot call."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None

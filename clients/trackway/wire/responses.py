@@ -116,7 +116,7 @@ class ResponseToolChoice(WireRequest):
 
 
 class ReasoningOptions(EchoedPart):
-    """How much the model is to reason."""
+    """Effort of the model's reasoning."""
 
     effort: str | None = Field(default=None, max_length=64)
     """Passed to the chat template as `reasoning_effort`."""

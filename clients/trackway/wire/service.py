@@ -143,7 +143,7 @@ class Wait(WireReply):
     until: int | None = None
     """Its deadline in milliseconds since 1970, or None without one."""
     progress: str = ""
-    """How far it is, and its newest problem."""
+    """Its progress, and its newest problem."""
     because: list["Wait"] = Field(default_factory=list["Wait"])
     """Waits behind it, the longest first; only as many as help."""
 

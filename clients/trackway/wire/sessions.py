@@ -78,7 +78,7 @@ class GraphNode(WireReply):
     forced: str = ""
     """Start of the message of sampled tokens that a forced tool call put at the end of the prompt."""
     guided: bool = False
-    """True if a grammar (`response_format`) guided sampled tokens. They are not trained, and `logprobs` are those of
+    """True if a grammar (`response_format`) guided sampled tokens. They are not trained, and `logprobs` are of
     what it left."""
     reward: float | None = None
     """Score of the call of sampled tokens, if it was posted."""

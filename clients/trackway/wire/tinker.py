@@ -74,7 +74,7 @@ class SessionHeartbeatRequest(WireRequest):
 
 
 class FinishReason(WireRequest):
-    """How a client ended."""
+    """The end of a client."""
 
     type: Literal["success", "errored", "interrupted"]
 
@@ -226,7 +226,7 @@ class ModelInput(WireRequest):
 
 
 class SampleParams(WireRequest):
-    """How tokens are sampled."""
+    """Parameters of the sampling."""
 
     max_tokens: Annotated[Int, Field(ge=1)] | None = None
     """None takes what the prompt leaves of the context."""

@@ -39,7 +39,7 @@ _POLL_S = 1.0
 _ANSWER_S = 10.0
 """Longest wait for one answer from the cluster's control store."""
 _SILENCE_S = 15.0
-"""How long the head must have been silent before a node stops without it."""
+"""Seconds of the head's silence after which a node stops without it."""
 _SAVE_S = 30.0
 """Shortest time for a run to save its checkpoint."""
 _SILENT = "the cluster does not answer"

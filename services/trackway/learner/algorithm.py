@@ -228,7 +228,7 @@ KL_KINDS = (*KL_PENALTIES, *(kind + STRAIGHT_THROUGH for kind in KL_PENALTIES), 
 def kl_penalty(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
     """The KL estimate of each token, in the shape of `logp`.
 
-    The expected gradient of k2 alone is that of the KL. A kind with `+` has its own value and k2's gradient. Raises
+    Only k2's expected gradient equals the KL's. A kind with `+` has its own value and k2's gradient. Raises
     ValueError on an unknown kind, and on `full`, which takes logits (`exact_kl`).
     """
     check_known("kl_loss_type of sampled tokens", kind, KL_KINDS[:-1])

@@ -274,7 +274,7 @@ class TokenRecord:
         self._is_seen[new] = True
 
     def of(self, rows: Sequence[Trajectory]) -> TokenValues:
-        """The values of the response tokens of these rows, those of the batch."""
+        """The batch's values at the response tokens of these rows."""
         lengths = [len(row.response_ids) for row in rows]
         starts = [len(row.prompt_ids) - 1 for row in rows]
         places = [(row, slice(start, start + length)) for row, start, length in zip(count(), starts, lengths)]

@@ -37,7 +37,7 @@ class LoraSettings(NamedTuple):
     adapter_path: str | None = None
     """Folder or Hugging Face id of an adapter to start from, or None for a new one."""
     trains_head: bool = False
-    """Whether the head, which has no adapter, is trained too."""
+    """Train the head too, which has no adapter."""
 
     @classmethod
     def of(
@@ -62,9 +62,9 @@ class PolicySettings(NamedTuple):
     """The dtype of the weights, their offload, and their sharding over several ranks."""
     gradient_checkpointing: bool = False
     remove_padding: bool = False
-    """Whether batches are packed, if the model can be packed."""
+    """Pack batches, if the model can be packed."""
     is_frozen: bool = False
-    """Whether the model has no gradients."""
+    """The model needs no gradients."""
     lora: LoraSettings | None = None
     """The adapter that is trained while the model's own weights stay as loaded; None trains the whole model."""
     head_in_chunks: bool | None = None
@@ -74,7 +74,7 @@ class PolicySettings(NamedTuple):
     max_positions: int | None = None
     """Replaces the `max_position_embeddings` of the folder's configuration, also in exports."""
     float32_head: bool = False
-    """Whether logits are float32 where the compute dtype is bfloat16."""
+    """Compute logits in float32 where the compute dtype is bfloat16."""
 
 
 class CriticSettings(NamedTuple):
@@ -96,7 +96,7 @@ class CriticSettings(NamedTuple):
     epochs: int
     """Passes over each batch."""
     shuffle: bool
-    """Whether each pass has a new order."""
+    """Draw a new order for each pass."""
     shuffle_seed: int
     """Seed of this order."""
     cliprange: float
@@ -141,9 +141,9 @@ class LearnerConfig:
     proximal_logprobs: str
     """`recompute` or `loglinear`: the source of the old logprobs without `bypass_mode`."""
     save_token_values: bool = False
-    """Whether an update returns what it computed of each token."""
+    """Return what an update computed of each token."""
     float32_head: bool = False
-    """Whether logits are float32 where the compute dtype is bfloat16."""
+    """Compute logits in float32 where the compute dtype is bfloat16."""
     distillation_loss: DistillationLossConfig | None = None
     """The loss towards teachers, or None without any."""
 

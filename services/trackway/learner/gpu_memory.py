@@ -161,7 +161,7 @@ class EngineMemory:
     sequences: int
     """Most sequences at a time."""
     sleeps: bool
-    """Whether it gives its memory to the learner during updates."""
+    """It gives its memory to the learner during updates."""
 
     @classmethod
     def of(

@@ -96,7 +96,7 @@ class TokenLogits(NamedTuple):
     targets: Tensor
     """[n] int64: the tokens that they predict; [n, K] where a measure takes K of each."""
     ref_logits: Tensor | None = None
-    """[n, V]: those of the reference, or None without one."""
+    """[n, V]: the reference's, or None without one."""
     top: TopTokens | None = None
     """The teacher's, or None without one."""
 

@@ -258,7 +258,7 @@ class Learner:
     ) -> UpdateResult:
         """Trains on the trajectories that `filter_trajectories` lets through. Returns their metrics and advantages.
 
-        `observe` is entered around each optimizer step, with the trajectories of that step. `version` is that of the
+        `observe` is entered around each optimizer step, with its trajectories. `version` names the
         weights before the update, with a fraction if several updates make a version. `proximal_logprobs=loglinear`
         measures staleness against it, and takes the newest sampled version for None. A mini-batch of which rejection
         leaves no token is not trained on and counts as a skipped step. Offloaded weights stay on the device until
@@ -304,7 +304,7 @@ class Learner:
         mismatch: Metrics,
         record: TokenRecord | None,
     ) -> Metrics:
-        """Takes the optimizer steps of an update and returns their metrics, those of the mismatch among them.
+        """Takes the optimizer steps of an update and returns their metrics, including the mismatch's.
 
         `record` gets the values of the tokens that they train.
         """
@@ -652,7 +652,7 @@ class Learner:
     def _mismatch(self, steps: Sequence[StepOutcome]) -> Metrics:
         """The same metrics of an update without recomputed old logprobs.
 
-        The drift is that of the first mini-batch, since later ones see changed weights. The correction's metrics are
+        The drift is the first mini-batch's, since later ones see changed weights. The correction's metrics are
         means over the mini-batches, each under the weights that its loss was computed with.
         """
         correction, first = self.config.algorithm.rollout_correction, steps[0]

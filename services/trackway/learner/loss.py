@@ -125,7 +125,7 @@ def of_kept_tokens(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def proximal_logprobs(batch: TrainingBatch, logp: Tensor) -> Tensor:
-    """[B, T]: the old logprobs, estimated from those of the trained policy [B, T] if the batch has shares for it."""
+    """[B, T]: the old logprobs, estimated from the trained policy's [B, T] if the batch has shares for it."""
     if batch.loglinear_share is None:
         return batch.old_logprobs
     return loglinear_logprobs(logp, batch.old_logprobs, batch.loglinear_share)

@@ -192,7 +192,7 @@ def _on_gpu(tensor: Tensor) -> bool:
 
 
 def _dtype_of(tensor: Tensor) -> torch.dtype:
-    """The type in which attention is computed, that of autocast where it is on."""
+    """The type in which attention is computed: autocast's where it is on."""
     kind = tensor.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 

@@ -155,7 +155,7 @@ class Policy:
             require_divisible(self.model, ranks.sequences.size, packs=self.packs)
         self.chunks = HeadChunks.of(self.model, settings.head_in_chunks, settings.head_chunk_size)
         self._writes_whole = True
-        """Whether no rank can write a share of the weights as transformers does."""
+        """No rank can write a share of the weights as transformers does."""
         offload = sharding.param_offload or sharding.offload_policy
         if ranks.mesh is not None and shares is not None:
             shard(
@@ -169,7 +169,7 @@ class Policy:
             shares.load(torch.device("cpu") if offload else self.device)
             self._writes_whole = shares.writes_whole
         self.is_offloaded_by_fsdp = offload and ranks.mesh is not None
-        """Whether the weights, and so the moments of their optimizer, stay in main memory."""
+        """The weights, and so the moments of their optimizer, stay in main memory."""
         offload = offload and not self.is_offloaded_by_fsdp
         self.cpu_offload = CpuOffload(self._memory, self.device, offload=offload, frozen=settings.is_frozen)
         if not offload:
@@ -268,7 +268,7 @@ class Policy:
         return list(self._run(head, given, autocast=autocast).unbind(-1))
 
     def micro_batches(self, batch: TrainingBatch, limit: PassLimit) -> Iterator[MicroBatch]:
-        """The micro-batches of this rank. Each rank has the same number of them. `limit` is that of one rank."""
+        """The micro-batches of this rank. Each rank has the same number of them. `limit` is for one rank."""
         if limit.tokens is not None and self.ranks.sequences is not None:
             limit = limit._replace(tokens=limit.tokens * self.ranks.sequences.size)
         rounds = rounds_of(batch.lengths.tolist(), limit, self.ranks.row_groups, has_padding=not self.packs)

@@ -119,7 +119,7 @@ def loglinear_logprobs(logp: Tensor, rollout_logp: Tensor, share: Tensor) -> Ten
 def loglinear_share(versions: Tensor, version: float) -> Tensor:
     """(v_prox - v_behave) / (v_theta - v_behave) of each token, in [0, 1): the shape of `versions`.
 
-    `versions` sampled the tokens (v_behave). `version` is that of the weights before the update, whose logprobs a
+    `versions` sampled the tokens (v_behave). `version` names the weights before the update, whose logprobs a
     recomputing pass would give (v_prox). The trained policy counts as `version + 1`, which it will be published as,
     during the whole update: at the first optimizer step it still equals v_prox, and moves away with each. AReaL counts
     both one lower. A token of `version` or newer has share 0: the sampler's logprobs are the old ones.

@@ -254,8 +254,8 @@ class TrainerConfig(Section):
     """Samples of each validation that are traced, with prompt, response and score: the larger of this and
     `trackway.trace_validation_samples`. verl logs them as a table."""
     default_local_dir: str | None = None
-    """Folder of the checkpoints, to which the run's own folder links. null keeps them there. It must not have those of
-    another run."""
+    """Folder of the checkpoints, to which the run's own folder links. null keeps them there. It must not have another
+    run's."""
     default_hdfs_dir: str | None = None
     """URL that fsspec opens, such as `s3://bucket/checkpoints`, to which each checkpoint is copied once it is saved, as
     `<url>/<run>/global_step_<n>`. `resume_from_path` takes such a copy. Storage that refuses it is waited for

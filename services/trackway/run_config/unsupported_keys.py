@@ -70,7 +70,7 @@ _MEGATRON_SECTIONS = {
     "actor_rollout_ref.ref": "actor_rollout_ref.ref.fsdp_config",
     "critic": "critic.fsdp",
 }
-"""Section with keys of Megatron -> that with those of FSDP."""
+"""Section with keys of Megatron -> section with keys of FSDP."""
 _FSDP_SECTIONS = ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
 
 REPEATED: dict[str, str] = {

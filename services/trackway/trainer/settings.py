@@ -64,7 +64,7 @@ def handed_over(tracing: TracingSettings, token: SecretStr | None = None) -> dic
 
 
 def taken_over() -> TracingSettings:
-    """The tracing settings passed by the service, or those of the environment when there are none."""
+    """The tracing settings passed by the service, or the environment's when there are none."""
     return TracingSettings.model_validate_json(os.environ.get(_TRACING, "{}"))
 
 

@@ -52,7 +52,7 @@ class DiskQueue:
         self._sizes: OrderedDict[Path, int] = OrderedDict()
         """Bytes of each file, oldest first."""
         self.bytes = self.spans = 0
-        """Of the batches in the queue."""
+        """Sizes of the batches in the queue."""
         self._newest: tuple[Path, Batch] | None = None
         """The file that the next batch may be merged into. None once it is being sent."""
         self.broken_spans = 0

@@ -31,16 +31,16 @@ class Finding(BaseModel):
     ok: bool
     found: str
     remedy: str = ""
-    """How to get it. Empty when it is there."""
+    """The way to get it. Empty when it is there."""
     demo: bool = False
-    """Whether `trackway demo` cannot run without it."""
+    """`trackway demo` cannot run without it."""
 
 
 class Examination(BaseModel):
     """All findings of one machine."""
 
     demo: bool
-    """Whether `trackway demo` can run here."""
+    """`trackway demo` can run here."""
     findings: list[Finding]
 
 

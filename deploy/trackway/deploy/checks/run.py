@@ -310,7 +310,7 @@ class RunCheck:
                 )
 
     def _nodes(self, deployment: Deployment) -> None:
-        """Compare the nodes that the learner's ranks need with those of the cluster, which may still grow."""
+        """Compare the nodes that the learner's ranks need with the cluster's, which may still grow."""
         config, unchecked = self._subject.config, self.findings.not_checked
         if not deployment.attached:
             self.findings.missing_here.append(too_many_nodes(config))

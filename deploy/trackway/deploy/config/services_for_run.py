@@ -54,7 +54,7 @@ _OF_SLEEP = ("free_cache_engine", "multi_stage_wake_up")
 _WHILE_ASLEEP = "the learner computes on GPU 0 while engines sleep"
 _REWARD_MODEL = "reward.reward_model"
 _OF_THE_MACHINE = ("engine_python", "engine_start_s", "device")
-"""Settings of a rollout service that are those of the machine, for any model."""
+"""Settings of a rollout service that belong to the machine, for any model."""
 _SERVER_SEQS = 256
 """Default number of concurrent requests of one server. The embedded engine reserves memory for each request."""
 

@@ -2,7 +2,7 @@
 
 The ranks of a sharded learner gather weights from one another in each pass, so every rank makes the same number of
 passes, or the others wait for it until their deadline. Rows are therefore planned in rounds: in a round each rank has
-one micro-batch, of about as many tokens as those of the other ranks, since a round takes as long as its largest one.
+one micro-batch, of about as many tokens as on the other ranks, since a round takes as long as its largest one.
 A rank may have none in a round, where rows are fewer than ranks. Sums over rows are divided by totals of the whole
 mini-batch (algorithm.py), so losses and gradients do not depend on the plan.
 """
@@ -16,7 +16,7 @@ Rows: TypeAlias = list[int]
 
 
 class PassLimit(NamedTuple):
-    """How much one rank computes in one pass."""
+    """Limits of what one rank computes in one pass."""
 
     rows: int | None = None
     """Most rows, without `tokens`, or None for all."""

@@ -172,7 +172,7 @@ ALONE = Ranks()
 def join(store: Store, index: int, placement: Placement, device: str, deadline_s: float) -> Ranks:
     """The ranks, once all of them have called this with their own `index`.
 
-    `store` is the same for all. `device` is a key of BACKENDS, and on GPUs a rank takes that of its local rank. A
+    `store` is the same for all. `device` is a key of BACKENDS, and on GPUs a rank takes the device of its local rank. A
     collective that a rank has not joined within `deadline_s` seconds is an error in all others.
     """
     if device == "cuda":

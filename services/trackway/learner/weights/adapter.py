@@ -52,7 +52,7 @@ class Adapter:
     """
 
     def __init__(self, model: PreTrainedModel, settings: LoraSettings, start: Path | None = None) -> None:
-        """Adds the adapter to the model: a new one, or that of PEFT's folder `start`.
+        """Adds the adapter to the model: a new one, or PEFT's from the folder `start`.
 
         Raises ValueError where no module matches, or one that cannot be adapted, and for another adapter in the folder.
         """

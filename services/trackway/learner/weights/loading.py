@@ -39,7 +39,7 @@ def load_model(
     """The causal language model of a folder, without dropout.
 
     `max_positions` replaces `max_position_embeddings` of the folder's configuration. Raises ValueError, with their
-    names, for tied weights that differ, and for weights that the folder lacks; those of the vocabulary head only if it
+    names, for tied weights that differ, and for weights that the folder lacks; the vocabulary head's only if it
     `needs_head`.
     """
     model, lacking = _loaded(folder, dtype, max_positions)

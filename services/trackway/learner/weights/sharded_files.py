@@ -2,7 +2,7 @@
 
 DCP divides tensors over the ranks that write, and reads any part of them, so a checkpoint goes on with any number of
 ranks. A set of tensors `model` is `model.safetensors` from one process, and `model-00001-of-00004.safetensors` and so
-on from four (docs/decisions/0012). The offsets of shards are in the header, as in those of DCP's own
+on from four (docs/decisions/0012). The offsets of shards are in the header, as with DCP's own
 HuggingFaceStorageWriter.
 
 `write_tensors` writes one tensor after another, so that they need not exist in memory together. The format
@@ -173,7 +173,7 @@ def _existing(stem: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class _Share:
-    """Which of how many ranks writes."""
+    """The rank that writes, and the number of ranks."""
 
     index: int
     count: int

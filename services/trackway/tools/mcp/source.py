@@ -39,7 +39,7 @@ from trackway.wire.tools import ToolResult
 
 
 class McpLimits(UserEntry):
-    """How sessions are kept; from the YAML entry's `config`."""
+    """Limits of sessions, from the YAML entry's `config`."""
 
     sessions: Literal["auto", "trajectory", "shared"] = "auto"
     """One session per trajectory, or a shared one. `auto`: per trajectory if the server keeps sessions, as every

@@ -108,7 +108,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class RowChoice:
-    """Which rows are taken where their number is bounded (`trackway.max_samples`)."""
+    """The rows to take where their number is bounded (`trackway.max_samples`)."""
 
     most: int = -1
     """Most rows. -1 takes all."""

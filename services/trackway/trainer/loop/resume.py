@@ -37,7 +37,7 @@ class Beginning(NamedTuple):
     saved_step: int | None
     """Step of the run's own checkpoint, or None when there is none yet."""
     notice: str = ""
-    """Which damaged checkpoints were skipped. Empty for none."""
+    """The damaged checkpoints that were skipped."""
     finished: Sequence[Trajectory] = ()
     """Trajectories of the run's own checkpoint that are not trained yet."""
 

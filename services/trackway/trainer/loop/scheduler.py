@@ -125,7 +125,7 @@ class SchedulerState(BaseModel):
     retries: int = 0
     """Rollouts that were requested again after a broken stream."""
     left_out: list[SubmittedGroup] = Field(default_factory=list[SubmittedGroup])
-    """Groups that the filter left out since the last update, and those of later prompts than it trained."""
+    """Groups that the filter left out since the last update, also for later prompts than it trained."""
     drawn: list[str] = Field(default_factory=list[str])
     """Sessions that cannot be drawn again, where a run trains on sessions."""
 

@@ -170,7 +170,7 @@ class SessionGroups(GroupSource):
         return stale
 
     def drawn(self) -> list[str]:
-        """The sessions that were drawn or dropped, and those of earlier checkpoints that are remembered."""
+        """The sessions that were drawn or dropped, and the ones of earlier checkpoints that are remembered."""
         return [*self._trained, *self._drawn]
 
     def saved(self, drawn: Collection[str]) -> None:

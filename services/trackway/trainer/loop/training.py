@@ -332,7 +332,7 @@ class Training(BaseTraining):
             await self._show(found)
 
     async def close(self) -> None:
-        """Cancel the rollouts that are still running, those of a validation included.
+        """Cancel the rollouts that are still running, including a validation's.
 
         A checkpoint that is being written is completed, whatever ends the run.
         """

@@ -82,7 +82,7 @@ def save_checkpoint(
 ) -> Path:
     """Write `global_step_<step>`, mark it as the latest, remove all but the newest `keep`. Return its folder.
 
-    `write` writes what continues the training to a folder: a learner's `save`, or that of its snapshot.
+    `write` writes what continues the training to a folder: a learner's `save`, or its snapshot's.
     Raises StorageError when the disk is full or cannot be written. The partial checkpoint is removed.
     """
     if keep is not None and keep < 1:

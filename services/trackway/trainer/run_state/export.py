@@ -27,7 +27,7 @@ class Export(NamedTuple):
 
 
 def export_checkpoint(run: RunFolder, target: Path, step: int | None = None, *, merge: bool = False) -> Export:
-    """Writes the run's newest checkpoint, or that of a step, to the new folder `target`.
+    """Writes the run's newest checkpoint, or the one of a step, to the new folder `target`.
 
     It gets a model that transformers loads. Of a run with a LoRA adapter the adapter alone, as PEFT writes it, unless
     `merge` asks for the model with the adapter in its weights. Raises TrackwayError for a run without such a

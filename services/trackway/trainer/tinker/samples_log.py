@@ -48,7 +48,7 @@ class SampleLog:
         self._max_file_bytes = max_file_bytes
         self._lock, self._syncing = Lock(), Lock()
         self._count = self._synced = 0
-        """How many records were written, and how many of them are on disk."""
+        """Records that were written, and the number of them on disk."""
         self._index: dict[str, _Place] | None = None
         """Place of each record. None until first needed."""
 

@@ -431,7 +431,7 @@ def _last(values: Sequence[T], count: int) -> Sequence[T]:
 
 
 def _newest(meta: _Meta, total: int, held: str) -> list[str]:
-    """The newest weights that each token can be of: by span, else those of the event, else the loaded ones."""
+    """The newest weights that each token can be of: by span, else the event's, else the loaded ones."""
     names = [meta.weight_version or held] * total
     for span in meta.weight_versions or []:
         names[span.start : span.end] = [span.version] * (min(span.end, total) - span.start)
