@@ -13,6 +13,7 @@ pytestmark = pytest.mark.e2e
 
 SERVICES = {"rollout", "tools", "reward", "agent", "trainer"}
 DISPENSABLE = ("log_monitor", "autoscaler/_private/monitor", "util.client.server", "ray-dashboard-NodeHead")
+WORKERS = ("ray::ServeController", "ray::ProxyActor", "ray::ServeReplica")
 LISTENING = (
     "gcs_server",
     "raylet/raylet",
@@ -51,6 +52,15 @@ def test_ray_runs_nothing_that_only_its_dashboard_needs(deployment: Deployment):
     commands = [" ".join(process.cmdline()) for process in family(deployment, "ray")]
     assert [command for command in commands if any(part in command for part in DISPENSABLE)] == []
     assert sum(command.startswith("ray-dashboard-") for command in commands) == 1  # Serve's REST API
+
+
+def test_workers_are_forks_of_one_process_that_has_the_imports(deployment: Deployment):
+    workers = [process for process in family(deployment, "ray") if process.cmdline()[0].startswith(WORKERS)]
+    names = {process.cmdline()[0].split(":")[3] for process in workers if "Replica" in process.cmdline()[0]}
+    assert names >= SERVICES
+    parents = {parent for process in workers if (parent := process.parent())}
+    [forks] = [parent.cmdline() for parent in parents]  # Ray's raylet is a parent of workers that are no forks
+    assert "ray_forks" in " ".join(forks)
 
 
 def listeners(deployment: Deployment) -> dict[str, set[str]]:
