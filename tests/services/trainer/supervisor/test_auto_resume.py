@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,9 @@ from trackway.system.process import free_port
 from trackway.trainer.run_state.folder import RunFolder, this_machine
 from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S
 from trackway.trainer.service_urls import ServiceUrls
+from trackway.trainer.supervisor import process
 from trackway.trainer.supervisor.manager import RunManager, resume_interrupted
+from trackway.trainer.supervisor.process import Supervised
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import RunInfo, RunRequest, RunState
 
@@ -103,6 +105,49 @@ async def test_a_run_that_went_on_too_often_says_so_and_is_left_alone(runs: RunM
         folder.info().message
         == "interrupted; it was resumed automatically 2 times, the most allowed; resume it by hand"
     )
+
+
+@pytest.mark.parametrize(("by_itself", "options"), [(True, ["--skip-damaged"]), (False, [])])
+async def test_only_a_run_that_goes_on_by_itself_skips_damaged_checkpoints(
+    runs: RunManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_itself: bool, options: list[str]
+):
+    folder = on_disk(tmp_path / "outputs", "old", state="stopped", interrupted=True)
+    given: list[str] = []
+
+    async def refused(arguments: Sequence[str], *_: object) -> None:
+        given.extend(arguments)
+        raise OSError("no process")
+
+    monkeypatch.setattr(process, "launch", refused)
+    with pytest.raises(OSError, match="no process"):
+        await runs.resume("old", by_itself=by_itself)
+
+    assert given == [str(folder.path), "--lifeline", *options]
+
+
+async def test_a_process_that_does_not_stop_is_killed_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = on_disk(tmp_path / "outputs", "deaf", state="running")
+    code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
+
+    async def deaf(*_: object) -> asyncio.subprocess.Process:
+        started = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
+        assert started.stdout is not None and await started.stdout.readline() == b"\n"
+        return started
+
+    monkeypatch.setattr(process, "launch", deaf)
+    supervised = Supervised(folder, folder.config(), {}, stop_deadline_s=0.1)
+    await supervised.start()
+    owner = folder.owner()
+    assert owner is not None
+    supervised.stop()
+    try:
+        await asyncio.wait_for(supervised.run(), 30)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(owner.pid, signal.SIGKILL)
+
+    info = folder.info()
+    assert (info.state, info.message.partition(";")[0]) == (RunState.STOPPED, "its process ended by SIGKILL")
 
 
 async def test_an_interrupted_run_that_somebody_stops_does_not_go_on(runs: RunManager, tmp_path: Path):

@@ -112,6 +112,17 @@ def read(path: Path) -> bytes:
         return b""
 
 
+async def test_a_run_that_is_given_up_loses_its_owner_so_that_a_process_that_wakes_up_ends(
+    runs: RunManager, outputs: Path
+):
+    folder = on_disk(outputs, "lost", state="running")
+    folder.write_owner(Owner.of(os.getpid()).model_copy(update={"started": 1}))  # a process that has ended
+
+    info = runs.registry.info("lost")
+
+    assert (info.state, info.interrupted, folder.owner()) == (RunState.FAILED, True, None)
+
+
 @pytest.mark.extended
 async def test_a_learner_that_wakes_up_after_its_run_was_given_up_writes_nothing_and_the_run_goes_on(
     runs: RunManager, agent, frozen: int, outputs: Path
