@@ -102,6 +102,20 @@ def test_on_another_machine_a_process_is_dead_when_its_beat_has_not_changed_for_
     assert (first, changed, last_beat, patient, elsewhere.alive(folder)) == (True, True, True, True, False)
 
 
+def test_a_new_owner_on_another_machine_is_alive_though_the_one_before_had_more_beats(folder: RunFolder):
+    before, after = Owner(machine=ELSEWHERE, pid=7, started=7), Owner(machine=ELSEWHERE, pid=8, started=8)
+    clock = Clock()
+    sightings = LivenessMonitor(clock=clock)
+    folder.write_owner(before)
+    folder.write_beat(Beat(owner=before, count=500))
+    assert sightings.alive(folder)
+
+    clock.now += DEAD_AFTER_S
+    folder.write_owner(after)
+    folder.write_beat(Beat(owner=after, count=1))
+    assert sightings.alive(folder)
+
+
 def test_a_beat_of_a_process_that_has_lost_the_run_is_no_life_of_its_owner_and_gives_it_nothing_back(folder: RunFolder):
     owner, lost = Owner(machine=ELSEWHERE, pid=7, started=7), Owner(machine=ELSEWHERE, pid=8, started=8)
     folder.write_owner(owner)
