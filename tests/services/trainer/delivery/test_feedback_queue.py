@@ -70,6 +70,15 @@ def test_what_is_not_possible_yet_does_not_keep_the_rest(folder: Path):
     assert (seen, queue.waiting) == ([FIRST, SECOND], 2)
 
 
+def test_what_was_sent_makes_room(folder: Path):
+    queue = FeedbackQueue(folder, max_bytes=150)
+    for _ in range(3):
+        queue.push([FIRST])
+        assert sent_by(queue) == [[FIRST]]
+
+    assert queue.take_dropped() == 0
+
+
 def test_what_finds_no_room_is_counted(folder: Path):
     queue = FeedbackQueue(folder, max_bytes=150)
     for assessment in (SECOND, FIRST, FIRST):
