@@ -268,17 +268,22 @@ def _runs(file: Path) -> bool:
     return False
 
 
-def leaves_its_group(begun: Path) -> str:
-    """Code that starts a process in a session of its own, then creates the file."""
+def leaves_its_group(begun: Path, ignored: str = "()") -> str:
+    """Code that starts a process in a session of its own, which ignores signals, and waits until it has begun."""
+    child = (
+        f"import signal, sys, time; [signal.signal(number, signal.SIG_IGN) for number in {ignored}];"
+        "open(sys.argv[1], 'w').close(); time.sleep(600)"
+    )
     return (
-        "import os, subprocess, sys, time; command = [sys.executable, '-c', 'import time; time.sleep(600)'];"
-        f"subprocess.Popen([*command, {str(begun)!r}], start_new_session=True); open({str(begun)!r}, 'w').close();"
+        f"import os, subprocess, sys, time; command = [sys.executable, '-c', {child!r}, {str(begun)!r}];"
+        f"subprocess.Popen(command, start_new_session=True)\n"
+        f"while not os.path.exists({str(begun)!r}): time.sleep(0.01)\n"
     )
 
 
 async def test_a_child_that_left_the_process_group_is_ended_too(serving: Serve, tmp_path: Path) -> None:
     begun = tmp_path / "begun"
-    code = f"{leaves_its_group(begun)} os._exit(0)"
+    code = f"{leaves_its_group(begun)}os._exit(0)"
     async with serving(python(code)) as services, asyncio.timeout(60):
         trajectory = await services.say(agent_name="external")
 
@@ -289,7 +294,8 @@ async def test_a_child_that_left_the_process_group_is_ended_too(serving: Serve, 
 @pytest.mark.parametrize("hides", [False, True] if external_agents.can_hide_processes() else [False])
 async def test_a_program_ends_with_the_service_that_was_killed(tmp_path: Path, hides: bool) -> None:
     begun = tmp_path / "begun"
-    program = f"{leaves_its_group(begun)} time.sleep(600)"
+    ignored = "()" if hides else "[signal.SIGTERM]"  # a namespace ends with its first process
+    program = f"{leaves_its_group(begun, ignored)}time.sleep(600)"
     guard = guarded(Program("", python(program).command, hides_processes=hides), 3)
     service = (
         "import os, subprocess, sys, time; held, holding = os.pipe(); os.dup2(held, 3);"

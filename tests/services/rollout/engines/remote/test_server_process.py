@@ -172,9 +172,12 @@ async def test_stop_lets_a_server_end_by_itself_within_the_grace(log: Path) -> N
     assert log.read_text().endswith("bye\n")
 
 
-async def test_children_of_a_server_that_died_are_ended(log: Path) -> None:
-    process = python(PARENT.format(child=SLEEP, then="time.sleep(1); sys.exit(1)"), log)
-    await process.start(says(log, "child"), deadline_s=60)
+async def test_children_of_a_server_that_died_are_ended_though_they_ignore_term(log: Path) -> None:
+    then = f"print('server', __import__('os').getpid(), flush=True)\n{SLEEP}"
+    process = python(PARENT.format(child=STUBBORN, then=then), log)
+    await process.start(says(log, "deaf"), deadline_s=60)
+    await async_until(lambda: "server " in log.read_text().partition("\n")[2])
+    os.kill(int(log.read_text().rpartition("server ")[2].split()[0]), signal.SIGKILL)
     with pytest.raises(TrackwayError):
         await process.settle(within_s=10)
     assert await gone(pid_of_child(log))
