@@ -132,6 +132,13 @@ async def test_certificates_are_loaded_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(loaded) == 1
 
 
+def test_run_closes_the_client_that_its_work_used() -> None:
+    async def used() -> httpx.AsyncClient:
+        return shared_http()
+
+    assert run(used()).is_closed
+
+
 async def test_run_works_beside_a_running_loop_and_keeps_the_context() -> None:
     async def token() -> str:
         found = resolve_token()

@@ -366,6 +366,7 @@ def test_shutting_down_keeps_its_deadline_whatever_the_backend_does(sink: Sink) 
     began = time.monotonic()
     assert not tracing.shutdown(0.3)
     assert time.monotonic() - began < 20.0  # the request alone would take 30
+    assert tracing.stats().backends["mlflow"].dropped == 2  # of the request whose answer is not awaited
 
 
 def test_many_threads_lose_no_span(sink: Sink) -> None:
