@@ -194,9 +194,11 @@ def test_a_live_run_says_why_it_waits_and_a_dead_one_that_it_is_dead(outputs: Pa
     wait = Wait(who="the learner", waits_for="rollouts of step 3", since=1000, progress="7 of 8")
     folder.write_activity(Activity(waits=[wait]))
 
-    live = get(outputs, "run", run="tidy")
+    client = client_of(outputs)
+    first = client.get("/api/run", params={"run": "tidy"})
     (folder.path / "worker.json").unlink()
-    dead = get(outputs, "run", run="tidy")
+    live, known = first.json(), {"if-none-match": first.headers["etag"]}
+    dead = client.get("/api/run", params={"run": "tidy"}, headers=known).json()
 
     assert (live["summary"]["alive"], live["waits"][0]["waits_for"]) == (True, "rollouts of step 3")
     assert (dead["summary"]["alive"], dead["waits"]) == (False, [])

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -108,6 +109,23 @@ def test_a_backend_that_does_not_answer_keeps_no_service_running_and_its_spans_a
     assert ("spans", "left on disk") in reported and not replica.started_here
     [stored] = (replica.outputs / "spool").rglob("*.otlp")
     assert (stored.stem.rpartition("-")[2], sink.spans) == ("2", [])
+
+
+def test_the_wait_goes_on_as_long_as_spans_are_delivered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, left = 0.0, iter([5, 4, 3, 2, 1, 0])
+
+    def asked(deployment: Deployment) -> int:
+        nonlocal now
+        now += 20.0
+        return next(left)
+
+    monkeypatch.setattr(up, "spans_waiting", asked)
+    monkeypatch.setattr(up, "time", SimpleNamespace(monotonic=lambda: now, sleep=lambda seconds: None))
+    reported: Reported = []
+
+    nothing = Deployment(base_url="", dashboard_url="", mlflow_uri="", outputs=tmp_path)
+    assert up.deliver_spans(nothing, lambda name, state: reported.append((name, state))) == 0
+    assert (now, reported[-1]) == (120.0, ("spans", "sent"))
 
 
 def test_an_interrupt_during_the_wait_stops_the_services(replica: Deployment) -> None:

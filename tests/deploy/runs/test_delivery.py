@@ -69,6 +69,12 @@ def test_the_wait_ends_when_backends_have_everything(after):
     assert info.traces is not None and info.traces.spans_waiting == 0
 
 
+def test_the_end_of_a_run_that_a_backend_lacks_is_unsent():
+    lacking = BackendSummary(backend="mlflow", end_waiting=True)
+
+    assert Unsent.of(RunInfo(run="r", state=RunState.FINISHED, tracking=[lacking])) == Unsent(rows=1)
+
+
 def test_a_wait_without_progress_ends_with_what_is_left(after):
     after([waiting(4)], [3])
     began = time.monotonic()
