@@ -272,8 +272,11 @@ async def test_a_wait_names_the_replica_that_was_asked_last() -> None:
 async def test_a_full_replica_passes_a_session_on_in_its_own_order_and_this_is_counted() -> None:
     directory = ReplicaDirectory("abc")
     first, second, third = await order(directory, "group")
-    calls = Calls(directory, **{first: answer(429, first), second: answer(200, second), third: answer(200, third)})
+    full = answer(429, first)
+    full.is_closed = False  # as before the body of a stream is read
+    calls = Calls(directory, **{first: full, second: answer(200, second), third: answer(200, third)})
     assert (await calls.made("group"), calls.asked, directory.routes.spilled) == (200, [first, second], 1)
+    assert full.is_closed  # its connection is free again
     assert (await order(directory, "group"))[0] == first  # it stays the session's own
 
 
