@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
@@ -1056,6 +1057,13 @@ def test_the_page_runs_its_own_scripts_alone_and_only_this_machine_reads_data(ou
     assert elsewhere.get("/api/runs").status_code == 401
     assert TestClient(app, headers={"origin": "http://evil.example"}).get("/api/runs").status_code == 401
     assert TestClient(app).post("/api/runs").status_code == 405
+
+
+def test_no_script_of_the_page_makes_markup_of_a_text() -> None:
+    markup = re.compile(r"(inner|outer)HTML|insertAdjacentHTML|createContextualFragment|DOMParser|document\.write")
+    scripts = [*app.PAGE.rglob("*.js")]
+
+    assert len(scripts) > 10 and [path.name for path in scripts if markup.search(path.read_text())] == []
 
 
 def test_with_tokens_the_page_is_open_and_its_data_needs_one(outputs: Path) -> None:
