@@ -336,7 +336,7 @@ def _run_beside(work: Coroutine[object, object, T]) -> T:
         tasks.append(cast("asyncio.Task[T]", asyncio.current_task()))
         return await work
 
-    def done() -> None:
+    def work_in_thread() -> None:
         begin.get()
         result: Future[T] = Future()
         try:
@@ -351,7 +351,7 @@ def _run_beside(work: Coroutine[object, object, T]) -> T:
             with suppress(Empty):
                 ended.get(timeout=_WAIT_S)
 
-    Thread(target=copy_context().run, args=[done], name="trackway-run", daemon=True).start()
+    Thread(target=copy_context().run, args=[work_in_thread], name="trackway-run", daemon=True).start()
     try:
         begin.put(None)
         wait()

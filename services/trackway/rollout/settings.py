@@ -71,8 +71,8 @@ class RolloutSettings(ServiceSettings):
     main memory, as its weights go to a file in the temporary folder. vLLM on a CPU ignores it.
     Experimental: no engine has slept on a GPU."""
     weight_digests: bool = True
-    """Compare the digests of a server's parameters after each load. vLLM shows all of them on GPUs (by its code, which
-    has not run), norms and embedding on a CPU, and none with quantisation. It hashes 1 to 2 GB/s on each rank, and
+    """Compare the digests of a server's parameters after each load. vLLM shows all of them on GPUs (never run
+    there), only norms and embedding on a CPU, and nothing of quantised weights. It hashes 1 to 2 GB/s on each rank, and
     generates nothing meanwhile. SGLang shows which tensors kept their digests, without parts of fused parameters and
     quantised weights."""
     max_lora_rank: int = Field(default=0, ge=0)

@@ -89,7 +89,7 @@ class Forks:
         return self.server.communicate(timeout=60)[1]
 
     def command(self, *arguments: str, address: str | None = None, worker: str = ray_worker.__file__) -> list[str]:
-        """As the raylet starts a worker whose arguments end in these."""
+        """Return the command with which the raylet starts a worker. Its last arguments are given."""
         start = [str(self.setup), str(self.program), "--worker-id=7", "--language=PYTHON"]
         return [sys.executable, "-IS", worker, address or self.address, *start, *arguments]
 

@@ -101,7 +101,7 @@ class TrainedModel:
         """
         self._check(request)
         self.learner.activate()
-        parameters = [each for each in self.learner.policy.model.parameters() if each.requires_grad]
+        parameters = [weight for weight in self.learner.policy.model.parameters() if weight.requires_grad]
         before = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
         try:
             output = forward_backward(self.learner, request)

@@ -339,8 +339,8 @@ class VllmEngine(RemoteEngine):
             await self.http.post("/reset_prefix_cache", idempotent=True)
 
     async def _send_adapter(self, body: Json) -> None:
-        """Without `load_inplace`: with it vLLM 0.32 reads the files again at every step of a request, and those of an
-        earlier request's adapter replace the new one's."""
+        """Without `load_inplace`: with it vLLM 0.32 reads the files again at every step of a request, so an
+        earlier request's adapter replaces the new one."""
         try:
             await self.http.post("/v1/load_lora_adapter", body, timeout_s=self.settings.engine_start_s)
         except TrackwayError as error:
