@@ -12,8 +12,9 @@ import socket
 import struct
 import sys
 
-FORK_S = 20.0
-"""A worker that is not forked by then starts as a new process. Ray gives up after 60 s."""
+FORK_S = 40.0
+"""A worker that is not forked by then starts as a new process. Busy cores need 20 s for the imports before a fork, and
+each new process would import the same. Ray gives up after 60 s."""
 _CONTEXT = "--serialized-runtime-env-context"
 _LANGUAGE = "--language"
 
