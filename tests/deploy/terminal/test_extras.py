@@ -65,6 +65,23 @@ def test_help_imports_no_service_and_no_http_client(tmp_path: Path):
     assert "Find, draw, compare and check trajectory traces." in ended.stdout
 
 
+def test_services_start_before_a_command_loads_torch(tmp_path: Path):
+    found = "print({'mcp', 'ray', 'torch', 'transformers'} & {*sys.modules})"
+    ended = trackway(
+        f"import trackway.deploy.local.up as up; up.bring_up = lambda *given: sys.exit({found})", "demo", cwd=tmp_path
+    )
+
+    assert ended.stdout == "set()\n", ended.stderr
+
+
+@pytest.mark.parametrize("name", ["evaluate", "trial"])
+def test_rollouts_without_a_learner_load_no_torch(name: str, tmp_path: Path):
+    program = f"import sys, trackway.deploy.runs.{name}; print({{'torch', 'transformers'}} & {{*sys.modules}})"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+
+    assert ended.stdout == "set()\n", ended.stderr
+
+
 def test_the_version_is_that_of_the_installed_package(tmp_path: Path):
     assert trackway("pass", "--version", cwd=tmp_path).stdout == f"trackway {version('trackway')}\n"
 

@@ -5,16 +5,19 @@ Each function shows it on the terminal or in the notebook, and nothing with `qui
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
 from trackway.deploy.checks.run import Subject
-from trackway.deploy.runs.evaluate import EvaluationRun
 from trackway.deploy.runs.losses import Unsent
 from trackway.deploy.runs.session import RunSession, Show
 from trackway.deploy.terminal.progress import board, delivery_bar, row_bar, run_bar, stderr
-from trackway.evaluation.summary import Evaluation
 from trackway.wire.trainer import RunInfo
+
+if TYPE_CHECKING:
+    from trackway.deploy.runs.evaluate import EvaluationRun
+    from trackway.evaluation.summary import Evaluation
 
 Begin = Callable[[Show], RunInfo]
 
@@ -73,7 +76,7 @@ def report_unsent(left: Unsent, session: RunSession) -> None:
         stderr.print(f"[yellow]not sent:[/] {left}; kept on disk; {how}", soft_wrap=True)
 
 
-def evaluated(prepared: EvaluationRun, quiet: bool = False) -> Evaluation:
+def evaluated(prepared: "EvaluationRun", quiet: bool = False) -> "Evaluation":
     """Check and run an evaluation."""
     with board(quiet) as shown:
         findings, rows = prepared.check(shown.report)

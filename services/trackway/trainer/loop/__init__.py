@@ -1,4 +1,4 @@
 """The training loop of a run, and how its parts are built from the configuration.
 
-Imported by `worker` only. `deploy` imports `forecast`, and reads dumped trajectories with `trajectory_dump`.
+Imported by `worker`. `deploy` takes a run's forecast and the templates of its rollouts from here, without PyTorch.
 """

@@ -1,11 +1,13 @@
-"""Converts verl's configuration keys to the settings of a run's parts; nothing else knows both vocabularies."""
+"""Converts verl's configuration keys to the settings of a run's parts; nothing else knows both vocabularies.
+
+It loads PyTorch only where a learner's settings need it: trials and evaluations take their templates from here.
+"""
 
 import math
 import os
 from dataclasses import replace
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from trackway.clients.weights import WeightStore
 from trackway.learner.config import LearnerConfig
@@ -14,7 +16,6 @@ from trackway.learner.gpu_memory import with_advice
 from trackway.run_config import RunConfig
 from trackway.run_config.models import steps_between, weave_project
 from trackway.system.process import Experimental
-from trackway.trainer.loop.base import Profiler
 from trackway.trainer.loop.colocation import Sharing
 from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy
 from trackway.trainer.loop.schedule import Schedule
@@ -25,6 +26,9 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.trajectory import TraceTarget
 from trackway.wire.weights import UpdateMode
+
+if TYPE_CHECKING:
+    from trackway.trainer.loop.base import Profiler
 
 ANCHOR_EVERY = 8
 """Versions from one whole publication to the next in an object store: a new replica applies at most seven deltas."""
@@ -69,6 +73,8 @@ def learner_config(config: RunConfig, total_steps: int) -> LearnerConfig:
 
 def advise(error: Exception, config: RunConfig) -> None:
     """End the traceback of an OutOfMemoryError with the keys that help, and what was forecast."""
+    import torch
+
     if isinstance(error, torch.OutOfMemoryError):
         with_advice(error, learner_config(config, 0), config.placement)
 
@@ -142,8 +148,10 @@ def overlong_penalty(config: RunConfig) -> OverlongPenalty | None:
     return OverlongPenalty(longest, buffer.len, buffer.penalty_factor, buffer.log)
 
 
-def profiler(config: RunConfig, folder: Path) -> Profiler | None:
+def profiler(config: RunConfig, folder: Path) -> "Profiler | None":
     """The profiler of the updates, which writes below the run's folder by default, or None for none."""
+    from trackway.trainer.loop.base import Profiler
+
     keys = config.global_profiler
     if keys.tool is None or not keys.steps:
         return None
@@ -261,6 +269,8 @@ def anchor_every(config: RunConfig, store: WeightStore) -> int:
 def _device(config: RunConfig) -> str:
     if config.trackway.device != "auto":
         return config.trackway.device
+    import torch
+
     if torch.cuda.is_available():
         return "cuda"
     assigned = {

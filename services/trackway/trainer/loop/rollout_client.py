@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -17,12 +18,14 @@ from trackway.learner.filtering import REWARD_BASELINE, OverlongPenalty
 from trackway.learner.measuring import ActiveTime
 from trackway.system.waits import Backoff, Waiting, longest_chain, noted_in
 from trackway.trainer.loop.group_source import GroupSource
-from trackway.trainer.loop.teaching import Teaching
 from trackway.wire.agent import GroupRequest, Limits, Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.service import Wait
 from trackway.wire.trajectory import StopReason, TraceTarget, Trajectory, require_placed, require_trainable
+
+if TYPE_CHECKING:
+    from trackway.trainer.loop.teaching import Teaching
 
 
 def with_baseline(trajectories: Sequence[Trajectory], greedy: Trajectory) -> list[Trajectory]:
@@ -78,7 +81,7 @@ class GroupTemplate:
     tools: list[str] | None = None
     policy: str | None = None
     trace_target: TraceTarget = field(default_factory=TraceTarget)
-    teachers: Teaching | None = None
+    teachers: "Teaching | None" = None
     """None without distillation, and for validation."""
 
     def group(self, sample: Sample, step: int, min_weight_version: int, trace: bool) -> GroupRequest:
