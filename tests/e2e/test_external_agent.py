@@ -79,10 +79,12 @@ def rows(deployment: Deployment) -> list[str]:
 def test_a_plain_openai_script_is_trained(
     deployment: Deployment, agents: list[ReplicaInfo], started: Start, tmp_path: Path
 ) -> None:
-    info = RunSession(deployment).follow(started("external", 2, *rows(deployment)).run, quiet)
+    few = [f"{key}=2" for key in ("data.train_batch_size", "actor_rollout_ref.rollout.n")]  # each starts a program
+    few += ["actor_rollout_ref.actor.ppo_mini_batch_size=2"]
+    info = RunSession(deployment).follow(started("external", 2, *rows(deployment), *few).run, quiet)
 
     made = trajectories_of(info)
-    assert (info.state, info.message, len(made)) == (RunState.FINISHED, "", 4 + 32 + 4)
+    assert (info.state, info.message, len(made)) == (RunState.FINISHED, "", 4 + 8 + 4)
     assert [trajectory.error for trajectory in made if trajectory.error] == []
     assert {(trajectory.agent_name, trajectory.stop_reason) for trajectory in made} <= {
         ("external", StopReason.ANSWERED),
@@ -96,7 +98,7 @@ def test_a_plain_openai_script_is_trained(
     assert read_back(RunFolder(Path(info.folder)), tmp_path) == len(made)  # as ATIF documents
 
     traced = {f"tr-{trajectory.trace_id}": trajectory for trajectory in made if trajectory.trace_id}
-    assert info.experiment_id and len(traced) == 2 + 32 + 2
+    assert info.experiment_id and len(traced) == 2 + 8 + 2
     experiment = info.experiment_id
     assert until(lambda: whole(deployment, experiment, traced)).keys() == traced.keys()
 

@@ -45,6 +45,8 @@ def create_app(settings: TrainerSettings | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        if settings.standby:
+            await runs.stand_by()
         leftovers = Leftovers(outputs, settings.tracing)
         tasks = {
             asyncio.create_task(_send_leftovers(runs, leftovers)),

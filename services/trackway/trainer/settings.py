@@ -33,6 +33,9 @@ class TrainerSettings(ServiceSettings):
     resume_interrupted: bool = False
     """Resume interrupted runs (their service or machine was lost) from the last checkpoint once the services are ready,
     at most `trackway.max_restarts` times; meant for trainers on Kubernetes."""
+    standby: bool = False
+    """Start with the service the process of its first run, and load PyTorch there, which takes seconds and 300 MB.
+    `trackway demo` and `trackway train` set it for services that they start."""
 
     def service_urls(self) -> ServiceUrls:
         """The URLs for a run's process."""

@@ -27,7 +27,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trackway.clients import run
 from trackway.run_config import RunConfig
@@ -112,12 +112,16 @@ logger = logging.getLogger("trackway.trainer")
 def main(arguments: list[str] | None = None) -> int:
     """Train the folder's run. Return the process's exit status."""
     parser = argparse.ArgumentParser(prog="trackway.trainer.worker", description="Train one run.")
-    parser.add_argument("folder", type=Path, help="the run's folder, with config.json and services.json")
+    parser.add_argument("folder", type=Path, nargs="?", help="the run's folder, with config.json and services.json")
     parser.add_argument("--lifeline", action="store_true", help="read secrets from standard input, stop when it closes")
     parser.add_argument("--skip-damaged", action="store_true", help="resume from the newest intact checkpoint")
+    parser.add_argument("--standby", action="store_true", help="load PyTorch, then read from standard input what to do")
     options = parser.parse_args(arguments)
-    if options.lifeline:
-        receive_secrets(SECRETS_S)
+    if options.standby:
+        _heavy_imports()
+        options = parser.parse_args(_taken_by_run())
+    elif options.lifeline:
+        os.environ.update(receive(SECRETS_S))
     escape_log_records()
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -134,19 +138,31 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def receive_secrets(deadline_s: float) -> None:
-    """Set the environment variables that standard input names in one line of JSON, which only this process can read.
+def _taken_by_run() -> list[str]:
+    """Wait for a run, as long as the service lives. Return its arguments, with its secrets set and its log open."""
+    given = receive(None)
+    os.environ.update(given["secrets"])
+    log = os.open(given["log"], os.O_WRONLY | os.O_APPEND)
+    for standard in (1, 2):
+        os.dup2(log, standard)
+    os.close(log)
+    return given["arguments"]
+
+
+def receive(deadline_s: float | None) -> dict[str, Any]:
+    """Return the line of JSON on standard input, which only this process can read.
 
     Ends the process when standard input closes first, or after `deadline_s`.
     """
-    line, end = b"", time.monotonic() + deadline_s
+    line, end = b"", None if deadline_s is None else time.monotonic() + deadline_s
     while not line.endswith(b"\n"):  # only line ends follow, which wake the process
-        readable, _, _ = select.select([0], [], [], max(0.0, end - time.monotonic()))
+        left = None if end is None else max(0.0, end - time.monotonic())
+        readable, _, _ = select.select([0], [], [], left)
         received = os.read(0, 65536) if readable else b""
         if not received:
             raise SystemExit(1)
         line += received
-    os.environ.update(json.loads(line))
+    return json.loads(line)
 
 
 def _failed(folder: RunFolder, error: TrackwayError) -> int:

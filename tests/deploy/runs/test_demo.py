@@ -87,6 +87,7 @@ def test_the_demos_services_are_made_for_its_overrides(
     args = serve_config.args_of(made[0], "rollout")
     assert (str(told.exception), args.get("enable_sleep")) == ("far enough", sleeps)
     assert args["max_num_seqs"] == (7 if len(words) == 2 else 128)
+    assert serve_config.args_of(made[0], "trainer")["standby"] is True
     assert said in " ".join(told.stderr.split())
 
 

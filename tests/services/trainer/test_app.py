@@ -1,6 +1,7 @@
 import subprocess
 import sys
 
+import psutil
 import pytest
 from pydantic import SecretStr
 
@@ -37,6 +38,14 @@ def stopped_run(settings: TrainerSettings, tmp_path) -> RunFolder:
 def test_the_service_starts_without_torch() -> None:
     code = "import sys, trackway.trainer.app; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize("standby", [True, False])
+async def test_a_process_waits_for_the_first_run_where_it_is_asked_for(running, settings: TrainerSettings, standby):
+    async with running(create_app(settings.model_copy(update={"standby": standby}))):
+        commands = [child.cmdline() for child in psutil.Process().children()]
+
+    assert any("--standby" in command for command in commands) == standby
 
 
 async def test_runs_of_an_earlier_service_are_listed(running, settings, stopped_run):

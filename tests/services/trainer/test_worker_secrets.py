@@ -1,4 +1,4 @@
-"""A process that waits for its secrets on standard input."""
+"""A process that waits on standard input for its secrets, or for its run."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 
 WORKER = (
-    "import os; from trackway.trainer.worker import receive_secrets; receive_secrets({}); print(os.environ['TOKEN'])"
+    "import os; from trackway.trainer.worker import receive; os.environ.update(receive({})); print(os.environ['TOKEN'])"
 )
 
 

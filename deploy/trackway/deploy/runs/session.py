@@ -17,6 +17,7 @@ from pydantic import JsonValue
 
 from trackway.clients import TrainerClient, run
 from trackway.deploy.checks.run import Subject
+from trackway.deploy.config import serve_config
 from trackway.deploy.deployment.processes import Report
 from trackway.deploy.deployment.record import Deployment, load_running
 from trackway.deploy.local import up
@@ -58,6 +59,7 @@ class RunSession:
         if subject.deployment is not None:
             return cls(load_running(subject.settings.outputs))
         settings, config = to_start(subject)
+        config = serve_config.with_options(config, "trainer", {"standby": True})
         return cls(up.bring_up(settings, report, config), own=True)
 
     def close(self, report: Report) -> None:

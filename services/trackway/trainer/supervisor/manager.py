@@ -28,7 +28,7 @@ from trackway.trainer.run_state.folder import Owner, RunFolder
 from trackway.trainer.run_state.heartbeat import LivenessMonitor
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.settings import handed_over
-from trackway.trainer.supervisor.process import Supervised
+from trackway.trainer.supervisor.process import Standby, Supervised
 from trackway.trainer.supervisor.registry import RunRegistry
 from trackway.trainer.supervisor.sharing import (
     SharedEngines,
@@ -79,6 +79,11 @@ class RunManager:
         self._token = token
         self._stop_deadline_s, self._max_runs = stop_deadline_s, max_runs
         self._lock = asyncio.Lock()
+        self._standby = Standby()
+
+    async def stand_by(self) -> None:
+        """Start a process for the next run, which then trains sooner by the time that PyTorch takes to load."""
+        await self._standby.start(handed_over(self._tracing, self._token))
 
     async def start(self, request: RunRequest) -> RunInfo:
         """Start a new run. CONFLICT while another run is active, when the name is taken, or when a service has not
@@ -252,6 +257,7 @@ class RunManager:
 
     async def close(self) -> None:
         """Interrupt the runs of this service and wait until their processes have exited."""
+        await self._standby.end()
         while self.registry.active:
             for supervised, _ in self.registry.active.values():
                 supervised.stop(is_interrupted=True)
@@ -296,7 +302,7 @@ class RunManager:
         status check marks the run.
         """
         secrets = handed_over(self._tracing, self._token)
-        supervised = Supervised(folder, config, secrets, self._stop_deadline_s, skip_damaged)
+        supervised = Supervised(folder, config, secrets, self._stop_deadline_s, skip_damaged, self._standby)
         try:
             folder.write_services(services)
             await supervised.start()

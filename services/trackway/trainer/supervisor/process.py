@@ -19,6 +19,7 @@ import sys
 from asyncio.subprocess import Process
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import IO, TypeVar
 
 from trackway.run_config import RunConfig
@@ -34,8 +35,40 @@ async def launch(arguments: Sequence[str], secrets: Mapping[str, str], output: I
     Its environment has blanks for them, since other processes of the same user can read it. Raises OSError when the
     system cannot start a process.
     """
+    process = await _start(arguments, secrets, output)
+    _tell(process, dict(secrets))
+    return process
+
+
+class Standby:
+    """A worker that has loaded PyTorch before there is a run for it."""
+
+    def __init__(self) -> None:
+        self._process: Process | None = None
+
+    async def start(self, secrets: Mapping[str, str]) -> None:
+        """Start it. Its output is the service's until it has a run."""
+        self._process = await _start(["--standby"], secrets, None)
+
+    def take(self, arguments: Sequence[str], secrets: Mapping[str, str], log: Path) -> Process | None:
+        """Give it a run, and return its process. None if there is none that lives."""
+        process, self._process = self._process, None
+        if process is None or process.returncode is not None:
+            return None
+        _tell(process, {"arguments": list(arguments), "secrets": dict(secrets), "log": str(log)})
+        return process
+
+    async def end(self) -> None:
+        """Kill it if no run has taken it."""
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def _start(arguments: Sequence[str], secrets: Mapping[str, str], output: IO[bytes] | None) -> Process:
     variables = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    process = await asyncio.create_subprocess_exec(
+    return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "trackway.trainer.worker", *arguments),
         stdin=asyncio.subprocess.PIPE,
         stdout=output,
@@ -43,10 +76,12 @@ async def launch(arguments: Sequence[str], secrets: Mapping[str, str], output: I
         env={"TQDM_DISABLE": "1", **os.environ, **variables, **dict.fromkeys(secrets, "")},
         start_new_session=True,
     )
+
+
+def _tell(process: Process, given: object) -> None:
     assert process.stdin is not None
     with contextlib.suppress(RuntimeError):  # uvloop's, when it has died
-        process.stdin.write(json.dumps(dict(secrets)).encode() + b"\n")
-    return process
+        process.stdin.write(json.dumps(given).encode() + b"\n")
 
 
 STORAGE_RETRY_S = 1.0
@@ -67,6 +102,7 @@ class Supervised:
         secrets: Mapping[str, str],
         stop_deadline_s: float,
         skip_damaged: bool = False,
+        standby: Standby | None = None,
     ) -> None:
         self.stopping = False
         """True if a stop was requested."""
@@ -76,6 +112,7 @@ class Supervised:
         self._secrets = secrets
         self._stop_deadline_s = stop_deadline_s
         self._skip_damaged = skip_damaged
+        self._standby = standby or Standby()
         self._process: Process | None = None
         self._closing = asyncio.Event()
         self.unwritten: StorageError | None = None
@@ -101,7 +138,8 @@ class Supervised:
         with writing(folder.log, "worker.log"):
             log = folder.log.open("ab")
         with log:
-            self._process = await launch(arguments, self._secrets, log)
+            waiting = self._standby.take(arguments, self._secrets, folder.log)
+            self._process = waiting or await launch(arguments, self._secrets, log)
         self._owner = Owner.of(self._process.pid)
         try:
             folder.write_owner(self._owner)

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import pytest
 
 from tests.services.rollout.idle_engine import IdleEngine
@@ -166,17 +167,29 @@ async def test_a_person_is_offered_the_checkpoint_before_a_damaged_one_and_may_t
     assert learned(await rows_of(runs, "offered")) == learned(baseline.rows)
 
 
+def standing_by() -> list[int]:
+    """The processes that this one has started for runs to come."""
+    children = psutil.Process().children()
+    return [child.pid for child in children if child.is_running() and "--standby" in child.cmdline()]
+
+
 async def test_a_stopped_run_resumes_and_learns_the_same(baseline, runs: RunManager, agent, request_of):
     agent.holding_at = 3
+    await runs.stand_by()
+    [waiting] = standing_by()
     await runs.start(request_of("stopped", "trainer.save_freq=-1"))
     await async_until(lambda: runs.registry.info("stopped").step == 2)
+    began_in = pid_of(runs, "stopped")
 
     asked = await runs.stop("stopped")
     stopped = await ended(runs, "stopped")
     agent.released.set()
     resumed = await runs.resume("stopped")
+    goes_on_in = pid_of(runs, "stopped")
     info = await ended(runs, "stopped")
 
+    assert began_in == waiting and goes_on_in != waiting
+    assert "step:1 - " in RunFolder(Path(info.folder)).log.read_text()
     assert asked.state is RunState.STOPPING
     assert (stopped.state, stopped.message) == (RunState.STOPPED, "stopped after step 2; it can be resumed")
     assert (resumed.state, info.state) == (RunState.STARTING, RunState.FINISHED)
@@ -192,6 +205,23 @@ async def test_a_stopped_run_resumes_and_learns_the_same(baseline, runs: RunMana
     extended = await ended(runs, "stopped")
     assert (extended.state, extended.step, extended.total_steps) == (RunState.FINISHED, STEPS + 1, STEPS + 1)
     assert learned(await rows_of(runs, "stopped"))[: len(baseline.rows)] == learned(baseline.rows)
+
+
+async def test_a_process_that_waits_for_a_run_ends_with_its_service_and_is_replaced_when_it_has_died(
+    runs: RunManager, agent, request_of
+):
+    await runs.stand_by()
+    [waiting] = standing_by()
+    os.kill(waiting, signal.SIGKILL)
+    await async_until(lambda: standing_by() == [])
+    agent.holding_at = 0
+    await runs.start(request_of("anew"))
+    assert pid_of(runs, "anew") != waiting
+
+    await runs.stand_by()
+    assert len(standing_by()) == 1
+    await runs.close()
+    assert standing_by() == []
 
 
 @pytest.mark.parametrize(
