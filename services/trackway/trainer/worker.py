@@ -122,6 +122,8 @@ def main(arguments: list[str] | None = None) -> int:
         options = parser.parse_args(_taken_by_run())
     elif options.lifeline:
         os.environ.update(receive(SECRETS_S))
+    if options.folder is None:
+        parser.error("expected the folder of a run, got none")
     escape_log_records()
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
