@@ -34,8 +34,8 @@ class TrainerSettings(ServiceSettings):
     """Resume interrupted runs (their service or machine was lost) from the last checkpoint once the services are ready,
     at most `trackway.max_restarts` times; meant for trainers on Kubernetes."""
     standby: bool = False
-    """Start with the service the process of its first run, and load PyTorch there, which takes seconds and 300 MB.
-    `trackway demo` and `trackway train` set it for services that they start."""
+    """Start the process of the first run with the service. It loads PyTorch, which takes seconds and 400 MB, and waits.
+    `trackway demo` and `trackway train` set this for services that they start."""
 
     def service_urls(self) -> ServiceUrls:
         """The URLs for a run's process."""

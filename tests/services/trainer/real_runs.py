@@ -1,7 +1,10 @@
 """Runs with processes of their own: what they are asked for, and waiting for what they do."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from tests.waiting import async_until
 from trackway.run_config import compose
@@ -65,6 +68,16 @@ def pid_of(runs: RunManager, name: str) -> int:
     owner = RunFolder(Path(runs.registry.info(name).folder)).owner()
     assert owner is not None
     return owner.pid
+
+
+def standing_by() -> list[int]:
+    """The processes that this one has started for runs to come."""
+    found: list[int] = []
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):  # it ends meanwhile
+            if "--standby" in child.cmdline():
+                found.append(child.pid)
+    return found
 
 
 def beat_of(folder: RunFolder) -> int:

@@ -1,10 +1,10 @@
 import subprocess
 import sys
 
-import psutil
 import pytest
 from pydantic import SecretStr
 
+from tests.services.trainer.real_runs import standing_by
 from trackway.run_config import RunConfig, compose
 from trackway.tracing import Tracing, TracingSettings
 from trackway.trainer.app import create_app
@@ -43,9 +43,8 @@ def test_the_service_starts_without_torch() -> None:
 @pytest.mark.parametrize("standby", [True, False])
 async def test_a_process_waits_for_the_first_run_where_it_is_asked_for(running, settings: TrainerSettings, standby):
     async with running(create_app(settings.model_copy(update={"standby": standby}))):
-        commands = [child.cmdline() for child in psutil.Process().children()]
-
-    assert any("--standby" in command for command in commands) == standby
+        assert len(standing_by()) == standby
+    assert standing_by() == []
 
 
 async def test_runs_of_an_earlier_service_are_listed(running, settings, stopped_run):

@@ -12,11 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 import pytest
 
 from tests.services.rollout.idle_engine import IdleEngine
-from tests.services.trainer.real_runs import STEPS, ended, held_at, pid_of, run_request, urls
+from tests.services.trainer.real_runs import STEPS, ended, held_at, pid_of, run_request, standing_by, urls
 from tests.serving import served_in_thread
 from tests.waiting import async_until
 from trackway.clients.weights import WeightStore
@@ -167,12 +166,6 @@ async def test_a_person_is_offered_the_checkpoint_before_a_damaged_one_and_may_t
     assert learned(await rows_of(runs, "offered")) == learned(baseline.rows)
 
 
-def standing_by() -> list[int]:
-    """The processes that this one has started for runs to come."""
-    children = psutil.Process().children()
-    return [child.pid for child in children if child.is_running() and "--standby" in child.cmdline()]
-
-
 async def test_a_stopped_run_resumes_and_learns_the_same(baseline, runs: RunManager, agent, request_of):
     agent.holding_at = 3
     await runs.stand_by()
@@ -212,8 +205,9 @@ async def test_a_process_that_waits_for_a_run_ends_with_its_service_and_is_repla
 ):
     await runs.stand_by()
     [waiting] = standing_by()
+    killed = runs._standby._process
     os.kill(waiting, signal.SIGKILL)
-    await async_until(lambda: standing_by() == [])
+    await async_until(lambda: killed and killed.returncode is not None)
     agent.holding_at = 0
     await runs.start(request_of("anew"))
     assert pid_of(runs, "anew") != waiting
