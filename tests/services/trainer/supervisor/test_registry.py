@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastapi import FastAPI
@@ -19,6 +20,7 @@ from trackway.trainer.run_state.folder import Owner, RunFolder, this_machine
 from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S
 from trackway.trainer.run_state.trajectories import read_trajectories
 from trackway.trainer.service_urls import ServiceUrls
+from trackway.trainer.supervisor import process
 from trackway.trainer.supervisor.manager import RunManager, resume_interrupted
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.service import Ready
@@ -245,8 +247,15 @@ async def test_a_start_that_is_given_up_leaves_no_run_starting(
     runs: RunManager, outputs: Path, is_writable: bool, monkeypatch: pytest.MonkeyPatch
 ):
     folder = on_disk(outputs, "old", state="stopped")
+    start, begun = process._start, asyncio.Event()
+
+    async def noted(*given: Any) -> asyncio.subprocess.Process:
+        begun.set()
+        return await start(*given)
+
+    monkeypatch.setattr(process, "_start", noted)
     resuming = asyncio.create_task(runs.resume("old"))
-    await async_until(lambda: folder.info().state is RunState.STARTING)
+    await asyncio.wait_for(begun.wait(), 30)
     with monkeypatch.context() as disk:
         if not is_writable:
             disk.setattr(RunFolder, "move", full)
