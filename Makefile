@@ -22,8 +22,6 @@ SGLANG := .venv-sglang
 ONE := .cache/one-package
 CODE := services clients deploy tests examples benchmarks docs typings
 PYTEST := $(BIN)/python -m pytest
-# Two threads with room for what they cache take half the time, and less CPU: by itself Node has 4 GB.
-PYRIGHT := NODE_OPTIONS=--max-old-space-size=6144 $(BIN)/pyright --threads 2
 # The files that have the mark alone, since others beside them import every service.
 MANIFEST_TESTS = $(sort $(shell grep -rlE --include='test_*.py' 'mark\.manifests\b' tests))
 # The files that use MLflow's server or a weight store in S3.
@@ -120,7 +118,8 @@ check: $(VENV)/.dev ## Check format, lint, types, the floors of the house, and w
 	$(BIN)/ruff check $(CODE)
 	@rm -rf $(ONE) && mkdir -p $(ONE) && cp -rL services/trackway clients/trackway deploy/trackway $(ONE)
 	PYTHONPATH=$(ONE) $(BIN)/lint-imports --no-cache
-	$(PYRIGHT)
+# Two threads take half the time. Node's own limit of 4 GB is less than pyright caches.
+	NODE_OPTIONS=--max-old-space-size=6144 $(BIN)/pyright --threads 2
 	@$(MAKE) --no-print-directory check-manifests
 
 check-manifests: $(VENV)/.dev ## Check the manifests, that breaking them is noticed, and the Dockerfile; without a cluster.

@@ -209,8 +209,8 @@ async def test_a_process_that_waits_for_a_run_ends_with_its_service_and_is_repla
     os.kill(waiting, signal.SIGKILL)
     await async_until(lambda: killed and killed.returncode is not None)
     agent.holding_at = 0
-    await runs.start(request_of("anew"))
-    assert pid_of(runs, "anew") != waiting
+    await runs.start(request_of("first"))
+    assert pid_of(runs, "first") != waiting
 
     await runs.stand_by()
     assert len(standing_by()) == 1
